@@ -1,0 +1,86 @@
+"""The error tree: everything a user can run into, each with one clear sentence.
+
+A message names the value, the limit and the remedy. The command line prints it as one line and exits with
+`exit_code`; ``--json`` prints ``{"error": {"code", "message"}}``.
+"""
+
+from __future__ import annotations
+
+
+class EdgeInferError(Exception):
+    """Base of all errors that edgeinfer raises on purpose."""
+
+    code = "failed"
+    exit_code = 1
+
+
+class UsageError(EdgeInferError):
+    """A wrong flag or argument: an unknown name, a size that does not parse, a value out of its range."""
+
+    code = "usage"
+    exit_code = 2
+
+
+class ModelNotFoundError(EdgeInferError):
+    """MODEL is no bundle, no checkpoint directory and no known name."""
+
+    code = "model_not_found"
+
+
+class CheckpointError(EdgeInferError):
+    """A checkpoint that cannot be read: missing, truncated, inconsistent or damaged files."""
+
+    code = "invalid_checkpoint"
+
+
+class UnsupportedModelError(CheckpointError):
+    """A checkpoint whose mathematics edgeinfer does not implement; the message names the field."""
+
+    code = "unsupported_model"
+
+
+class BundleError(EdgeInferError):
+    """A bundle that is truncated, altered, newer than this program, or inconsistent with its own table."""
+
+    code = "invalid_bundle"
+
+
+class DestinationError(EdgeInferError):
+    """Output that cannot be written: it exists, is being written by another process, or the disk is full."""
+
+    code = "cannot_write"
+
+
+class BudgetError(EdgeInferError):
+    """The plan needs more memory than the budget allows; carries the plan so that it can be printed."""
+
+    code = "does_not_fit"
+    exit_code = 3
+
+    def __init__(self, message: str, plan: object | None = None):
+        super().__init__(message)
+        self.plan = plan
+
+
+class RequestError(EdgeInferError):
+    """A generation request that cannot be served: empty prompt, prompt longer than the context, bad token id."""
+
+    code = "bad_request"
+
+
+class TokenizerError(EdgeInferError):
+    """A tokenizer or chat template that is missing, damaged or refuses its input."""
+
+    code = "tokenizer"
+
+
+class KernelError(EdgeInferError):
+    """Kernels cannot be built, loaded, or disagree with their NumPy twins (``EDGEINFER_CHECK=1``)."""
+
+    code = "kernel"
+
+
+class ClosedError(EdgeInferError):
+    """A model that was already closed."""
+
+    code = "closed"

@@ -1,0 +1,2 @@
+# Where editors and type checkers find edgeinfer.offload in a checkout; never installed.
+from offload import *

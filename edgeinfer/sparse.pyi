@@ -1,0 +1,2 @@
+# Where editors and type checkers find edgeinfer.sparse in a checkout; never installed.
+from sparse import *
