@@ -1,0 +1,46 @@
+"""Llama 2 and 3, TinyLlama, SmolLM2 (arXiv 2307.09288, 2407.21783): grouped-query attention and a gated FFN."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..config import ModelConfig
+from ..types import Graph, Tensor
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """One pre-norm block: attention and FFN, each added to the residual stream."""
+    hf, name = f"model.layers.{i}.", f"layers.{i}."
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+    widths = (c.query_width, c.kv_width, c.kv_width)
+
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
+    h = g.linear(h, name + "qkv", weights(qkv), widths, bias=biases(qkv) if c.attention_bias else ())
+    h = g.rope_store(h, i)
+    h = g.attention(h, i)
+    x = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
+                 bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
+
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
+    h = g.gated(h, name + "gate_up", mlp + "gate_proj.weight", mlp + "up_proj.weight",
+                bias=biases((mlp + "gate_proj", mlp + "up_proj")) if c.mlp_bias else ())
+    return g.linear(h, name + "down", (mlp + "down_proj.weight",), (c.hidden_size,), residual=x,
+                    bias=(mlp + "down_proj.bias",) if c.mlp_bias else ())
+
+
+def weights(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Checkpoint names of the modules' weights."""
+    return tuple(m + ".weight" for m in modules)
+
+
+def biases(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Checkpoint names of the modules' biases."""
+    return tuple(m + ".bias" for m in modules)
