@@ -1,4 +1,4 @@
-"""edgeinfer: run language models on laptops and ARM boards, and know beforehand whether they fit and how fast they are."""
+"""edgeinfer: run language models on laptops and ARM boards, and know first whether they fit and how fast they are."""
 
 from pathlib import Path as _Path
 

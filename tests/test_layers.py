@@ -1,0 +1,147 @@
+"""Who may import whom (ARCHITECTURE.md, the house), read from the sources; nothing is imported here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
+FLOORS = {
+    **dict.fromkeys(["errors", "config", "demo"], 0),
+    **dict.fromkeys(["bundle", "graph", "devices"], 1),
+    **dict.fromkeys(["kernels"], 2),
+    **dict.fromkeys(["memory_planner"], 3),
+    **dict.fromkeys(["sparse", "offload"], 4),
+    **dict.fromkeys(["runtime"], 5),
+    **dict.fromkeys(["llm"], 6),
+    **dict.fromkeys(["cli", "backends", "server"], 7),
+    **dict.fromkeys(["__main__"], 8),
+}
+CONVERTERS_MAY_IMPORT = {"errors", "config", "bundle", "graph", "devices", "kernels"}
+MAY_IMPORT_CONVERTERS = {"llm", "cli"}
+PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
+
+
+def sources(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every module of the packages with its installed name in parts: ("edgeinfer", room, ...)."""
+    for folder in ("edgeinfer", *FOLDERS):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            yield path, [*([] if folder == "edgeinfer" else ["edgeinfer"]), *parts]
+
+
+def imported(path: Path, module: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each import; relative ones resolved, `from a import b` as a.b."""
+    package = module[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            if node.level and len(base) < 1 + (module[1] in FOLDERS):
+                yield node.lineno, "(escape)"  # a type checker sees the folder at the root, where nothing is above it
+                continue
+            base = [*base, *(node.module or "").split(".")] if node.module else base
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def hidden(root: Path, room: str, name: str) -> bool:
+    """Whether `name` is a module of the room that its face does not offer in __all__."""
+    home = root / room if room in FOLDERS else root / "edgeinfer" / room
+    if not (home / name).is_dir() and not (home / f"{name}.py").is_file():
+        return False
+    face = home / "__init__.py"
+    return not (face.is_file() and name in public_names(face))
+
+
+def public_names(face: Path) -> set[str]:
+    """The strings of a face's __all__."""
+    for node in ast.parse(face.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+    return set()
+
+
+def violation(root: Path, room: str, name: str) -> str | None:
+    """Say what is wrong with a module of `room` importing `name`, or None."""
+    top, *rest = name.split(".")
+    if name == "(escape)":
+        return "a relative import leaves the folder: write from edgeinfer... import"
+    if top in FOLDERS:
+        return f"imports {top} from the root: write edgeinfer.{top}"
+    if top in ("numba", "llvmlite") and room != "kernels":
+        return f"imports {top}: only kernels/ may"
+    if top != "edgeinfer" or not rest:
+        return None
+    target = PUBLIC_NAMES.get(rest[0], rest[0])
+    if target == room or target == "__version__":
+        return None
+    if target not in {*FLOORS, "converters"}:
+        return f"imports {name}: this room has no floor"
+    if len(rest) > 2 or (len(rest) == 2 and hidden(root, target, rest[1])):
+        return f"imports {name}: import through the face, edgeinfer.{target}"
+    if target == "converters":
+        allowed = room in MAY_IMPORT_CONVERTERS
+    elif room == "converters":
+        allowed = target in CONVERTERS_MAY_IMPORT
+    else:
+        allowed = target == "errors" or FLOORS[target] < FLOORS[room]
+    return None if allowed else f"imports {name}: {target} is not below {room}"
+
+
+def violations(root: Path) -> list[str]:
+    """Every import against the rules, as path:line: sentence."""
+    found = []
+    for path, module in sources(root):
+        room = module[1]
+        where = path.relative_to(root).as_posix()
+        if room != "__init__" and room not in {*FLOORS, "converters"}:
+            found.append(f"{where}:1: {room} has no floor")
+            continue
+        if room == "__init__":  # edgeinfer/__init__.py names the public classes lazily and imports nothing of ours
+            continue
+        for line, name in imported(path, module):
+            if message := violation(root, room, name):
+                found.append(f"{where}:{line}: {message}")
+    return found
+
+
+def test_every_import_goes_down_the_floors() -> None:
+    assert not (found := violations(ROOT)), "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "sentence"),
+    [
+        ("sparse/rewrite.py", "from edgeinfer.offload import cache", "offload is not below sparse"),
+        ("edgeinfer/bundle/reader.py", "from ..graph import Graph", "graph is not below bundle"),
+        ("edgeinfer/graph/build.py", "def f():\n    import edgeinfer.kernels", "kernels is not below graph"),
+        ("memory_planner/plan.py", "from edgeinfer.kernels.linear import gemv", "import through the face"),
+        ("memory_planner/plan.py", "from edgeinfer.kernels import linear", "import through the face"),
+        ("memory_planner/plan.py", "from edgeinfer import LLM", "llm is not below memory_planner"),
+        ("edgeinfer/runtime/session.py", "import numba.core", "imports numba: only kernels/ may"),
+        ("edgeinfer/cli/run.py", "from llvmlite import binding", "imports llvmlite: only kernels/ may"),
+        ("edgeinfer/runtime/load.py", "from edgeinfer.converters import convert", "converters is not below runtime"),
+        ("converters/hf.py", "from edgeinfer.runtime import Session", "runtime is not below converters"),
+        ("kernels/isa.py", "from ..errors import KernelError", "a relative import leaves the folder"),
+        ("edgeinfer/llm.py", "import kernels", "imports kernels from the root"),
+        ("edgeinfer/stray.py", "", "stray has no floor"),
+    ],
+)
+def test_a_planted_violation_is_caught(tmp_path: Path, where: str, text: str, sentence: str) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("__all__ = ['pack']\n")
+    (tmp_path / "kernels" / "pack.py").write_text("")
+    (tmp_path / "memory_planner").mkdir()
+    (tmp_path / "memory_planner" / "arena.py").write_text("from edgeinfer.kernels import gemv, pack\n")
+    (tmp_path / "kernels" / "linear.py").write_text("from .isa import isa\nfrom edgeinfer.errors import KernelError\n")
+    assert violations(tmp_path) == []
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert [found for found in violations(tmp_path) if sentence in found and found.startswith(where)]
