@@ -1,0 +1,125 @@
+"""House rules that a reader relies on: documented fields, short files, no paths of one machine, exact faces."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("edgeinfer", "kernels", "memory_planner", "converters", "sparse", "offload", "devices")
+FILE_WISH, FILE_CAP = 300, 500
+FUNCTION_WISH, KERNEL_WISH = 40, 80
+MACHINE_PATH = re.compile(r"(?<![\w.])(/home/|/root/|/work/|/opt/|/tmp/|/Users/|/mnt/|/var/tmp/|[A-Z]:\\\\?Users)")
+PARTS = ("bundle", "graph", "kernels", "memory_planner", "runtime", "converters", "sparse", "offload", "devices", "cli")
+
+
+def sources() -> Iterator[Path]:
+    """Every .py file of the packages."""
+    for folder in FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of each function, without its docstring."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            yield node.name, (node.end_lineno or 0) - body[0].lineno + 1
+
+
+def undocumented_fields(source: str) -> list[str]:
+    """Fields of dataclasses that no docstring follows."""
+    missing = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef) or "dataclass" not in "".join(map(ast.dump, node.decorator_list)):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = after.value if isinstance(after, ast.Expr) else None
+                if not (isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.strip()):
+                    missing.append(f"{node.name}.{field.target.id}")
+    return missing
+
+
+def test_every_field_of_the_request_types_is_documented() -> None:
+    assert undocumented_fields((ROOT / "edgeinfer" / "config.py").read_text(encoding="utf-8")) == []
+
+
+def test_an_undocumented_field_is_noticed() -> None:
+    source = (
+        "@dataclass(frozen=True)\nclass A:\n    x: int = 1\n    'one'\n    y: int = 2\n    z: int = 3\n    'three'\n"
+    )
+    assert undocumented_fields(source) == ["A.y"]
+
+
+def test_files_stay_under_the_cap() -> None:
+    lengths = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8").count("\n") for path in sources()}
+    wide = {name: lines for name, lines in lengths.items() if lines > FILE_WISH}
+    if wide:
+        warnings.warn(f"files over {FILE_WISH} lines: {wide}", stacklevel=1)
+    print(
+        f"\n{len(lengths)} files, {sum(lengths.values())} lines, median {sorted(lengths.values())[len(lengths) // 2]}"
+    )
+    over = {name: lines for name, lines in lengths.items() if lines > FILE_CAP}
+    assert not over, f"files over {FILE_CAP} lines; find the seam: {over}"
+
+
+def test_functions_stay_short() -> None:
+    long = {}
+    for path in sources():
+        wish = KERNEL_WISH if path.relative_to(ROOT).parts[0] == "kernels" else FUNCTION_WISH
+        where = path.relative_to(ROOT).as_posix()
+        long.update({f"{where}:{name}": lines for name, lines in functions(path) if lines > wish})
+    if long:
+        warnings.warn(f"functions over {FUNCTION_WISH} lines ({KERNEL_WISH} in kernels/): {long}", stacklevel=1)
+    over = {name: lines for name, lines in long.items() if lines > 2 * KERNEL_WISH}
+    assert not over, f"functions over {2 * KERNEL_WISH} lines: {over}"
+
+
+def test_no_text_names_a_path_of_one_machine() -> None:
+    found = []
+    for path in sources():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_path_of_one_machine_is_noticed() -> None:
+    assert MACHINE_PATH.search("print('/home/someone/model')")
+    assert not MACHINE_PATH.search("open('/proc/self/status'), '/sys/devices', 'https://host/home/x'")
+
+
+def test_public_names() -> None:
+    import edgeinfer
+
+    assert edgeinfer.__all__ == ["LLM", "EdgeInferError", "GenerationConfig", "__version__"]
+    assert edgeinfer.EdgeInferError.__module__ == "edgeinfer.errors"
+    assert edgeinfer.GenerationConfig.__module__ == "edgeinfer.config"
+    with pytest.raises(AttributeError, match="module 'edgeinfer' has no attribute 'Model'"):
+        _ = edgeinfer.Model
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_face_offers_what_it_says(part: str) -> None:
+    face = importlib.import_module(f"edgeinfer.{part}")
+    names = list(face.__all__)
+    assert len(names) == len(set(names)), f"edgeinfer.{part}.__all__ names something twice"
+    assert not [name for name in names if name.startswith("_")], "a private name in a face"
+    assert not [name for name in names if not hasattr(face, name)], "a face names what it does not have"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_importing_a_part_compiles_nothing(part: str) -> None:
+    """Numba takes half a second to import; a process that finds its kernels in the cache must not pay it."""
+    check = f"import sys, edgeinfer.{part}; sys.exit('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"import edgeinfer.{part} imports numba"
