@@ -1,7 +1,26 @@
-"""Graphs of decoder-only transformers: `read_config` understands a checkpoint's config, `build_graph` its forward pass."""
+"""Graphs of decoder-only transformers: `read_config` understands a config, `build_graph` writes the forward pass."""
 
 from .builder import GraphBuilder, round_up
 from .config import ModelConfig, RopeConfig
+from .model import build_graph, read_config, supported_architectures
+from .rope import rope_tables
+from .storage import expected_types, requested_types
 from .types import Graph, Op, Tensor, Weight, WeightType
 
-__all__ = ["Graph", "GraphBuilder", "ModelConfig", "Op", "RopeConfig", "Tensor", "Weight", "WeightType", "round_up"]
+__all__ = [
+    "Graph",
+    "GraphBuilder",
+    "ModelConfig",
+    "Op",
+    "RopeConfig",
+    "Tensor",
+    "Weight",
+    "WeightType",
+    "build_graph",
+    "expected_types",
+    "read_config",
+    "requested_types",
+    "rope_tables",
+    "round_up",
+    "supported_architectures",
+]

@@ -39,8 +39,8 @@ class GraphBuilder:
         table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.hidden_size),))
         return self._op("embed", (), self._tensor("x", c.hidden_size), (table,))
 
-    def rms_norm(self, x: Tensor, name: str, source: str, feeds: str = "matrix") -> Tensor:
-        """Root-mean-square norm (arXiv 1910.07467); quantised on the way out where the weights it feeds are."""
+    def rms_norm(self, x: Tensor, name: str, source: str, feeds: str) -> Tensor:
+        """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if the weight it feeds is."""
         weight = self._vector(name, (source,), (x.width,))
         out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
         return self._op("rms_norm", (x,), out, (weight,), eps=self.config.rms_norm_eps)
@@ -105,7 +105,7 @@ class GraphBuilder:
 
     def build(self, logits: Tensor) -> Graph:
         """The finished graph."""
-        return Graph(self.config, tuple(self._ops), tuple(self._weights.values()), self._types, logits)
+        return Graph(self.config, tuple(self._ops), tuple(self._weights.values()), dict(self._types), logits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -123,12 +123,8 @@ class GraphBuilder:
         return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.group_size, rows)
 
     def _feed_type(self, feeds: str) -> WeightType:
-        """Type of the weights that a norm feeds: a named weight that exists, or the matrices of the layers."""
-        if feeds in self._types:
-            return self._types[feeds]
-        c = self.config
-        probe = Weight("layers.0.qkv", (c.query_width + 2 * c.kv_width, c.hidden_size), feeds, (), ())
-        return self._type_of(probe)
+        """Type of the weight that a norm feeds, which may be added only later."""
+        return self._types.get(feeds) or self._type_of(Weight(feeds, (), "matrix", (), ()))
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):

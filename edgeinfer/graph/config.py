@@ -27,6 +27,8 @@ class RopeConfig:
     """yarn: rotations below which a dimension is stretched."""
     attention_factor: float = 1.0
     """yarn: multiplies cos and sin (the paper's sqrt(1/t))."""
+    truncate: bool = True
+    """yarn: the bounds of the ramp are rounded outwards to whole dimensions."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The graph: typed operations on named tensors. Everything later (plan, program, estimate, twins) reads these records."""
+"""The graph: typed operations on named tensors. Plan, program, estimate and twins all read these records."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,9 @@ class WeightType:
         """True where the kernels multiply int8 activations."""
         return self.dtype in ("q4", "int8")
 
+    def __str__(self) -> str:
+        return f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -57,10 +61,14 @@ class Tensor:
     rows: str = "tokens"
     """``tokens`` (every token of the walk) or ``outputs`` (the rows whose logits are wanted)."""
 
+    def __str__(self) -> str:
+        kind = f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype
+        return f"{self.name}[{self.rows} x {self.width} {kind}]"
+
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. `attributes` hold numbers only, so that a graph can be printed, compared and stored."""
+    """One operation. `attributes` hold numbers and names only, so that a graph can be printed, compared and stored."""
 
     kind: str
     inputs: tuple[Tensor, ...]
@@ -81,3 +89,19 @@ class Graph:
     types: dict[str, WeightType]
     """Storage of each weight, by name."""
     logits: Tensor
+
+    @property
+    def weight_count(self) -> int:
+        """Parameters of the model, without padding; tied matrices count once."""
+        return sum(math.prod(shape) for weight in self.weights for shape in weight.source_shapes)
+
+    def describe(self) -> str:
+        """One line per operation: outputs, kind, attributes, inputs, weights with their shape and storage."""
+        return "\n".join(self._line(op) for op in self.ops)
+
+    def _line(self, op: Op) -> str:
+        numbers = "".join(f" {key}={value}" for key, value in op.attributes.items())
+        weights = [f"{w.name} {'x'.join(map(str, w.shape))} {self.types[w.name]}" for w in op.weights]
+        arguments = ", ".join([str(t) for t in op.inputs] + weights)
+        sign = "+=" if op.in_place and len(op.inputs) > 1 else "="
+        return f"{', '.join(map(str, op.outputs))} {sign} {op.kind}{numbers}({arguments})"

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from ..builder import GraphBuilder
+from ..common import read_decoder
 from ..config import ModelConfig
+from ..reader import ConfigReader
 from ..types import Graph, Tensor
+
+DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on all four projections of the attention, `mlp_bias` on all three of the FFN."""
+    bias = c.flag("attention_bias")
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=c.flag("mlp_bias"))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
@@ -15,21 +25,21 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 
-def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False) -> Tensor:
     """One pre-norm block: attention and FFN, each added to the residual stream."""
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     attn, mlp = hf + "self_attn.", hf + "mlp."
     qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
     widths = (c.query_width, c.kv_width, c.kv_width)
 
-    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
     h = g.linear(h, name + "qkv", weights(qkv), widths, bias=biases(qkv) if c.attention_bias else ())
-    h = g.rope_store(h, i)
+    h = g.rope_store(h, i, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
     h = g.attention(h, i)
     x = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                  bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
-    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=name + "gate_up")
     h = g.gated(h, name + "gate_up", mlp + "gate_proj.weight", mlp + "up_proj.weight",
                 bias=biases((mlp + "gate_proj", mlp + "up_proj")) if c.mlp_bias else ())
     return g.linear(h, name + "down", (mlp + "down_proj.weight",), (c.hidden_size,), residual=x,

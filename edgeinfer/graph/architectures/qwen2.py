@@ -1,0 +1,19 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): Llama with a bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from ..common import read_decoder, read_layer_windows
+from ..config import ModelConfig
+from ..reader import ConfigReader
+from .llama import forward
+
+__all__ = ["forward", "read"]
+
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """The bias is always there: a config that says otherwise describes another model."""
+    if not c.flag("attention_bias", True):
+        raise c.unsupported("attention_bias", False, "Qwen2's attention has a bias; remove the field from the file")
+    return read_decoder(c, DEFAULTS, attention_bias=True, windows=read_layer_windows(c))

@@ -1,0 +1,27 @@
+"""Qwen3 (arXiv 2505.09388): Llama's layer with an RMS norm on each head of queries and keys, and its own head_dim."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder, read_layer_windows
+from ..config import ModelConfig
+from ..reader import ConfigReader
+from ..types import Graph
+from .llama import layer
+
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on all four projections of the attention."""
+    bias = c.flag("attention_bias")
+    windows = read_layer_windows(c)
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, windows=windows)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, qk_norm=True)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))

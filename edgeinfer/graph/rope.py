@@ -1,0 +1,154 @@
+"""Rotary position embedding: what a config says about it, and the tables of cosines and sines."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+from .config import RopeConfig
+from .reader import ConfigReader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+KINDS = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+ROWS_AT_ONCE = 1024  # keeps the float64 temporaries of a long context small
+
+# Keys that may stand in a RoPE section without being read: values under which they change nothing.
+NEUTRAL = {
+    "attention_factor": (1,),
+    "attn_factor": (1,),
+    "factor": (1,),
+    "finetuned": (True, False),
+    "partial_rotary_factor": (1,),
+}
+
+
+def read_rope(c: ConfigReader, max_position_embeddings: int) -> RopeConfig:
+    """RoPE of a config.
+
+    transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling`` (whose kind is called
+    ``rope_type`` or ``type``). A file that has both must mean the same by them.
+    """
+    theta = c.number("rope_theta", DEFAULT_THETA, above=1.0)
+    outer_original = c.integer("original_max_position_embeddings", None)
+    found = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        section = c.section(name)
+        if section is not None:
+            found[name] = _read_section(section, theta, outer_original, max_position_embeddings)
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"{c.where}: rope_scaling and rope_parameters disagree; keep the one that is right.")
+    return next(iter(found.values()), RopeConfig(theta))
+
+
+def _read_section(r: ConfigReader, theta: float, outer_original: int | None, max_positions: int) -> RopeConfig:
+    name = "rope_type" if r.has("rope_type") or not r.has("type") else "type"
+    kind = r.choice(name, r.get(name) or "default", KINDS)
+    r.get("type")  # older files carry both spellings
+    theta = r.number("rope_theta", theta, above=1.0)
+    original = r.integer("original_max_position_embeddings", max_positions)
+    original = outer_original or original
+    rope = RopeConfig(theta)
+    if kind == "linear":
+        rope = RopeConfig(theta, kind, r.number("factor"))
+    elif kind == "llama3":
+        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
+        if low >= high:
+            raise CheckpointError(f"{r.where}: low_freq_factor is {low:g}; it must be below high_freq_factor {high:g}.")
+        rope = RopeConfig(theta, kind, r.number("factor"), original, low, high)
+    elif kind == "yarn":
+        rope = _read_yarn(r, theta, original, max_positions)
+    r.refuse_unread(NEUTRAL)
+    return rope
+
+
+def _read_yarn(r: ConfigReader, theta: float, original: int, max_positions: int) -> RopeConfig:
+    """YaRN (arXiv 2309.00071); attention_factor defaults to section 3.4's, or DeepSeek's ratio of two of them."""
+    factor = r.number("factor", max_positions / original)
+    mscale, mscale_all = (r.number(key, 0.0, above=-1.0) for key in ("mscale", "mscale_all_dim"))
+    computed = _mscale(factor)
+    if mscale and mscale_all:
+        computed = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    fast, slow = r.number("beta_fast", 32.0, above=-1.0) or 32.0, r.number("beta_slow", 1.0, above=-1.0) or 1.0
+    return RopeConfig(
+        theta, "yarn", factor, original, beta_fast=fast, beta_slow=slow,
+        attention_factor=r.number("attention_factor", computed, above=0.0, high=1e6),
+        truncate=r.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, n_positions: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines for positions 0 to n_positions - 1.
+
+    Element i of a row belongs to the pair of dimensions (i, i + head_dim / 2), the "rotate half" order of Hugging Face
+    checkpoints. Computed in float64, so that far positions do not inherit the rounding of the frequencies.
+
+    Returns
+    -------
+    cos, sin : float32 arrays of shape (n_positions, head_dim // 2)
+        Times YaRN's attention factor.
+    """
+    import numpy as np
+
+    frequencies = inverse_frequencies(rope, head_dim)
+    cos = np.empty((n_positions, head_dim // 2), np.float32)
+    sin = np.empty_like(cos)
+    for start in range(0, n_positions, ROWS_AT_ONCE):
+        rows = slice(start, min(start + ROWS_AT_ONCE, n_positions))
+        angles = np.arange(rows.start, rows.stop, dtype=np.float64)[:, None] * frequencies
+        cos[rows] = np.cos(angles) * rope.attention_factor
+        sin[rows] = np.sin(angles) * rope.attention_factor
+    return cos, sin
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
+    """Radians per position of each pair of dimensions: float64 array of shape (head_dim // 2,)."""
+    import numpy as np
+
+    plain = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+def _llama3(rope: RopeConfig, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Keep short wavelengths, stretch long ones, blend between (Llama 3.1's reference code)."""
+    import numpy as np
+
+    turns = rope.original_max_position_embeddings * plain / (2 * np.pi)  # over the context of the training
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return plain * (keep + (1 - keep) / rope.factor)
+
+
+def _yarn(rope: RopeConfig, plain: NDArray[np.float64], head_dim: int) -> NDArray[np.float64]:
+    """Keep dimensions that turn often over the training context, stretch those that turn seldom (YaRN, section 3.2)."""
+    import numpy as np
+
+    def dimension(rotations: float) -> float:
+        """Dimension (a real number) that makes so many rotations."""
+        positions = rope.original_max_position_embeddings
+        return head_dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    stretch = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return plain * (1 - stretch + stretch / rope.factor)
