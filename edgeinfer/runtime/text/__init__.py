@@ -1,0 +1,8 @@
+"""Text in and out: tokenizers, streaming detokenisation, chat templates, stop strings."""
+
+from .chat import ChatTemplate
+from .stops import StopStrings
+from .stream import StreamDecoder
+from .tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "StopStrings", "StreamDecoder", "Tokenizer"]
