@@ -1,0 +1,190 @@
+"""The oracle: a decoder's forward pass in plain NumPy, read off the graph and checked against transformers.
+
+It knows the meaning of each operation and nothing of how edgeinfer computes it: no blocks, no tiles, no quantisation,
+no cache. It imports NumPy alone; of a graph it only reads the records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def forward(
+    graph: Any, tensors: Mapping[str, np.ndarray], ids: Sequence[int], dtype: type = np.float64
+) -> np.ndarray:
+    """Logits of one sequence, after every token.
+
+    Parameters
+    ----------
+    graph : edgeinfer.graph.Graph
+        Of any weight types; quantisation is ignored.
+    tensors : mapping of str to array
+        The checkpoint, by Hugging Face's names.
+    ids : sequence of int, length T
+    dtype : type
+        float32 or float64, of all arithmetic.
+
+    Returns
+    -------
+    array of shape (T, vocab_size)
+    """
+    values: dict[str, np.ndarray] = {}
+    state = _State(graph.config, tensors, np.asarray(ids), dtype)
+    for op in graph.ops:
+        inputs = [values[tensor.name] for tensor in op.inputs]
+        result = OPS[op.kind](state, op, *inputs)
+        assert result.shape == (len(ids), op.outputs[0].width), (op.kind, result.shape)
+        assert result.dtype == dtype, op.kind
+        values[op.outputs[0].name] = result
+    return values[graph.logits.name]
+
+
+class _State:
+    """What operations share: the model, its tensors, the tokens, and the keys and values of each layer."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray, dtype: type):
+        self.config, self.ids, self.dtype = config, ids, dtype
+        self._tensors = tensors
+        self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def parts(self, weight: Any) -> list[np.ndarray]:
+        """The checkpoint tensors of a weight, in order."""
+        found = [self._tensors[name] for name in weight.sources]
+        assert [part.shape for part in found] == [tuple(shape) for shape in weight.source_shapes], weight.name
+        return [part.astype(self.dtype) for part in found]
+
+    def whole(self, weight: Any) -> np.ndarray:
+        """The checkpoint tensors of a weight, one below the other."""
+        return np.concatenate(self.parts(weight))
+
+
+def embed(state: _State, op: Any) -> np.ndarray:
+    return state.whole(op.weights[0])[state.ids]
+
+
+def gather_outputs(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def quantize(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def rms_norm(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    return _normalised(x, op.attributes["eps"]) * state.whole(op.weights[0])
+
+
+def linear(state: _State, op: Any, x: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
+    y = x @ state.whole(op.weights[0]).T
+    if len(op.weights) > 1:
+        y = y + state.whole(op.weights[1])
+    return y if residual is None else residual + y
+
+
+def gated(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    gate, up = (x @ part.T for part in state.parts(op.weights[0]))
+    if len(op.weights) > 1:
+        gate_bias, up_bias = state.parts(op.weights[1])
+        gate, up = gate + gate_bias, up + up_bias
+    return ACTIVATIONS[op.attributes["activation"]](gate) * up
+
+
+def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
+    """Rotate q and k; element i of a head turns with element i + head_dim / 2."""
+    c = state.config
+    widths = np.cumsum([c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim])
+    q, k, v = (part.reshape(len(qkv), -1, c.head_dim) for part in np.split(qkv, widths, axis=1))
+    if op.weights:
+        q, k = (_normalised(x, op.attributes["eps"]) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
+    angles = np.arange(len(qkv))[:, None, None] * frequencies(c.rope, c.head_dim)
+    cos, sin = (f(angles) * c.rope.attention_factor for f in (np.cos, np.sin))
+    q, k = (_rotated(x, cos, sin).astype(state.dtype) for x in (q, k))
+    state.stored[op.attributes["layer"]] = k, v
+    return np.concatenate([x.reshape(len(qkv), -1) for x in (q, k, v)], axis=1)
+
+
+def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
+    """Softmax of q k^T / sqrt(head_dim) over the tokens that a query may see."""
+    c = state.config
+    k, v = state.stored[op.attributes["layer"]]
+    q = qkv[:, : c.num_attention_heads * c.head_dim].reshape(len(qkv), c.num_attention_heads, c.head_dim)
+    group = c.num_attention_heads // c.num_key_value_heads
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(np.array(c.head_dim, state.dtype))
+    distance = np.arange(len(q))[:, None] - np.arange(len(q))
+    window = op.attributes["window"] or len(q)
+    scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
+
+
+OPS = {f.__name__: f for f in (embed, gather_outputs, quantize, rms_norm, linear, gated, rope_store, attention)}
+
+
+def _normalised(x: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.array(eps, x.dtype))
+
+
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return (x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))).astype(x.dtype)
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x * 0.5 * (1 + np.tanh(x / 2)),  # x sigmoid(x), without overflow
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def frequencies(rope: Any, head_dim: int) -> np.ndarray:
+    """Radians per position of each pair of dimensions, one pair at a time as the papers have it."""
+    pairs = head_dim // 2
+    plain = [rope.theta ** (-2 * i / head_dim) for i in range(pairs)]
+    if rope.kind == "linear":
+        plain = [f / rope.factor for f in plain]
+    elif rope.kind == "llama3":
+        plain = [_llama3(rope, f) for f in plain]
+    elif rope.kind == "yarn":
+        low, high = _yarn_range(rope, head_dim)
+        ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(pairs)]
+        plain = [(1 - r) * f + r * f / rope.factor for f, r in zip(plain, ramps, strict=True)]
+    return np.array(plain)
+
+
+def _llama3(rope: Any, frequency: float) -> float:
+    wavelength = 2 * math.pi / frequency
+    original = rope.original_max_position_embeddings
+    if wavelength < original / rope.high_freq_factor:
+        return frequency
+    if wavelength > original / rope.low_freq_factor:
+        return frequency / rope.factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+def _yarn_range(rope: Any, head_dim: int) -> tuple[float, float]:
+    """Pairs between which YaRN blends: those that turn beta_fast and beta_slow times over the training context."""
+    low, high = (
+        head_dim * math.log(rope.original_max_position_embeddings / (beta * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for beta in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high + 0.001 if low == high else high
