@@ -1,0 +1,93 @@
+"""ModelConfig to and from JSON: every field present, known and of its type; a wrong one would change the mathematics."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from edgeinfer.errors import BundleError
+from edgeinfer.graph import ModelConfig, RopeConfig
+
+MAX_LAYERS = 4096
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """The config as plain JSON values; tuples become lists."""
+    return _plain(asdict(config))
+
+
+def config_from_json(data: object) -> ModelConfig:
+    """The config from plain JSON values.
+
+    Raises
+    ------
+    BundleError
+        For an unknown, missing or wrongly typed field, or a size out of its range; the sentence names the field.
+    """
+    config = _record(ModelConfig, data, "config")
+    for name in SIZES:
+        if not 1 <= getattr(config, name) <= 2**31 - 1:
+            raise BundleError(f"config.{name} is {getattr(config, name)}; it must be from 1 to 2147483647.")
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise BundleError(f"config.num_hidden_layers is {config.num_hidden_layers}; the limit is {MAX_LAYERS}.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", config.model_type):
+        raise BundleError(f"config.model_type {config.model_type!r} is no name of an architecture.")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise BundleError(
+            f"config.num_attention_heads is {config.num_attention_heads}, "
+            f"no multiple of config.num_key_value_heads {config.num_key_value_heads}."
+        )
+    if len(config.windows) not in (0, config.num_hidden_layers):
+        raise BundleError(f"config.windows has {len(config.windows)} entries for {config.num_hidden_layers} layers.")
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _record(kind: type, data: object, where: str) -> Any:
+    """Build a dataclass from a JSON object with exactly its fields."""
+    if not isinstance(data, dict):
+        raise BundleError(f"{where} is no JSON object.")
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(set(data) - known):
+        raise BundleError(f"{where} has the unknown field {unknown[0]!r}.")
+    if missing := sorted(known - set(data)):
+        raise BundleError(f"{where} lacks the field {missing[0]!r}.")
+    return kind(**{name: _value(_hints(kind)[name], data[name], f"{where}.{name}") for name in data})
+
+
+def _value(hint: Any, value: object, where: str) -> Any:
+    """One field's value, checked against its type hint."""
+    if hint is RopeConfig:
+        return _record(RopeConfig, value, where)
+    if hint == tuple[int, ...]:
+        if isinstance(value, list) and all(type(item) is int for item in value):
+            return tuple(value)
+        raise BundleError(f"{where} is {_short(value)}; it must be a list of integers.")
+    if hint is float:
+        if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
+            return float(value)  # type: ignore[arg-type]
+        raise BundleError(f"{where} is {_short(value)}; it must be a number.")
+    allowed = {int: (int,), bool: (bool,), str: (str,), int | None: (int, type(None))}[hint]
+    if type(value) not in allowed:
+        raise BundleError(f"{where} is {_short(value)}; it must be of type {getattr(hint, '__name__', str(hint))}.")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

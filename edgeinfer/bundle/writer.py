@@ -1,0 +1,263 @@
+"""Write a bundle: streaming, into a hidden directory beside the destination that is renamed when it is complete."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from edgeinfer import __version__
+from edgeinfer.errors import BundleError, CheckpointError, DestinationError
+from edgeinfer.graph import ModelConfig, WeightType
+
+from .format import (
+    LINE_BYTES,
+    WEIGHTS_FILE,
+    FileEntry,
+    Header,
+    Quantisation,
+    TensorEntry,
+    alignment,
+    round_up,
+    stored_bytes,
+)
+from .header import HEADER_FILE, header_from_json, header_to_json
+from .lock import DestinationLock
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Data = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+COPY_BYTES = 8 << 20
+
+
+class BundleWriter:
+    """A bundle in the making; a context manager that either leaves a complete bundle or nothing.
+
+    Parameters
+    ----------
+    destination : str or Path
+        Directory to make; it must not exist unless `overwrite`.
+    config : ModelConfig
+    quantisation : Quantisation
+    overwrite : bool
+        Replace an existing bundle (never a directory that is no bundle).
+    source : str
+        Where the weights came from, for people.
+
+    Raises
+    ------
+    DestinationError
+        On entering: if the destination exists or another process writes it. Later: if the disk is full.
+    """
+
+    def __init__(self, destination: str | Path, config: ModelConfig, quantisation: Quantisation, *,
+                 overwrite: bool = False, source: str = ""):
+        self.destination = Path(os.path.abspath(destination))
+        self._config = config
+        self._quantisation = quantisation
+        self._overwrite = overwrite
+        self._source = source
+        self._partial = self.destination.with_name(f".{self.destination.name}.partial")
+        self._lock = DestinationLock(self.destination)
+        self._file: BinaryIO | None = None
+        self._offset = 0
+        self._tensors: list[TensorEntry] = []
+        self._files: dict[str, FileEntry] = {}
+
+    def __enter__(self) -> BundleWriter:
+        self._refuse_existing()
+        try:
+            with self._writing():
+                self.destination.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+                self._refuse_existing()  # another process may have finished while we looked
+                shutil.rmtree(self._partial, ignore_errors=True)  # left by a process that was killed; the lock is ours
+                self._partial.mkdir()
+                self._file = open(self._partial / WEIGHTS_FILE, "wb")
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if kind is None:
+                with self._writing():
+                    self._commit()
+        finally:
+            self._abandon()
+
+    def reserve(self, nbytes: int) -> None:
+        """Refuse to start where the disk has no room for this many bytes."""
+        free = shutil.disk_usage(self._partial).free
+        if free < nbytes:
+            raise DestinationError(
+                f"{self.destination} needs {nbytes / 1e6:.0f} MB, but its disk has only {free / 1e6:.0f} MB free; "
+                "free some space or choose another place."
+            )
+
+    def add(
+        self, name: str, weight_type: WeightType, shape: tuple[int, ...], data: Data | Iterable[Data]
+    ) -> TensorEntry:
+        """Append one tensor.
+
+        Parameters
+        ----------
+        name : str
+            Name in the tensor table.
+        weight_type : WeightType
+            Layout, type and group size of the stored bytes.
+        shape : tuple of int
+            Logical shape, without padding.
+        data : bytes-like, uint8 array, or iterable of these
+            The stored bytes, in order; streamed, so a large tensor never has to be in memory as a whole.
+
+        Returns
+        -------
+        TensorEntry
+        """
+        nbytes = stored_bytes(weight_type.layout, weight_type.dtype, weight_type.group_size, shape)
+        offset = round_up(self._offset, alignment(nbytes))
+        digest, written = hashlib.sha256(), 0
+        chunks = [data] if isinstance(data, bytes | bytearray | memoryview) or hasattr(data, "dtype") else data
+        with self._writing():
+            self._weights.write(bytes(offset - self._offset))
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")  # type: ignore[arg-type]
+            digest.update(view)
+            with self._writing():
+                self._weights.write(view)
+            written += len(view)
+        if written != nbytes:
+            raise BundleError(f"tensor {name!r} was given {written} bytes; its shape and type need {nbytes}.")
+        entry = TensorEntry(name, weight_type.layout, weight_type.dtype, weight_type.group_size, tuple(shape), offset,
+                            nbytes, digest.hexdigest())
+        self._tensors.append(entry)
+        self._offset = offset + nbytes
+        return entry
+
+    def copy_file(self, path: str | Path, name: str | None = None) -> FileEntry:
+        """Copy a file (tokenizer, chat template, licence) into the bundle, under its own name or `name`."""
+        path = Path(path)
+        return self._add_file(name or path.name, _chunks(path))
+
+    def add_file(self, name: str, content: bytes) -> FileEntry:
+        """Write a small file into the bundle."""
+        return self._add_file(name, [content])
+
+    @property
+    def _weights(self) -> BinaryIO:
+        if self._file is None:
+            raise BundleError(f"the bundle {self.destination} is not open for writing.")
+        return self._file
+
+    def _add_file(self, name: str, chunks: Iterable[bytes]) -> FileEntry:
+        if Path(name).name != name or name in self._files or name in (WEIGHTS_FILE, HEADER_FILE):
+            raise BundleError(f"{name!r} cannot be the name of a further file in the bundle.")
+        digest, nbytes = hashlib.sha256(), 0
+        with self._writing(), open(self._partial / name, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                nbytes += len(chunk)
+            _sync(file)
+        entry = self._files[name] = FileEntry(name, nbytes, digest.hexdigest())
+        return entry
+
+    def _commit(self) -> None:
+        end = round_up(self._offset, LINE_BYTES)
+        self._weights.write(bytes(end - self._offset))
+        _sync(self._weights)
+        self._weights.close()
+        header = Header(self._config, self._quantisation, tuple(self._tensors), tuple(self._files.values()), end,
+                        self._source, f"edgeinfer {__version__}")
+        text = header_to_json(header)
+        header_from_json(text)  # what this version writes, it reads
+        with open(self._partial / HEADER_FILE, "wb") as file:
+            file.write(text)
+            _sync(file)
+        _sync_directory(self._partial)
+        self._rename()
+        _sync_directory(self.destination.parent)
+
+    def _rename(self) -> None:
+        """Put the complete directory in its place; an older bundle stays until that has worked."""
+        if not self.destination.exists():
+            os.rename(self._partial, self.destination)
+            return
+        old = self.destination.with_name(f".{self.destination.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(self.destination, old)
+        try:
+            os.rename(self._partial, self.destination)
+        except BaseException:
+            os.rename(old, self.destination)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _abandon(self) -> None:
+        """Close and remove whatever is not part of a complete bundle."""
+        if self._file is not None:
+            with suppress(OSError):  # a full disk refuses the buffered rest, which nobody needs any more
+                self._file.close()
+            self._file = None
+        if self._lock.held:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self._lock.release()
+
+    def _refuse_existing(self) -> None:
+        if not os.path.lexists(self.destination):
+            return
+        if not self._overwrite:
+            raise DestinationError(f"{self.destination} already exists; choose another name, or ask to overwrite it.")
+        if not (self.destination / HEADER_FILE).is_file():
+            raise DestinationError(
+                f"{self.destination} exists and is no bundle, so it is not overwritten; remove it first."
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say in one sentence why the destination cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DestinationError(
+                    f"The disk is full: {self.destination} could not be written; free some space and try again. "
+                    "Nothing was left behind."
+                ) from None
+            raise DestinationError(f"Cannot write {self.destination}: {error.strerror or error}.") from None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """A source file piece by piece; its own faults are told apart from those of the destination."""
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(COPY_BYTES):
+                yield chunk
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make a rename durable; systems that cannot open directories (Windows) do this on their own."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

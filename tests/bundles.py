@@ -1,0 +1,53 @@
+"""Small bundles for tests, and ways to damage them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.bundle import HEADER_FILE, BundleWriter, Quantisation, stored_bytes
+from edgeinfer.bundle.header import checksum
+from edgeinfer.graph import ModelConfig, WeightType
+
+CONFIG = ModelConfig(
+    model_type="llama", vocab_size=40, hidden_size=24, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=6, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=64,
+)
+TENSORS = {
+    "embed": (WeightType("int8", 32), (40, 24)),
+    "norm": (WeightType("f32", 0, "plain"), (24,)),
+    "big": (WeightType("f32"), (17, 8200)),  # more than 1 MiB: starts on a 64 KiB boundary
+    "ffn": (WeightType("q4", 32, "neuron"), (36, 3, 24)),
+}
+
+
+def contents(seed: int = 0) -> dict[str, np.ndarray]:
+    """Random stored bytes for each tensor."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.integers(0, 256, stored_bytes(t.layout, t.dtype, t.group_size, shape), dtype=np.uint8)
+        for name, (t, shape) in TENSORS.items()
+    }
+
+
+def write_bundle(destination: Path, **options: Any) -> dict[str, np.ndarray]:
+    """Write a bundle of TENSORS with a tokenizer file."""
+    data = contents()
+    with BundleWriter(destination, CONFIG, Quantisation(), **options) as writer:
+        for name, (weight_type, shape) in TENSORS.items():
+            writer.add(name, weight_type, shape, data[name])
+        writer.add_file("tokenizer.json", b'{"model": 1}')
+    return data
+
+
+def alter_header(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change bundle.json and seal it again, as an attacker would."""
+    data = json.loads((bundle / HEADER_FILE).read_text())
+    change(data)
+    data.pop("checksum", None)
+    data["checksum"] = checksum(data)
+    (bundle / HEADER_FILE).write_text(json.dumps(data))

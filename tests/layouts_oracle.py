@@ -1,0 +1,75 @@
+"""Slow loops that say where every nibble of a layout lies; NumPy alone, nothing of the product."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def f16_bytes(value) -> bytes:
+    return np.float16(value).tobytes()
+
+
+def tile16(values: np.ndarray, dtype: str, group: int = 0, scales: np.ndarray | None = None) -> bytes:
+    rows, cols = values.shape
+    out = bytearray()
+    for tile in range(0, rows, 16):
+        if dtype == "f32":
+            for c in range(cols):
+                out += b"".join(np.float32(values[r, c] if r < rows else 0).tobytes() for r in range(tile, tile + 16))
+        elif dtype == "f16":
+            for c in range(cols + cols % 2):
+                live = c < cols
+                out += b"".join(f16_bytes(values[r, c] if live and r < rows else 0) for r in range(tile, tile + 16))
+        else:
+            groups = -(-cols // group)
+            for first in range(0, groups, 2):
+                for g in (first, first + 1):
+                    out += tile16_group(values, dtype, group, tile, g, g < groups)
+                for g in (first, first + 1):
+                    for r in range(tile, tile + 16):
+                        out += f16_bytes(scales[r, g] if r < rows and g < groups else 0)
+    return bytes(out)
+
+
+def tile16_group(codes: np.ndarray, dtype: str, group: int, tile: int, g: int, live: bool) -> bytes:
+    rows, cols = codes.shape
+    out = bytearray()
+
+    def code(r: int, c: int) -> int:
+        if not live or r >= rows:
+            return 0
+        value = int(codes[r, c]) if c < cols else 0
+        return value + 8 if dtype == "q4" else value & 255
+
+    for line in range(group // (8 if dtype == "q4" else 4)):
+        for lane in range(16):
+            for j in range(4):
+                if dtype == "q4":
+                    c = g * group + 8 * line + j
+                    out.append(code(tile + lane, c) | code(tile + lane, c + 4) << 4)
+                else:
+                    out.append(code(tile + lane, g * group + 4 * line + j))
+    return bytes(out)
+
+
+def neuron(codes: np.ndarray, dtype: str, group: int, scales: np.ndarray) -> bytes:
+    n, _, hidden = codes.shape
+    groups = -(-hidden // group)
+    out = bytearray()
+    for i in range(n):
+        for part in range(3):
+            start = len(out)
+
+            def code(c: int, i: int = i, part: int = part) -> int:
+                value = int(codes[i, part, c]) if c < hidden else 0
+                return value + 8 if dtype == "q4" else value & 255
+
+            for g in range(groups):
+                if dtype == "q4":
+                    half = group // 2
+                    out += bytes(code(g * group + b) | code(g * group + b + half) << 4 for b in range(half))
+                else:
+                    out += bytes(code(g * group + b) for b in range(group))
+            out += b"".join(f16_bytes(scales[i, part, g]) for g in range(groups))
+            out += bytes(-(len(out) - start) % 64)
+    return bytes(out)

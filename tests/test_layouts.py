@@ -1,0 +1,101 @@
+"""Layouts byte for byte against the loops of the oracle, at odd sizes, and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import stored_bytes
+from edgeinfer.kernels.layouts import (
+    dequantise,
+    neuron_codes,
+    pack_neuron,
+    pack_tile16,
+    tile16_codes,
+    unpack_neuron,
+    unpack_tile16,
+)
+from tests import layouts_oracle as oracle
+
+SHAPES = [(1, 1), (7, 31), (31, 33), (33, 7), (16, 64), (17, 127), (127, 33), (1, 1023), (1023, 1), (48, 160)]
+GROUPS = (32, 64, 128)
+
+
+def random_codes(shape: tuple[int, ...], dtype: str, group: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(sum(shape) + group)
+    low, high = (-8, 7) if dtype == "q4" else (-127, 127)
+    codes = rng.integers(low, high + 1, shape, dtype=np.int8)
+    scales = rng.standard_normal((*shape[:-1], -(-shape[-1] // group))).astype(np.float16)
+    return codes, scales
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", ["q4", "int8"])
+def test_tile16_codes(dtype: str, group: int, shape: tuple[int, int]) -> None:
+    codes, scales = random_codes(shape, dtype, group)
+    packed = pack_tile16(codes, dtype, group, scales)
+    assert packed.tobytes() == oracle.tile16(codes, dtype, group, scales)
+    assert packed.size == stored_bytes("tile16", dtype, group, shape)
+    back_codes, back_scales = tile16_codes(packed, dtype, group, shape)
+    np.testing.assert_array_equal(back_codes, codes)
+    np.testing.assert_array_equal(back_scales, scales)
+    spread = np.repeat(scales.astype(np.float32), group, axis=1)[:, : shape[1]]
+    np.testing.assert_array_equal(unpack_tile16(packed, dtype, group, shape), codes * spread)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_tile16_floats(dtype: str, shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    packed = pack_tile16(values, dtype)
+    assert packed.tobytes() == oracle.tile16(values, dtype)
+    assert packed.size == stored_bytes("tile16", dtype, 0, shape)
+    want = values.astype(np.float16).astype(np.float32) if dtype == "f16" else values
+    np.testing.assert_array_equal(unpack_tile16(packed, dtype, 0, shape), want)
+
+
+@pytest.mark.parametrize("dtype", ["q4", "int8"])
+def test_tile16_packs_by_blocks_of_rows(dtype: str) -> None:
+    codes, scales = random_codes((55, 70), dtype, 32)
+    blocks = [pack_tile16(codes[i : i + 32], dtype, 32, scales[i : i + 32]) for i in (0, 32)]
+    np.testing.assert_array_equal(np.concatenate(blocks), pack_tile16(codes, dtype, 32, scales))
+
+
+@pytest.mark.parametrize("hidden", [1, 7, 31, 33, 127, 160, 1023])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", ["q4", "int8"])
+def test_neuron(dtype: str, group: int, hidden: int) -> None:
+    shape = (5, 3, hidden)
+    codes, scales = random_codes(shape, dtype, group)
+    packed = pack_neuron(codes, dtype, group, scales)
+    assert packed.tobytes() == oracle.neuron(codes, dtype, group, scales)
+    assert packed.size == stored_bytes("neuron", dtype, group, shape)
+    back_codes, back_scales = neuron_codes(packed, dtype, group, shape)
+    np.testing.assert_array_equal(back_codes, codes)
+    np.testing.assert_array_equal(back_scales, scales)
+    spread = np.repeat(scales.astype(np.float32), group, axis=2)[..., :hidden]
+    np.testing.assert_array_equal(unpack_neuron(packed, dtype, group, shape), codes * spread)
+
+
+def test_more_than_65536_columns() -> None:
+    codes, scales = random_codes((1, 65537), "q4", 32)
+    packed = pack_tile16(codes, "q4", 32, scales)
+    np.testing.assert_array_equal(
+        unpack_tile16(packed, "q4", 32, (1, 65537)), dequantise(codes, scales, 32)
+    )
+
+
+def test_scales_must_belong_to_the_codes() -> None:
+    codes, scales = random_codes((4, 40), "q4", 32)
+    with pytest.raises(ValueError, match=r"q4 codes of shape \(4, 40\) need float16 scales for each group of 32"):
+        pack_tile16(codes, "q4", 32)
+    with pytest.raises(ValueError, match="need float16 scales"):
+        pack_neuron(codes[None, :3], "q4", 32, scales[None, :3].astype(np.float32))
+
+
+def test_bytes_must_belong_to_the_shape() -> None:
+    codes, scales = random_codes((4, 40), "q4", 32)
+    packed = pack_tile16(codes, "q4", 32, scales)
+    with pytest.raises(ValueError, match=r"the layout needs 1728 bytes, but \(576,\) of uint8 were given"):
+        unpack_tile16(packed, "q4", 32, (4, 140))
