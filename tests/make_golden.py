@@ -76,6 +76,7 @@ def with_transformers(name: str, config: dict[str, Any]) -> GoldenCase:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # tiny matrices; more threads only wait for each other
     settings = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **_copied(settings))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
