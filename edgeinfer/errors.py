@@ -84,3 +84,9 @@ class ClosedError(EdgeInferError):
     """A model that was already closed."""
 
     code = "closed"
+
+
+class CancelledError(EdgeInferError):
+    """The work was cancelled (Ctrl-C, `LLM.cancel`, or a closed stream) before it finished."""
+
+    code = "cancelled"

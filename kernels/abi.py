@@ -1,0 +1,150 @@
+"""The kernel ABI: the layout of a record (what never changes) and of the ctx block (all that changes).
+
+``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering, executor and twins share these numbers.
+"""
+
+from __future__ import annotations
+
+VERSION = 1
+"""Part of the hash of the kernel objects."""
+
+# -- record: 16 words of 8 bytes ---------------------------------------------------------------------------------------
+RECORD_BYTES = 128
+REC_KERNEL = 0
+"""Byte offset of the kernel's address, filled in at load from the table of the chosen instruction set."""
+REC_OP = 8
+"""int32: index of the operation's kind (for profiles and twins)."""
+REC_FLAGS = 12
+"""int32: FLAG_* bits, of the kernel's own meaning."""
+REC_PREDICATE = 16
+"""int32: 1 + index of a count; the record is skipped where that count is 0. 0 = always runs."""
+REC_TICKET = 20
+"""int32: 1 + index of an I/O ticket that must be redeemed before the record starts. 0 = none."""
+REC_PLACES = 24
+"""7 places of 8 bytes: region << 48 | byte offset."""
+N_PLACES = 7
+REC_PARAMETERS = 80
+"""12 int32 parameters: counts, strides in bytes, float32 bits."""
+N_PARAMETERS = 12
+REGION_SHIFT = 48
+
+FLAG_RESIDUAL = 1
+"""linear: add the product to what the output holds."""
+FLAG_BIAS = 2
+"""linear, gated: add a bias vector."""
+FLAG_NORM = 4
+"""rope_store: normalise q and k heads."""
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "neuron_cache", "draft", "io")
+"""Memory that places point into; the index is the region's number."""
+
+# -- ctx: byte offsets -------------------------------------------------------------------------------------------------
+CTX_REGIONS = 0
+"""16 base addresses."""
+CTX_COUNTS = 128
+"""16 dynamic counts, see COUNT_*."""
+CTX_TICKETS = 256
+"""16 I/O tickets: 0 = pending, 1 = redeemed."""
+CTX_TOKENS = 384
+"""Address of the token table: TOKEN_BYTES per token of the walk."""
+CTX_SEQUENCES = 392
+"""Address of the sequence table: SEQUENCE_BYTES per sequence."""
+CTX_OUTPUTS = 400
+"""Address of the list (int64) of the tokens whose logits are wanted."""
+CTX_PROGRAM = 408
+"""Address of the first record."""
+CTX_N_RECORDS = 416
+CTX_PROFILE = 424
+"""Address of int64 nanoseconds per record, or 0."""
+CTX_HOST_FUTEX = 432
+"""Address of libc's `syscall` where futex exists (Linux), else 0."""
+CTX_FUTEX_NUMBER = 440
+CTX_HOST_YIELD = 448
+"""Address of `sched_yield` (or the like): gives the core away where there is no futex."""
+CTX_HOST_CLOCK = 456
+"""Address of `clock_gettime`, or 0: no profile."""
+CTX_HOST_PREAD = 464
+CTX_SPINS = 472
+"""Turns of the spin loop before a thread sleeps."""
+CTX_CLOCK = 480
+"""Nanoseconds at the last barrier (profile only)."""
+# Words that threads write: a cache line each, so that spinning on one does not slow the others.
+CTX_CANCEL = 512
+"""Set by Python; read at barriers by the last thread to arrive."""
+CTX_ERROR = 576
+"""Set by a kernel that returns non-zero."""
+CTX_ARRIVED = 640
+CTX_GENERATION = 704
+"""Counts barriers; the word that waiting threads watch."""
+CTX_PC = 768
+"""Index of the record to run, published at the barrier; -1 = the walk has ended."""
+CTX_WORK = 832
+"""Next chunk of the running record; threads claim chunks by atomic addition."""
+CTX_EPOCH = 896
+"""Counts walks; idle threads watch it."""
+CTX_DONE = 960
+"""Epoch of the last finished walk; the main thread watches it."""
+CTX_STOP = 1024
+"""Non-zero: threads return."""
+CTX_SLEEPERS = 1088
+"""Threads asleep at the barrier."""
+CTX_PARKED = 1152
+"""Threads asleep between walks."""
+CTX_SCRATCH = 1216
+"""Per-thread 64 bytes of timespec and the like, for up to 256 threads."""
+CTX_BYTES = 1216 + 64 * 257
+
+COUNT_TOKENS = 0
+COUNT_OUTPUTS = 1
+COUNT_MERGE = 2
+"""Tokens whose attention is computed in splits and merged by the next record; 0 = attention finishes by itself."""
+COUNT_ACTIVE = 3
+"""Active neurons (sparse FFN)."""
+COUNT_TOPN = 4
+"""Rows of V that are read (TopN-V)."""
+COUNT_KEPT = 5
+"""Tokens kept (LazyLLM)."""
+
+TOKEN_BYTES = 64
+TOKEN_ID = 0
+TOKEN_SEQUENCE = 8
+TOKEN_POSITION = 16
+TOKEN_SLOT = 24
+"""Block * BLOCK_TOKENS + row in the block: where the token's K and V are stored."""
+TOKEN_MASK = 32
+"""Ancestors among the tokens of this walk, a bit each; all ones = causal order."""
+
+SEQUENCE_BYTES = 16
+SEQUENCE_BLOCKS = 0
+"""Address of the int32 block table."""
+SEQUENCE_LENGTH = 8
+
+# -- KV blocks ---------------------------------------------------------------------------------------------------------
+BLOCK_TOKENS = 16
+"""Tokens of a KV block."""
+SPLIT_BLOCKS = 16
+"""Blocks of an attention split: contexts are cut at fixed lengths, so that results do not depend on the threads."""
+
+KV_ELEMENT_BYTES = {"int8": 1, "f16": 2, "f32": 4}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Elements of a stored head: whole vectors of 16."""
+    return -(-head_dim // 16) * 16
+
+
+def kv_head_bytes(kv: str, head_dim: int) -> int:
+    """Bytes of one head of one block: K as 16-token tiles, V in rows, and for int8 16 fp16 scales of each."""
+    scales = 2 * 2 * BLOCK_TOKENS if kv == "int8" else 0
+    return 2 * BLOCK_TOKENS * padded_head_dim(head_dim) * KV_ELEMENT_BYTES[kv] + scales
+
+
+def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
+    """Layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 sums), in bytes.
+
+    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are.
+    """
+    groups = 2 * -(-width // (2 * group_size))
+    values = groups * group_size
+    return -(-(values + 8 * groups) // 64) * 64, values, values + 4 * groups

@@ -1,0 +1,123 @@
+"""The kernels' compiler: Python functions to object files, once per instruction set, never in the process that runs them.
+
+``python -m edgeinfer.kernels.build`` compiles this machine's set into the user's cache, with progress; ``--all`` compiles every
+rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel. The parent only starts
+processes: each compiles its share of one set with an explicit CPU, so that nothing depends on the machine that builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from edgeinfer.errors import KernelError
+from .isa import LADDER, Isa, choose
+from .objects import cache_directory, package_directory, set_directory, write_manifest
+
+Progress = Callable[[int, int, str], None]
+
+
+def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
+    """Compile all kernels of a rung into `directory` (``NAME.o`` each and a manifest), replacing it whole.
+
+    Raises
+    ------
+    KernelError
+        If a kernel does not compile or needs a symbol other than memset, memcpy and memmove.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".build-") as scratch:
+        shares = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+        workers = [_start(isa, Path(scratch), share, shares) for share in range(shares)]
+        done = 0
+        for line in _lines(workers):
+            name, total = line.split()
+            done += 1
+            if progress:
+                progress(done, int(total), name)
+        for worker in workers:
+            if worker.wait():
+                message = worker.stderr.read().strip().splitlines() if worker.stderr else []
+                raise KernelError(f"Compiling the {isa.name} kernels failed: {message[-1] if message else 'no message'}.")
+        write_manifest(Path(scratch), isa)
+        _replace(Path(scratch), directory)
+
+
+def _start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str]:
+    """A process that compiles every `shares`-th kernel. Numba reads the CPU from its environment."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
+    environment |= {"NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features}
+    environment["PYTHONPATH"] = os.pathsep.join([_import_root(), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", "edgeinfer.kernels.compile", isa.machine, isa.name, str(out), str(share), str(shares)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _import_root() -> str:
+    """Where the children find edgeinfer: the same place as this process."""
+    from .. import __file__ as package
+
+    return str(Path(package or "").resolve().parent.parent)
+
+
+def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
+    """Lines of all workers as they come."""
+    import queue
+    import threading
+
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def pump(worker: subprocess.Popen[str]) -> None:
+        for line in worker.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    for worker in workers:
+        threading.Thread(target=pump, args=(worker,), daemon=True).start()
+    open_pipes = len(workers)
+    while open_pipes:
+        line = lines.get()
+        if line is None:
+            open_pipes -= 1
+        else:
+            yield line
+
+
+def _replace(scratch: Path, directory: Path) -> None:
+    """Move a finished set into place; another process may have built the same one meanwhile."""
+    import shutil
+
+    staged = directory.with_name(f".{directory.name}.{os.getpid()}")
+    staged.mkdir()
+    for file in scratch.iterdir():
+        os.replace(file, staged / file.name)
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(staged, directory)
+    except OSError:
+        shutil.rmtree(staged, ignore_errors=True)
+        if not (directory / "manifest.json").exists():
+            raise
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(prog="python -m edgeinfer.kernels.build", description=main.__doc__)
+    parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a release wheel)")
+    parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
+    chosen = parser.parse_args(arguments)
+    sets = list(LADDER) if chosen.all else [choose(chosen.isa)]
+    for isa in sets:
+        root = package_directory() if chosen.all else cache_directory()
+        start = time.perf_counter()
+        build(isa, set_directory(root, isa, released=chosen.all), lambda i, n, name: print(f"\r{i}/{n} {name:<24}", end="", flush=True))
+        print(f"\r{isa.machine} {isa.name}: {time.perf_counter() - start:.1f} s{'':<24}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What every kernel starts with: reading its record and ctx, and claiming chunks of work."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .abi import CTX_COUNTS, CTX_TOKENS, CTX_WORK, REC_FLAGS, REC_PARAMETERS, REC_PLACES, REGION_SHIFT, TOKEN_BYTES
+from .simd import f32_from_bits, load_i32, load_i64
+from .targets import atomic_add
+
+inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorator of helper functions; LLVM inlines them into the kernels."""
+
+_OFFSET_MASK = (1 << REGION_SHIFT) - 1
+
+
+@inline
+def place(rec, ctx, index):
+    """Address of operand `index`: the region's base (from ctx) + the record's offset."""
+    word = load_i64(rec + REC_PLACES + 8 * index)
+    return load_i64(ctx + ((word >> REGION_SHIFT) << 3)) + (word & _OFFSET_MASK)
+
+
+@inline
+def parameter(rec, index):
+    """Integer parameter `index` of the record."""
+    return load_i32(rec + REC_PARAMETERS + 4 * index)
+
+
+@inline
+def float_parameter(rec, index):
+    """Parameter `index` read as float32."""
+    return f32_from_bits(load_i32(rec + REC_PARAMETERS + 4 * index))
+
+
+@inline
+def flags(rec):
+    """FLAG_* bits."""
+    return load_i32(rec + REC_FLAGS)
+
+
+@inline
+def count(ctx, index):
+    """Dynamic count (COUNT_*)."""
+    return load_i64(ctx + CTX_COUNTS + 8 * index)
+
+
+@inline
+def claim(ctx):
+    """Number of the next chunk that no thread has taken; the barrier sets it back to 0."""
+    return atomic_add(ctx + CTX_WORK, 1)
+
+
+@inline
+def token(ctx, t, field):
+    """Field TOKEN_* of token t of the walk."""
+    return load_i64(load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * t + field)
+
+
+@inline
+def round_up_16(n):
+    """Smallest multiple of 16 that is at least n."""
+    return (n + 15) & -16

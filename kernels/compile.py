@@ -1,0 +1,108 @@
+"""Compile a share of the kernels of one instruction set (a child process of build.py; Numba's only home).
+
+Each kernel becomes one object file with one exported symbol, its name, and no undefined symbol but memset, memcpy, memmove.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .elf import undefined_symbols
+from .isa import LADDER, Isa
+
+ALLOWED = {"memset", "memcpy", "memmove"}
+
+
+def cross(machine: str) -> None:
+    """Make Numba generate code for another architecture; must run before Numba is imported, nothing is called after."""
+    import llvmlite.binding as llvm
+    from llvmlite.binding import targets
+
+    triple = f"{machine}-unknown-linux-gnu"
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for module in (llvm, targets):
+        module.get_process_triple = module.get_default_triple = lambda: triple  # type: ignore[attr-defined]
+    from_triple = targets.Target.from_triple
+    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(triple))  # type: ignore[method-assign,assignment]
+
+
+def load_kernels(isa: Isa) -> dict[str, Any]:
+    """Import the kernel files for a rung; importing registers them."""
+    from . import targets
+
+    targets.use(isa)
+    from . import attention, elementwise, linear, probe, rope, walk  # noqa: F401
+    from .registry import KERNELS
+
+    return KERNELS
+
+
+def compile_kernel(name: str, function: Any) -> tuple[bytes, str]:
+    """Object code and assembly of one kernel.
+
+    Raises
+    ------
+    RuntimeError
+        If the object needs a symbol that a process without Numba does not have.
+    """
+    import llvmlite.binding as llvm
+    from numba import njit
+
+    options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled = njit("int64(int64, int64, int64, int64)", **options)(function)
+    overload = compiled.overloads[compiled.signatures[0]]
+    library = overload.library
+    module = llvm.parse_assembly(library.get_llvm_str())
+    module.link_in(llvm.parse_assembly(_entry(name, overload.fndesc.mangled_name, module)))
+    for inner in (*module.functions, *module.global_variables):
+        if not inner.is_declaration and inner.name != name:
+            inner.linkage = "internal"
+    module.verify()
+    machine = library.codegen._tm
+    code = machine.emit_object(module)
+    foreign = undefined_symbols(code) - ALLOWED
+    if foreign:
+        raise RuntimeError(f"kernel {name} needs the symbols {', '.join(sorted(foreign))}, which only Numba has")
+    return code, machine.emit_assembly(module)
+
+
+def _entry(name: str, mangled: str, module: Any) -> str:
+    """IR of ``int64 name(rec, ctx, tid, n_threads)``, which calls Numba's function by its own convention."""
+    return f"""
+        target datalayout = "{module.data_layout}"
+        target triple = "{module.triple}"
+        declare i32 @"{mangled}"(ptr, ptr, i64, i64, i64, i64)
+        define i64 @{name}(i64 %rec, i64 %ctx, i64 %tid, i64 %n) {{
+          %result = alloca i64
+          %error = alloca ptr
+          %status = call i32 @"{mangled}"(ptr %result, ptr %error, i64 %rec, i64 %ctx, i64 %tid, i64 %n)
+          %value = load i64, ptr %result
+          ret i64 %value
+        }}"""
+
+
+def main(arguments: list[str]) -> None:
+    """``compile MACHINE ISA OUT SHARE SHARES [NAME ...]``: prints ``name total`` for each object it has written."""
+    machine, isa_name, out, share, shares = arguments[:5]
+    isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
+    from .isa import machine as host
+
+    if machine != host():
+        cross(machine)
+    kernels = load_kernels(isa)
+    only = arguments[5:]
+    names = only or sorted(kernels)
+    for name in names[int(share)::int(shares)]:
+        code, assembly = compile_kernel(name, kernels[name])
+        (Path(out) / f"{name}.o").write_bytes(code)
+        if os.environ.get("EDGEINFER_ASSEMBLY"):
+            (Path(out) / f"{name}.s").write_text(assembly)
+        print(name, len(names), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

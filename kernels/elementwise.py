@@ -1,0 +1,202 @@
+"""Operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of output rows.
+
+Places: 0 source, 1 out, 2 weight. Parameters: see P_*. Twins: reference/elementwise.py.
+"""
+
+from __future__ import annotations
+
+from .abi import CTX_OUTPUTS, TOKEN_ID
+from .common import claim, count, float_parameter, inline, parameter, place, token
+from .registry import kernel
+from .simd import (
+    div_f32,
+    f32_of,
+    first_lane,
+    keep_first,
+    load_f32,
+    load_f32x16,
+    load_i8,
+    load_i64,
+    load_u16,
+    max_f32,
+    max_lanes,
+    round_to_i32,
+    splat_f32,
+    splat_i32,
+    sqrt_f32,
+    store_f32,
+    store_f32x16,
+    store_i8x16,
+    store_i32,
+    sum_lanes,
+    sum_lanes_i32,
+    vabs,
+    vmax,
+)
+from .targets import f32_from_f16_bits, fma
+
+P_WIDTH, P_IN_STRIDE, P_OUT_STRIDE, P_ROWS, P_SCALES, P_SUMS, P_GROUP, P_PADDED, P_EPS, P_TILE_BYTES = range(10)
+"""Parameters: elements of a row; bytes from row to row of source and out; which count gives the rows; q8 output: offsets of
+scales and sums, group size, values per row with padding; epsilon (float32 bits); embed: bytes of a tile of the table."""
+
+
+@inline
+def quantise_row(x, out, rec):
+    """One row of floats to int8 with a scale and a sum per group; x has been cut at P_WIDTH by the caller's loads.
+
+    scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
+    """
+    width, group, padded = parameter(rec, P_WIDTH), parameter(rec, P_GROUP), parameter(rec, P_PADDED)
+    scales, sums = out + parameter(rec, P_SCALES), out + parameter(rec, P_SUMS)
+    start = 0
+    while start < padded:
+        largest = splat_f32(0.0)
+        for i in range(start, start + group, 16):
+            if i < width:
+                largest = vmax(largest, vabs(keep_first(load_f32x16(x + 4 * i), width - i)))
+        top = max_lanes(largest)
+        inverse = splat_f32(div_f32(first_lane(splat_f32(127.0)), max_f32(top, first_lane(splat_f32(1e-30)))))
+        total = splat_i32(0)
+        for i in range(start, start + group, 16):
+            q = splat_i32(0)
+            if i < width:
+                q = round_to_i32(keep_first(load_f32x16(x + 4 * i), width - i) * inverse)
+            store_i8x16(out + i, q)
+            total = total + q
+        store_f32(scales, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0)))
+        store_i32(sums, sum_lanes_i32(total))
+        scales += 4
+        sums += 4
+        start += group
+
+
+@kernel("quantize")
+def quantize(rec, ctx, tid, n_threads):
+    """f32 rows to q8 rows (int8 values, f32 scale and int32 sum per group), the padding zero."""
+    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
+    t = claim(ctx)
+    while t < rows:
+        quantise_row(x + t * parameter(rec, P_IN_STRIDE), out + t * parameter(rec, P_OUT_STRIDE), rec)
+        t = claim(ctx)
+    return 0
+
+
+@inline
+def norm_scale(x, width, eps):
+    """1 / sqrt(mean(x^2) + eps) of `width` floats."""
+    total = splat_f32(0.0)
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(x + 4 * i), width - i)
+        total = fma(v, v, total)
+    mean = div_f32(sum_lanes(total), f32_of(width))
+    return div_f32(first_lane(splat_f32(1.0)), sqrt_f32(mean + eps))
+
+
+@inline
+def normalise(x, weight, out, width, scale):
+    """out = x * scale * weight for whole vectors; weights past `width` are stored as zeros, so the padding is 0."""
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(x + 4 * i) * splat_f32(scale) * load_f32x16(weight + 4 * i), width - i)
+        store_f32x16(out + 4 * i, v)
+
+
+@kernel("rms_norm_f32")
+def rms_norm_f32(rec, ctx, tid, n_threads):
+    """RMS norm (arXiv 1910.07467, equation 4) of f32 rows."""
+    x, out, weight = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2)
+    width, rows = parameter(rec, P_WIDTH), count(ctx, parameter(rec, P_ROWS))
+    t = claim(ctx)
+    while t < rows:
+        source = x + t * parameter(rec, P_IN_STRIDE)
+        normalise(source, weight, out + t * parameter(rec, P_OUT_STRIDE), width,
+                  norm_scale(source, width, float_parameter(rec, P_EPS)))
+        t = claim(ctx)
+    return 0
+
+
+@kernel("rms_norm_q8")
+def rms_norm_q8(rec, ctx, tid, n_threads):
+    """RMS norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
+    x, out, weight = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2)
+    width, rows = parameter(rec, P_WIDTH), count(ctx, parameter(rec, P_ROWS))
+    row = place(rec, ctx, 3) + tid * parameter(rec, P_TILE_BYTES)
+    t = claim(ctx)
+    while t < rows:
+        source = x + t * parameter(rec, P_IN_STRIDE)
+        normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, P_EPS)))
+        quantise_row(row, out + t * parameter(rec, P_OUT_STRIDE), rec)
+        t = claim(ctx)
+    return 0
+
+
+@kernel("gather_outputs")
+def gather_outputs(rec, ctx, tid, n_threads):
+    """Copy the rows whose logits are wanted (ctx: list of token numbers)."""
+    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
+    chosen = load_i64(ctx + CTX_OUTPUTS)
+    t = claim(ctx)
+    while t < rows:
+        source = x + load_i64(chosen + 8 * t) * parameter(rec, P_IN_STRIDE)
+        target = out + t * parameter(rec, P_OUT_STRIDE)
+        for i in range(0, parameter(rec, P_WIDTH), 16):
+            store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
+        t = claim(ctx)
+    return 0
+
+
+# -- embedding lookup: one row out of a tile16 table, element by element (a row is 1/16 of each line) -------------------
+
+
+@inline
+def element_q4(tile, lane, k, group):
+    """Weight (lane, k) of a tile: code and scale."""
+    record, inside = tile + (k // (2 * group)) * (16 * group + 64), k % (2 * group)
+    part, c = inside // group, inside % group
+    byte = load_i8(record + part * group * 8 + (c // 8) * 64 + lane * 4 + (c % 4))
+    code = ((byte >> 4) & 15 if c % 8 >= 4 else byte & 15) - 8
+    return f32_of(code) * f32_from_f16_bits(load_u16(record + 16 * group + 32 * part + 2 * lane))
+
+
+@inline
+def element_int8(tile, lane, k, group):
+    """Weight (lane, k) of a tile: code and scale."""
+    record, inside = tile + (k // (2 * group)) * (32 * group + 64), k % (2 * group)
+    part, c = inside // group, inside % group
+    code = load_i8(record + part * group * 16 + (c // 4) * 64 + lane * 4 + (c % 4))
+    return f32_of(code) * f32_from_f16_bits(load_u16(record + 32 * group + 32 * part + 2 * lane))
+
+
+@inline
+def element_f16(tile, lane, k, group):
+    """Weight (lane, k) of a tile."""
+    return f32_from_f16_bits(load_u16(tile + k * 32 + 2 * lane))
+
+
+@inline
+def element_f32(tile, lane, k, group):
+    """Weight (lane, k) of a tile."""
+    return load_f32(tile + k * 64 + 4 * lane)
+
+
+def _register_embed(name, element, group):
+    @kernel(name)
+    def embed(rec, ctx, tid, n_threads):
+        table, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
+        width = parameter(rec, P_WIDTH)
+        t = claim(ctx)
+        while t < rows:
+            row = token(ctx, t, TOKEN_ID)
+            tile = table + (row >> 4) * parameter(rec, P_TILE_BYTES)
+            target = out + t * parameter(rec, P_OUT_STRIDE)
+            for k in range(width):
+                store_f32(target + 4 * k, element(tile, row & 15, k, group))
+            t = claim(ctx)
+        return 0
+
+
+for _group in (32, 64, 128):
+    _register_embed(f"embed_q4_g{_group}", element_q4, _group)
+    _register_embed(f"embed_int8_g{_group}", element_int8, _group)
+_register_embed("embed_f16", element_f16, 0)
+_register_embed("embed_f32", element_f32, 0)
+

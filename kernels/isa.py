@@ -1,0 +1,88 @@
+"""The ladder of instruction sets: what each is compiled for, which of them this machine runs, and the choice."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from dataclasses import dataclass
+
+from edgeinfer.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One rung: a target for the compiler and the features that a machine must have to run it."""
+
+    name: str
+    machine: str
+    """x86_64 or aarch64."""
+    cpu: str
+    """LLVM's CPU name: fixes the baseline and the scheduling model."""
+    features: str
+    """LLVM features added to it."""
+    needs: frozenset[str]
+    """Features that the host must report."""
+    token_tile: int
+    """Tokens that a matrix-matrix kernel keeps in registers."""
+
+
+_AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2"
+_AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,-prefer-256-bit"
+
+LADDER = (
+    Isa("avx512vnni", "x86_64", "x86-64", _AVX512, frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 8),
+    Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 4),
+    Isa("generic", "x86_64", "x86-64", "", frozenset(), 4),
+    Isa("generic", "aarch64", "generic", "-sve,-sve2", frozenset(), 4),
+)
+"""Best first, per machine. `generic` uses no target intrinsics and specifies the others bit for bit in the integer part."""
+
+
+def machine() -> str:
+    """This process' architecture in LLVM's words."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+@functools.cache
+def host_features() -> frozenset[str]:
+    """Features of the host CPU that the ladder asks for (x86: cpuid through LLVM; elsewhere the baseline)."""
+    if machine() != "x86_64":
+        return frozenset()
+    import llvmlite.binding as llvm
+
+    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+
+
+def available() -> tuple[Isa, ...]:
+    """Rungs that this machine can run, best first."""
+    return tuple(isa for isa in LADDER if isa.machine == machine() and isa.needs <= host_features())
+
+
+def choose(name: str | None = None) -> Isa:
+    """The best rung, or the one forced by `name` or EDGEINFER_ISA; one that the CPU lacks is refused.
+
+    An instruction that the CPU lacks would abort the whole process, so the check comes first.
+    """
+    name = name or os.environ.get("EDGEINFER_ISA")
+    there = available()
+    if not there:
+        raise UsageError(f"No kernels exist for this machine's architecture, {machine()!r}; x86_64 and aarch64 are supported.")
+    if not name:
+        return there[0]
+    for isa in there:
+        if isa.name == name:
+            return isa
+    raise UsageError(f"Instruction set {name!r} is not available here; choose one of {', '.join(i.name for i in there)}.")
+
+
+def page_bytes() -> int:
+    """Size of a memory page."""
+    return os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def pointer_bits() -> int:
+    """Width of an address; the ABI needs 64."""
+    return 8 * ctypes.sizeof(ctypes.c_void_p)

@@ -1,0 +1,176 @@
+"""Kernel objects on disk, and their linking into this process by llvmlite alone (no Numba, no compile)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import KernelError
+from . import abi
+from .isa import Isa
+
+_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "probe", "registry", "rope", "simd",
+             "targets", "vecmath", "walk")
+"""Sources that decide what the objects do; the hash of these names a set."""
+
+
+def source_hash() -> str:
+    """Hash of the kernel sources and the ABI version."""
+    digest = hashlib.sha256(str(abi.VERSION).encode())
+    for name in _COMPILED:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def compiler_versions() -> dict[str, str]:
+    """Versions of Numba and llvmlite, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    out = {}
+    for package in ("numba", "llvmlite"):
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            out[package] = "absent"
+    return out
+
+
+def package_directory() -> Path:
+    """Where a release wheel carries the objects of all instruction sets."""
+    return Path(__file__).parent / "objects"
+
+
+def cache_directory() -> Path:
+    """Where this user's compiled objects lie; EDGEINFER_CACHE moves it."""
+    from platformdirs import user_cache_path
+
+    root = os.environ.get("EDGEINFER_CACHE")
+    return (Path(root) if root else user_cache_path("edgeinfer")) / "kernels"
+
+
+def set_directory(root: Path, isa: Isa, released: bool = False) -> Path:
+    """Directory of one instruction set: named by sources, and in the cache by the compiler's versions as well."""
+    key = source_hash()
+    if not released:
+        key = hashlib.sha256(json.dumps([key, compiler_versions()]).encode()).hexdigest()
+    return root / f"{isa.machine}-{isa.name}-{key[:16]}"
+
+
+def write_manifest(directory: Path, isa: Isa) -> None:
+    """Record each object's checksum beside it."""
+    objects = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.glob("*.o"))}
+    manifest = {"abi": abi.VERSION, "isa": isa.name, "machine": isa.machine, "sources": source_hash(),
+                "built_by": compiler_versions(), "objects": objects}
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def read_set(directory: Path, names: Iterable[str] | None = None) -> dict[str, bytes] | None:
+    """The objects of a set (all, or those named), or None where it is absent, stale or damaged."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+        if manifest["sources"] != source_hash() or manifest["abi"] != abi.VERSION:
+            return None
+        checksums = manifest["objects"]
+        out = {}
+        for name in checksums if names is None else names:
+            code = (directory / f"{name}.o").read_bytes()
+            if hashlib.sha256(code).hexdigest() != checksums[name]:
+                return None
+            out[name] = code
+        return out
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) -> Path:
+    """Directory of a valid set: the wheel's, the cache's, or a new one compiled now (into a temporary directory where the
+    cache cannot be written, which is said once on standard error)."""
+    from .build import build
+
+    released = set_directory(package_directory(), isa, released=True)
+    if read_set(released) is not None:
+        return released
+    directory = set_directory(cache_directory(), isa)
+    if read_set(directory) is not None:
+        return directory
+    try:
+        build(isa, directory, progress)
+    except OSError as error:
+        directory = _temporary_directory() / directory.name
+        print(f"edgeinfer: kernels cannot be kept ({error}); they are compiled again in the next process. "
+              "Set EDGEINFER_CACHE to a writable directory.", file=sys.stderr)
+        build(isa, directory, progress)
+    return directory
+
+
+@functools.cache
+def _temporary_directory() -> Path:
+    import atexit
+    import shutil
+    import tempfile
+
+    path = Path(tempfile.mkdtemp(prefix="edgeinfer-kernels-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+class Kernels:
+    """Kernels of one instruction set, linked into this process.
+
+    Parameters
+    ----------
+    isa : Isa
+        Which set.
+    progress : callable, optional
+        Called with (done, total, name) if the set must be compiled first.
+    """
+
+    def __init__(self, isa: Isa, progress: Callable[[int, int, str], None] | None = None):
+        self.isa = isa
+        self._directory = find_set(isa, progress)
+        self._engine: Any = None
+        self._addresses: dict[str, int] = {}
+
+    def addresses(self, names: Iterable[str]) -> dict[str, int]:
+        """Addresses of the named kernels, linked on first use.
+
+        Raises
+        ------
+        KernelError
+            If the set has no kernel of that name, or its files changed under this process.
+        """
+        missing = [name for name in dict.fromkeys(names) if name not in self._addresses]
+        if missing:
+            objects = read_set(self._directory, missing)
+            if objects is None:
+                raise KernelError(f"The kernels in {self._directory} do not hold {', '.join(missing)}; delete the directory and "
+                                  "run again to compile them.")
+            self._link(objects)
+        return self._addresses
+
+    def function(self, name: str) -> Callable[[int, int, int, int], int]:
+        """A kernel as a Python callable of four int64; the GIL is released while it runs."""
+        import ctypes
+
+        word = ctypes.c_int64
+        return ctypes.CFUNCTYPE(word, word, word, word, word)(self.addresses([name])[name])
+
+    def _link(self, objects: dict[str, bytes]) -> None:
+        import llvmlite.binding as llvm
+
+        if self._engine is None:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+            self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        for code in objects.values():
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        for name in objects:
+            self._addresses[name] = self._engine.get_function_address(name)

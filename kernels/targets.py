@@ -1,0 +1,309 @@
+"""The operations that differ between instruction sets. A rung of the ladder is this file's branches, nothing else.
+
+`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so a new rung
+is new features in `isa.py` and, where it has a better instruction, one more branch here.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from .isa import Isa
+from .simd import (
+    F32,
+    I32,
+    I64,
+    VB,
+    VF,
+    VI,
+    F32x16,
+    I8,
+    I16,
+    I32x16,
+    Tile,
+    _tile_shape,
+    call,
+    constant,
+    define,
+    emit_scatter,
+    half,
+    join,
+    per_row,
+    pointer,
+    row,
+    splat,
+    tile_from_sums,
+)
+
+_features: frozenset[str] = frozenset()
+_machine = ""
+
+
+def use(isa: Isa) -> None:
+    """Emit code for this rung from now on."""
+    global _features, _machine
+    _features = frozenset(f[1:] for f in isa.features.split(",") if f.startswith("+"))
+    _machine = isa.machine
+
+
+def has(feature: str) -> bool:
+    """Whether the rung being built has an LLVM feature (``aarch64`` stands for the machine)."""
+    return feature in _features or feature == _machine
+
+
+# -- floats ------------------------------------------------------------------------------------------------------------
+
+
+def emit_fma(b, x, y, z):
+    """x * y + z: fused where there is an instruction, so that every kernel of a rung rounds alike."""
+    if has("fma") or has("aarch64"):
+        return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+    return b.fadd(b.fmul(x, y), z)
+
+
+@define(F32x16, F32x16, F32x16, F32x16)
+def fma(b, x, y, z):
+    """x * y + z, lane by lane."""
+    return emit_fma(b, x, y, z)
+
+
+def emit_widen_f16(b, bits):
+    """<16 x i16> of fp16 bits to <16 x f32>."""
+    if has("f16c") or has("aarch64"):
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), 16)), VF)
+    wide = b.zext(bits, VI)
+    magnitude = b.shl(b.and_(wide, constant(VI, 0x7FFF)), constant(VI, 13))
+    scaled = b.fmul(b.bitcast(magnitude, VF), constant(VF, 2.0**112))  # moves the exponent's bias; right for subnormals
+    sign = b.shl(b.and_(wide, constant(VI, 0x8000)), constant(VI, 16))
+    return b.bitcast(b.or_(b.bitcast(scaled, VI), sign), VF)
+
+
+@define(F32x16, types.int64)
+def load_f16x16(b, address):
+    """16 fp16 values as f32."""
+    return emit_widen_f16(b, b.load(pointer(b, address), typ=ir.VectorType(I16, 16), align=2))
+
+
+def emit_narrow_f16(b, v):
+    """<16 x f32> to <16 x i16> of fp16 bits, nearest, ties to even."""
+    if has("f16c") or has("aarch64"):
+        return b.bitcast(b.fptrunc(v, ir.VectorType(ir.HalfType(), 16)), ir.VectorType(I16, 16))
+    bits = b.bitcast(v, VI)
+    magnitude = b.and_(bits, constant(VI, 0x7FFFFFFF))
+    odd = b.and_(b.lshr(magnitude, constant(VI, 13)), constant(VI, 1))
+    normal = b.lshr(b.add(b.add(magnitude, constant(VI, 0xC8000FFF - 2**32)), odd), constant(VI, 13))
+    shifted = b.bitcast(b.fadd(b.bitcast(magnitude, VF), constant(VF, 0.5)), VI)
+    tiny = b.sub(shifted, constant(VI, 0x3F000000))
+    small = b.icmp_unsigned("<", magnitude, constant(VI, 0x38800000))
+    large = b.icmp_unsigned(">=", magnitude, constant(VI, 0x47800000))
+    out = b.select(large, constant(VI, 0x7C00), b.select(small, tiny, normal))
+    sign = b.and_(b.lshr(bits, constant(VI, 16)), constant(VI, 0x8000))
+    return b.trunc(b.or_(out, sign), ir.VectorType(I16, 16))
+
+
+@define(types.none, types.int64, F32x16)
+def store_f16x16(b, address, v):
+    """16 floats as fp16."""
+    b.store(emit_narrow_f16(b, v), pointer(b, address), align=2)
+
+
+@define(types.none, types.int64, F32x16, types.int64)
+def scatter_f16(b, address, v, stride):
+    """16 floats as fp16, `stride` bytes apart."""
+    emit_scatter(b, address, emit_narrow_f16(b, v), stride)
+
+
+@define(types.int64, types.float32)
+def f16_bits(b, x):
+    """Bits of the nearest fp16."""
+    return b.zext(b.extract_element(emit_narrow_f16(b, splat(b, x, VF)), ir.Constant(I32, 0)), I64)
+
+
+@define(types.float32, types.int64)
+def f32_from_f16_bits(b, bits):
+    """The value of fp16 bits."""
+    wide = emit_widen_f16(b, splat(b, b.trunc(bits, I16), ir.VectorType(I16, 16)))
+    return b.extract_element(wide, ir.Constant(I32, 0))
+
+
+# -- int8 dot products: 16 rows x 4 columns of weights (one line) times 4 activations ----------------------------------
+
+
+def _dot_u8(b, acc, w, x):
+    """Unsigned bytes (0..15) times signed activations, exact: acc + the sum of each lane's four products."""
+    if has("avx512vnni"):
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, w, x)
+    if has("avx2"):
+        return b.add(acc, _by_halves(b, _maddubs, w, x))
+    return _dot_plain(b, acc, w, x)  # 0..15 reads the same signed
+
+
+def _dot_s8(b, acc, w, x):
+    """Signed bytes in [-127, 127] times signed activations, exact; `start_s8` undoes the offset of VNNI."""
+    if has("avx512vnni"):  # the instruction takes unsigned weights: flipping the sign bit adds 128
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, b.xor(w, constant(VB, -128)), x)
+    if has("avx2"):  # |w| * sign(w) x never saturates the 16-bit sums of two: 2 * 127 * 127 < 2^15
+        return b.add(acc, _by_halves(b, _maddubs_signed, w, x))
+    return _dot_plain(b, acc, w, x)
+
+
+def _dot_plain(b, acc, w, x):
+    """The specification: four shifted bytes of each 32-bit lane, multiplied as integers."""
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
+    for j in range(4):
+        up, down = constant(VI, 24 - 8 * j), constant(VI, 24)
+        acc = b.add(acc, b.mul(b.ashr(b.shl(w, up), down), b.ashr(b.shl(x, up), down)))
+    return acc
+
+
+_YB = ir.VectorType(I8, 32)
+_YW = ir.VectorType(I16, 16)
+_YI = ir.VectorType(I32, 8)
+
+
+def _by_halves(b, product, w, x):
+    """Apply a 32-byte product to both halves of a line."""
+    return join(b, *(product(b, half(b, w, start, 32), half(b, x, start, 32)) for start in (0, 32)))
+
+
+def _maddubs(b, w, x):
+    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
+    return call(b, "llvm.x86.avx2.pmadd.wd", _YI, pairs, constant(_YW, 1))
+
+
+def _maddubs_signed(b, w, x):
+    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
+    return _maddubs(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
+
+
+def _dot_tile(dot):
+    """Intrinsic ``(tile, line, x, stride)``: dot of the line with the 4 activations at x of each token."""
+
+    @intrinsic
+    def dot_tile(context, tile, line, x, stride):
+        if not isinstance(tile, Tile):
+            return None
+
+        def lower(context, b, sig, args):
+            def step(b, acc, t):
+                four = b.load(pointer(b, row(b, args[2], args[3], t)), typ=I32, align=4)
+                return dot(b, acc, args[1], b.bitcast(splat(b, four, VI), VB))
+
+            return per_row(b, tile, args[0], step)
+
+        return tile(tile, line, x, stride), lower
+
+    return dot_tile
+
+
+dot_u8 = _dot_tile(_dot_u8)
+dot_s8 = _dot_tile(_dot_s8)
+
+
+@intrinsic(prefer_literal=True)
+def start_s8(context, n, sums, stride):
+    """Start of `dot_s8` accumulators for n tokens, given the sums of their activations."""
+    count = _tile_shape(n)
+    if count is None:
+        return None
+    factor = -128 if has("avx512vnni") else 0
+    tile = Tile(I32x16, count)
+
+    def lower(context, b, sig, args):
+        if not factor:
+            return ir.Constant(tile.llvm, None)
+        zero = ir.Constant(tile.llvm, None)
+
+        def step(b, v, t):
+            total = b.load(pointer(b, row(b, args[1], args[2], t)), typ=I32, align=4)
+            return splat(b, b.mul(total, ir.Constant(I32, factor)), VI)
+
+        return per_row(b, tile, zero, step)
+
+    return tile(n, sums, stride), lower
+
+
+# -- float steps on tiles ----------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def scale_add(context, acc, ints, w_scales, x_scales, stride):
+    """acc[t] + ints[t] * (w_scales * x_scale[t]): one group's contribution, one rounding order everywhere."""
+    if not isinstance(acc, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        def step(b, v, t):
+            scale = b.load(pointer(b, row(b, args[3], args[4], t)), typ=F32, align=4)
+            whole = b.sitofp(b.extract_value(args[1], t), VF)
+            return emit_fma(b, whole, b.fmul(args[2], splat(b, scale, VF)), v)
+
+        return per_row(b, acc, args[0], step)
+
+    return acc(acc, ints, w_scales, x_scales, stride), lower
+
+
+@intrinsic
+def fma_splat(context, acc, v, x, stride):
+    """acc[t] + v * x[t], where x[t] is the f32 at x + t * stride."""
+    if not isinstance(acc, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        def step(b, a, t):
+            scalar = b.load(pointer(b, row(b, args[2], args[3], t)), typ=F32, align=4)
+            return emit_fma(b, args[1], splat(b, scalar, VF), a)
+
+        return per_row(b, acc, args[0], step)
+
+    return acc(acc, v, x, stride), lower
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@define(types.none)
+def pause(b):
+    """Tell the core that this is a spin loop."""
+    if has("aarch64"):
+        call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))
+    else:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+
+
+@define(types.int64, types.int64, types.int64)
+def atomic_add(b, address, value):
+    """Add and return what was there before (sequentially consistent)."""
+    return b.atomic_rmw("add", pointer(b, address), value, "seq_cst")
+
+
+@define(types.int64, types.int64)
+def atomic_load(b, address):
+    """Sequentially consistent load."""
+    return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
+
+
+@define(types.none, types.int64, types.int64)
+def atomic_store(b, address, value):
+    """Sequentially consistent store."""
+    b.store_atomic(value, b.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
+
+
+def _caller(n):
+    @define(types.int64, *[types.int64] * (n + 1))
+    def call_address(b, address, *arguments):
+        """Call a C function of int64s at an address."""
+        kind = ir.FunctionType(I64, [I64] * n)
+        return b.call(b.inttoptr(address, kind.as_pointer()), arguments)
+
+    return call_address
+
+
+call2, call4, call6 = _caller(2), _caller(4), _caller(6)
+
+
+def tile_heights() -> tuple[int, int]:
+    """Tokens of the large and the small register tile: what the register file holds with its accumulators."""
+    return (8, 4) if has("avx512vnni") else (4, 2)

@@ -1,0 +1,189 @@
+"""The executor's inner half: N threads walk the program together, without the GIL and without Python.
+
+`worker` is each thread's life: sleep until the epoch changes, run the record that `CTX_PC` names, meet at the barrier,
+where the last to arrive decides for all what comes next (skip, cancel, error, end). `submit` starts a walk, `wait` waits for
+its end with a time limit, so that Python stays able to see Ctrl-C.
+
+Words that threads share are read and written atomically (ARM reorders the rest). Threads spin for CTX_SPINS turns, then
+sleep in a futex; where there is none they give the core away.
+"""
+
+from __future__ import annotations
+
+from .abi import (
+    CTX_ARRIVED,
+    CTX_CANCEL,
+    CTX_CLOCK,
+    CTX_COUNTS,
+    CTX_DONE,
+    CTX_EPOCH,
+    CTX_ERROR,
+    CTX_FUTEX_NUMBER,
+    CTX_GENERATION,
+    CTX_HOST_CLOCK,
+    CTX_HOST_FUTEX,
+    CTX_HOST_YIELD,
+    CTX_N_RECORDS,
+    CTX_PARKED,
+    CTX_PC,
+    CTX_PROFILE,
+    CTX_PROGRAM,
+    CTX_SCRATCH,
+    CTX_SLEEPERS,
+    CTX_SPINS,
+    CTX_STOP,
+    CTX_TICKETS,
+    CTX_WORK,
+    REC_KERNEL,
+    REC_PREDICATE,
+    REC_TICKET,
+    RECORD_BYTES,
+)
+from .common import inline
+from .registry import kernel
+from .simd import load_i32, load_i64, store_i64
+from .targets import atomic_add, atomic_load, atomic_store, call2, call4, call6, pause
+
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+_EVERYONE = 2**31 - 1
+
+
+@inline
+def sleep_on(ctx, word, seen, timeout):
+    """Sleep while the word still holds `seen`; timeout = address of a timespec or 0. May return early."""
+    futex = load_i64(ctx + CTX_HOST_FUTEX)
+    if futex:
+        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), word, FUTEX_WAIT_PRIVATE, seen & 0xFFFFFFFF, timeout, 0)
+    else:
+        call2(load_i64(ctx + CTX_HOST_YIELD), 0, 0)
+
+
+@inline
+def wake_all(ctx, word):
+    """Wake whoever sleeps on the word."""
+    futex = load_i64(ctx + CTX_HOST_FUTEX)
+    if futex:
+        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), word, FUTEX_WAKE_PRIVATE, _EVERYONE, 0, 0)
+
+
+@inline
+def await_change(ctx, word, seen, sleepers):
+    """Return when the word no longer holds `seen`: spin first, then sleep, counted in the word `sleepers`."""
+    turns = load_i64(ctx + CTX_SPINS)
+    while atomic_load(word) == seen:
+        if turns > 0:
+            turns -= 1
+            pause()
+        else:
+            atomic_add(sleepers, 1)  # before the last look at the word: whoever changes it looks here after
+            if atomic_load(word) == seen:
+                sleep_on(ctx, word, seen, 0)
+            atomic_add(sleepers, -1)
+
+
+@inline
+def next_record(ctx, pc):
+    """The record after `pc` that is to run, or -1; called by one thread while the others wait."""
+    if atomic_load(ctx + CTX_CANCEL) or atomic_load(ctx + CTX_ERROR):
+        return -1
+    records = load_i64(ctx + CTX_N_RECORDS)
+    pc += 1
+    while pc < records:
+        rec = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
+        predicate, ticket = load_i32(rec + REC_PREDICATE), load_i32(rec + REC_TICKET)
+        if predicate == 0 or load_i64(ctx + CTX_COUNTS + 8 * (predicate - 1)) != 0:
+            while ticket and atomic_load(ctx + CTX_TICKETS + 8 * (ticket - 1)) == 0:
+                if atomic_load(ctx + CTX_CANCEL):
+                    return -1
+                call2(load_i64(ctx + CTX_HOST_YIELD), 0, 0)
+            return pc
+        pc += 1
+    return -1
+
+
+@inline
+def clock(ctx):
+    """Nanoseconds since the last call; the time lies in ctx."""
+    timespec = ctx + CTX_SCRATCH
+    call2(load_i64(ctx + CTX_HOST_CLOCK), 1, timespec)
+    now = load_i64(timespec) * 1000000000 + load_i64(timespec + 8)
+    passed = now - load_i64(ctx + CTX_CLOCK)
+    store_i64(ctx + CTX_CLOCK, now)
+    return passed
+
+
+@inline
+def advance(ctx, pc):
+    """Publish what comes after record `pc`; called by the last thread at the barrier."""
+    profile = load_i64(ctx + CTX_PROFILE)
+    if profile:
+        passed = clock(ctx)
+        if pc >= 0:
+            store_i64(profile + 8 * pc, load_i64(profile + 8 * pc) + passed)
+    store_i64(ctx + CTX_WORK, 0)
+    following = next_record(ctx, pc)
+    store_i64(ctx + CTX_PC, following)
+    return following
+
+
+@inline
+def barrier(ctx, pc, n_threads):
+    """Wait for all threads; the last to arrive decides what comes next."""
+    generation = atomic_load(ctx + CTX_GENERATION)
+    if atomic_add(ctx + CTX_ARRIVED, 1) == n_threads - 1:
+        store_i64(ctx + CTX_ARRIVED, 0)
+        epoch = load_i64(ctx + CTX_EPOCH)
+        following = advance(ctx, pc)
+        atomic_store(ctx + CTX_GENERATION, generation + 1)
+        if atomic_load(ctx + CTX_SLEEPERS):
+            wake_all(ctx, ctx + CTX_GENERATION)
+        if following < 0:
+            atomic_store(ctx + CTX_DONE, epoch)
+            wake_all(ctx, ctx + CTX_DONE)
+    else:
+        await_change(ctx, ctx + CTX_GENERATION, generation, ctx + CTX_SLEEPERS)
+
+
+@kernel("worker")
+def worker(rec, ctx, tid, n_threads):
+    """A thread's life; `rec` is the epoch at which it starts waiting. Returns when CTX_STOP is set."""
+    seen = rec
+    while True:
+        await_change(ctx, ctx + CTX_EPOCH, seen, ctx + CTX_PARKED)
+        seen = atomic_load(ctx + CTX_EPOCH)
+        if atomic_load(ctx + CTX_STOP):
+            return 0
+        pc = load_i64(ctx + CTX_PC)
+        while pc >= 0:
+            record = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
+            status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
+            if status:
+                atomic_store(ctx + CTX_ERROR, status)
+            barrier(ctx, pc, n_threads)
+            pc = load_i64(ctx + CTX_PC)
+
+
+@kernel("submit")
+def submit(rec, ctx, tid, n_threads):
+    """Start a walk (or, with CTX_STOP set, the threads' end). Returns its epoch."""
+    epoch = atomic_load(ctx + CTX_EPOCH) + 1
+    store_i64(ctx + CTX_WORK, 0)
+    if load_i64(ctx + CTX_PROFILE):
+        clock(ctx)
+    first = next_record(ctx, -1)
+    store_i64(ctx + CTX_PC, first)
+    if first < 0:
+        atomic_store(ctx + CTX_DONE, epoch)
+    atomic_store(ctx + CTX_EPOCH, epoch)
+    if atomic_load(ctx + CTX_PARKED):
+        wake_all(ctx, ctx + CTX_EPOCH)
+    return epoch
+
+
+@kernel("wait")
+def wait(rec, ctx, tid, n_threads):
+    """Wait for the end of walk `tid`, at most the timespec at `rec`; returns 1 if it has ended."""
+    done = atomic_load(ctx + CTX_DONE)
+    if done < tid:
+        sleep_on(ctx, ctx + CTX_DONE, done, rec)
+    return 1 if atomic_load(ctx + CTX_DONE) >= tid else 0
