@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
 from edgeinfer.graph import Graph, Op, WeightType, build_graph, expected_types, read_config, requested_types, round_up
 
 CONFIG = {
@@ -160,6 +160,29 @@ def test_records_are_frozen_and_comparable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         op.kind = "other"  # type: ignore[misc]
     assert isinstance(op, Op)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope", "message"),
+    [
+        ({"model_type": "mamba"}, {}, "The model: model_type is 'mamba', which edgeinfer does not support"),
+        ({"hidden_act": "tanh"}, {}, "The model's hidden_act is 'tanh'; it must be silu, relu, relu2 or a gelu"),
+        ({"head_dim": 7}, {}, "The model's head_dim is 7; it must be even"),
+        ({}, {"kind": "longrope"}, "The model's rope.kind is 'longrope'; it must be one of default, linear, llama3"),
+        ({}, {"theta": -1.0}, "The model's rope.theta is -1.0; it must be above 1"),
+        ({}, {"factor": 0.0}, "The model's rope.factor is 0.0; it must be above 0"),
+        ({}, {"kind": "yarn"}, "rope.original_max_position_embeddings is 0; it must be above 0"),
+        ({}, {"low_freq_factor": 4.0}, "rope.low_freq_factor is 4.0; it must be above 0 and below high_freq_factor"),
+        ({}, {"beta_fast": 0.0}, "rope.beta_fast is 0.0; it must be above 0"),
+        ({}, {"beta_slow": float("nan")}, "rope.beta_slow is nan; it must be above 0"),
+    ],
+)
+def test_a_config_without_a_forward_pass(fields: dict[str, Any], rope: dict[str, Any], message: str) -> None:
+    """read_config yields none of these; a bundle may."""
+    config = read_config(CONFIG)
+    config = dataclasses.replace(config, **fields, rope=dataclasses.replace(config.rope, **rope))
+    with pytest.raises(UnsupportedModelError, match=message):
+        build_graph(config, requested_types())
 
 
 def test_round_up() -> None:

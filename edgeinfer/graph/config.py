@@ -30,6 +30,11 @@ class RopeConfig:
     truncate: bool = True
     """yarn: the bounds of the ramp are rounded outwards to whole dimensions."""
 
+    @property
+    def uses_training_context(self) -> bool:
+        """Whether the frequencies depend on original_max_position_embeddings."""
+        return self.kind in ("llama3", "yarn")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -12,8 +11,10 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from . import architectures
 from .builder import GraphBuilder
+from .common import ACTIVATIONS
 from .config import ModelConfig
 from .reader import ConfigReader
+from .rope import KINDS
 from .storage import TypeOf
 from .types import Graph
 
@@ -49,24 +50,54 @@ def read_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None 
     if model_type is None:
         raise CheckpointError("config.json lacks 'model_type', which names the architecture; download the file again.")
     reader = ConfigReader(config)
-    model: ModelConfig = _architecture(model_type).read(reader)
+    model: ModelConfig = _architecture(model_type, "config.json").read(reader)
     reader.refuse_unread()
     return model
 
 
 def build_graph(config: ModelConfig, type_of: TypeOf) -> Graph:
-    """The forward pass of a model whose weights are stored as `type_of` says (see `requested_types`)."""
-    graph: Graph = _architecture(config.model_type).forward(GraphBuilder(config, type_of), config)
+    """The forward pass of a model whose weights are stored as `type_of` says (see `requested_types`).
+
+    Raises
+    ------
+    UnsupportedModelError
+        The config, which may come from a bundle instead of `read_config`, asks for what no graph can have.
+    """
+    architecture = _architecture(config.model_type, "The model")
+    _check(config)
+    graph: Graph = architecture.forward(GraphBuilder(config, type_of), config)
     return graph
 
 
-def _architecture(model_type: Any) -> ModuleType:
+def _check(config: ModelConfig) -> None:
+    """Refuse values for which there is no forward pass."""
+    rope = config.rope
+    trained = rope.original_max_position_embeddings
+    for name, value, good, want in [
+        ("hidden_act", config.hidden_act, config.hidden_act in ACTIVATIONS.values(), "silu, relu, relu2 or a gelu"),
+        ("head_dim", config.head_dim, config.head_dim % 2 == 0, "even"),
+        ("rope.kind", rope.kind, rope.kind in KINDS, "one of " + ", ".join(KINDS)),
+        ("rope.theta", rope.theta, rope.theta > 1, "above 1"),
+        ("rope.factor", rope.factor, rope.factor > 0, "above 0"),
+        ("rope.original_max_position_embeddings", trained, trained > 0 or not rope.uses_training_context, "above 0"),
+        ("rope.low_freq_factor", rope.low_freq_factor, 0 < rope.low_freq_factor < rope.high_freq_factor,
+         "above 0 and below high_freq_factor"),
+        ("rope.beta_fast", rope.beta_fast, rope.beta_fast > 0, "above 0"),
+        ("rope.beta_slow", rope.beta_slow, rope.beta_slow > 0, "above 0"),
+    ]:  # fmt: skip
+        if not good:
+            raise UnsupportedModelError(f"The model's {name} is {value!r}; it must be {want}.")
+
+
+def _architecture(model_type: Any, where: str) -> ModuleType:
     known = supported_architectures()
     if model_type not in known:
+        import difflib
+
         near = difflib.get_close_matches(str(model_type), known, n=1)
         hint = f"the nearest is {near[0]}; " if near else ""
         raise UnsupportedModelError(
-            f"config.json: model_type is {model_type!r:.60}, which edgeinfer does not support; "
+            f"{where}: model_type is {model_type!r:.60}, which edgeinfer does not support; "
             f"{hint}supported: {', '.join(known)}."
         )
     return importlib.import_module(f"{architectures.__name__}.{model_type}")
