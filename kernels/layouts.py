@@ -79,7 +79,7 @@ def tile16_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
     records = _checked(data, stored_bytes("tile16", dtype, group_size, shape)).reshape(n_tiles, n_records, -1)
     lines = records[:, :, :-LINE_BYTES].reshape(n_tiles, n_records, -1, TILE_ROWS, 4).transpose(0, 3, 1, 2, 4)
     if dtype == "q4":
-        lines = np.stack([lines & 15, lines >> 4], axis=-2).view(np.int8) - np.int8(Q4_OFFSET)
+        lines = np.stack([lines & 15, lines >> 4], axis=-2) - np.uint8(Q4_OFFSET)
     codes = np.ascontiguousarray(lines).view(np.int8).reshape(n_tiles * TILE_ROWS, -1)[:rows, :cols]
     scales = np.ascontiguousarray(records[:, :, -LINE_BYTES:]).view(np.float16)
     scales = scales.reshape(n_tiles, n_records, 2, TILE_ROWS).transpose(0, 3, 1, 2).reshape(n_tiles * TILE_ROWS, -1)
@@ -120,7 +120,7 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
     padded = _padded_codes(codes.reshape(n * 3, hidden), dtype, group_size, n * 3, groups * group_size)
     if dtype == "q4":
         halves = padded.reshape(n * 3, groups, 2, group_size // 2)
-        padded = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(n * 3, -1)
+        padded = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(n * 3, -1)
     out = np.zeros((n * 3, nbytes // (n * 3)), np.uint8)
     end = padded.shape[1]
     out[:, :end] = padded

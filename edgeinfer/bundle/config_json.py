@@ -1,4 +1,4 @@
-"""ModelConfig to and from JSON: every field present, known and of its type; a wrong one would change the mathematics."""
+"""ModelConfig to and from JSON: every field present, known and of its type; a wrong one changes the mathematics."""
 
 from __future__ import annotations
 

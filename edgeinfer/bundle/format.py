@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgeinfer.config import GROUP_SIZES
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import ModelConfig, WeightType
 
@@ -13,7 +14,6 @@ WEIGHTS_FILE = "weights.bin"
 
 LAYOUTS = {"tile16": ("q4", "int8", "f16", "f32"), "neuron": ("q4", "int8"), "plain": ("f32",)}
 """Layouts, and the types that each of them can hold."""
-GROUP_SIZES = (32, 64, 128)
 LINE_BYTES = 64
 """Everything in weights.bin is a multiple of a cache line."""
 LARGE_ALIGNMENT = 65536

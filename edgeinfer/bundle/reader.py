@@ -158,7 +158,7 @@ class Bundle:
             end = entry.offset + entry.nbytes
             digest = hashlib.sha256()
             for start in range(entry.offset, end, CHUNK_BYTES):
-                digest.update(self.weights[start : min(start + CHUNK_BYTES, end)])
+                digest.update(self.weights[start : min(start + CHUNK_BYTES, end)].data)
                 if progress:
                     progress(done + min(start + CHUNK_BYTES, end), total, entry.name)
             if digest.hexdigest() != entry.sha256:

@@ -1,0 +1,26 @@
+"""From foreign checkpoints to bundles: Hugging Face directories and the hub; random bundles for measurements."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, is_checkpoint
+    from .convert import convert
+    from .hub import fetch
+    from .random_bundle import SHAPES, write_random_bundle
+    from .report import ConversionReport, TensorReport
+
+_HOMES = {
+    "SHAPES": "random_bundle", "write_random_bundle": "random_bundle",
+    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint",
+    "convert": "convert", "fetch": "hub",
+    "ConversionReport": "report", "TensorReport": "report",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,224 @@
+"""A Hugging Face checkpoint directory: its config, its safetensors files, and the files that travel with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CheckpointError
+from edgeinfer.graph import Graph, ModelConfig, Weight, read_config
+
+from .safetensors_file import SafetensorsFile, SourceTensor
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 << 20
+TRAVELLING = re.compile(
+    r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json"
+    r"|vocab\.json|merges\.txt|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}|README\.md"
+)
+"""Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+COMPARE_ROWS = 1024
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether the directory looks like a Hugging Face checkpoint (it has a config.json); nothing is checked."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+@dataclass
+class Checkpoint:
+    """An open checkpoint; use `Checkpoint.open`. A context manager."""
+
+    path: Path
+    config: ModelConfig
+    files: dict[str, SafetensorsFile]
+    """The safetensors file of each tensor, by the tensor's name."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read config and headers; no weights yet.
+
+        Raises
+        ------
+        CheckpointError
+            If a file is missing or damaged.
+        UnsupportedModelError
+            If the model's mathematics is not implemented.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
+        if not (path / CONFIG_FILE).is_file():
+            raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
+        generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else None
+        config = read_config(read_json(path / CONFIG_FILE), generation)
+        return cls(path, config, open_shards(path))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files.values():
+            file.close()
+
+    def tensor(self, name: str) -> SourceTensor:
+        """Type and shape of one tensor."""
+        return self.files[name].tensors[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start to stop of a tensor as float32 of shape (rows, elements per row)."""
+        return self.files[name].read_rows(name, start, stop)
+
+    @property
+    def travelling_files(self) -> list[Path]:
+        """Tokenizer, chat template, licence and card, sorted by name."""
+        return sorted(p for p in self.path.iterdir() if TRAVELLING.fullmatch(p.name) and p.is_file())
+
+    def check(self, graph: Graph) -> list[str]:
+        """Compare the tensors with what the graph needs.
+
+        Returns
+        -------
+        list of str
+            Remarks about tensors that are rightly left out.
+
+        Raises
+        ------
+        CheckpointError
+            If a tensor is missing, has another shape, or belongs to no part of the model.
+        """
+        used = set()
+        for weight in graph.weights:
+            for name, shape in zip(weight.sources, weight.source_shapes, strict=True):
+                self._check_shape(weight, name, shape)
+                used.add(name)
+        remarks = []
+        for name in sorted(set(self.files) - used):
+            if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the config says
+                continue
+            if name == HEAD and self.config.tie_word_embeddings:
+                if not self._same(HEAD, EMBEDDING):
+                    remarks.append(f"{HEAD} differs from {EMBEDDING} and is left out: tie_word_embeddings is true.")
+                continue
+            raise CheckpointError(
+                f"The tensor {name} in {self.files[name].path} belongs to no part of a {self.config.model_type} model; "
+                f"{CONFIG_FILE} and the weights do not fit together."
+            )
+        return remarks
+
+    def _check_shape(self, weight: Weight, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} lacks the tensor {name}.")
+        have = self.tensor(name).shape
+        if have == shape:
+            return
+        if weight.kind in ("embedding", "head") and len(have) == 2 and have[1] == shape[1]:
+            raise CheckpointError(
+                f"{CONFIG_FILE} says vocab_size {shape[0]}, but {name} in {self.files[name].path} has {have[0]} rows; "
+                "they must agree."
+            )
+        raise CheckpointError(
+            f"The tensor {name} in {self.files[name].path} has shape {list(have)}, "
+            f"but {CONFIG_FILE} needs {list(shape)}."
+        )
+
+    def _same(self, a: str, b: str) -> bool:
+        if self.tensor(a).shape != self.tensor(b).shape:
+            return False
+        rows = self.tensor(a).shape[0]
+        for start in range(0, rows, COMPARE_ROWS):
+            stop = min(start + COMPARE_ROWS, rows)
+            if not np.array_equal(self.read_rows(a, start, stop), self.read_rows(b, start, stop)):
+                return False
+        return True
+
+
+def open_shards(path: Path) -> dict[str, SafetensorsFile]:
+    """Open model.safetensors, or all files that the index names; each tensor's file by name."""
+    if (path / INDEX_FILE).is_file():
+        index = shard_index(path)
+        names = sorted(set(index.values()))
+    elif (path / SINGLE_FILE).is_file():
+        index, names = {}, [SINGLE_FILE]
+    else:
+        raise no_weights(path)
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise CheckpointError(f"{path / INDEX_FILE} names the file {missing[0]}, which is missing; download it again.")
+    files: dict[str, SafetensorsFile] = {}
+    opened: list[SafetensorsFile] = []
+    try:
+        for name in names:
+            opened.append(SafetensorsFile(path / name))
+            for tensor in opened[-1].tensors:
+                if tensor in files:
+                    raise CheckpointError(f"The tensor {tensor} is both in {files[tensor].path} and in {path / name}.")
+                files[tensor] = opened[-1]
+        for tensor, name in index.items():
+            if tensor not in files or files[tensor].path != path / name:
+                raise CheckpointError(
+                    f"{path / INDEX_FILE} says that {name} holds the tensor {tensor}, but it does not."
+                )
+    except BaseException:
+        for file in opened:
+            file.close()
+        raise
+    return files
+
+
+def shard_index(path: Path) -> dict[str, str]:
+    """The index's map from tensor to file name; names with folders in them are refused."""
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors", name):
+            raise CheckpointError(
+                f"{path / INDEX_FILE} names the file {name!r:.80}, which is no plain safetensors file name."
+            )
+    return weight_map
+
+
+def no_weights(path: Path) -> CheckpointError:
+    """The error for a directory without safetensors, with the remedy where there are pickles."""
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        return CheckpointError(
+            f"{path} has its weights only as a pickle ({pickles[0]}), which could run any code when it is loaded; "
+            "save the model again with safetensors (transformers' save_pretrained does so) or download that version."
+        )
+    return CheckpointError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for its purpose.")
+    try:
+        data = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {str(error)[:120]}.") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} is no JSON object.")
+    return data

@@ -1,0 +1,97 @@
+"""Download a checkpoint from the Hugging Face hub: weights as safetensors, config and tokenizer; nothing executable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import CheckpointError, ModelNotFoundError
+
+from .checkpoint import CONFIG_FILE
+
+PATTERNS = [
+    "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
+]
+Progress = Callable[[int, int, str], None]
+
+
+def fetch(repo_id: str, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """Download a model of the hub into its cache, or find it there; HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured.
+
+    Parameters
+    ----------
+    repo_id : str
+        Such as ``HuggingFaceTB/SmolLM2-135M``.
+    revision : str, optional
+        Branch, tag or commit; the default branch if not given.
+    progress : callable, optional
+        Called with (done_bytes, total_bytes, repo_id); the total grows while files are discovered.
+
+    Returns
+    -------
+    Path
+        A checkpoint directory.
+
+    Raises
+    ------
+    ModelNotFoundError
+        If the hub has no such model or revision, or asks for permission to read it.
+    CheckpointError
+        If the hub cannot be reached and the model is not in the cache, or has no config.json.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", repo_id):
+        raise ModelNotFoundError(f"{repo_id!r} is no name of a model on the hub; names look like owner/model.")
+    try:
+        folder = Path(huggingface_hub.snapshot_download(
+            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id)
+        ))
+    except errors.GatedRepoError:
+        raise ModelNotFoundError(
+            f"The model {repo_id} may only be read with permission: accept its terms on the hub, then log in with "
+            "`hf auth login` or set HF_TOKEN."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelNotFoundError(f"The model {repo_id} has no revision {revision!r} on the hub.") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFoundError(
+            f"The hub has no model {repo_id}, or it is private: check the name, or log in."
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"The model {repo_id} is not in the cache and the hub cannot be reached: connect, or give a directory."
+        ) from None
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise CheckpointError(f"Cannot download {repo_id}: {str(error).splitlines()[0][:200]}.") from None
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
+    return folder
+
+
+def _reporter(progress: Progress | None, repo_id: str) -> Any:
+    """A silent stand-in for the hub's progress bars that passes the sum of all byte counts on."""
+    from huggingface_hub.utils import tqdm
+
+    counted: dict[int, tuple[int, int]] = {}
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            self._bytes = options.get("unit") == "B"
+            options["disable"] = True
+            super().__init__(*args, **options)
+            self._count, self._size = options.get("initial", 0), options.get("total") or 0
+
+        def update(self, n: float | None = 1) -> None:
+            self._count += n or 0
+            if progress and self._bytes:
+                counted[id(self)] = (int(self._count), int(self.total or self._size))
+                done, total = (sum(column) for column in zip(*counted.values(), strict=True))
+                progress(done, max(total, done), repo_id)
+
+    return Reporter

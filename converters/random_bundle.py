@@ -1,0 +1,188 @@
+"""Bundles of the shape of well-known models with random weights, written directly: for measurements without downloads.
+
+Run ``python -m edgeinfer.converters.random_bundle --shape tinyllama-1.1b DESTINATION``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import BundleWriter
+from edgeinfer.config import GROUP_SIZES, WEIGHT_TYPES
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.graph import ModelConfig, RopeConfig, Weight, WeightType, build_graph, requested_types
+from edgeinfer.kernels import layouts
+
+from .convert import BLOCK_WEIGHTS, graph_bytes, quantisation_of
+
+SHAPES = {
+    "tinyllama-1.1b": ModelConfig(
+        "llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=2048,
+        bos_token_id=1, eos_token_ids=(2,),
+    ),
+    "llama-2-7b": ModelConfig(
+        "llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, hidden_act="silu", rms_norm_eps=1e-5,
+        max_position_embeddings=4096, bos_token_id=1, eos_token_ids=(2,),
+    ),
+    "smollm2-135m": ModelConfig(
+        "llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=8192,
+        rope=RopeConfig(theta=100000.0), tie_word_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
+    ),
+}
+"""Public shapes by name; token ids 1 and 2 begin and end a text, as the tokenizer written beside the weights says."""
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+
+
+def write_random_bundle(
+    config: ModelConfig,
+    destination: str | Path,
+    weights: str = "q4",
+    group_size: int = 32,
+    seed: int = 0,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Write a bundle with random weights, scaled so that logits stay finite, and a byte-level tokenizer.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        For example one of `SHAPES`.
+    destination : str or Path
+    weights : {'q4', 'int8', 'f16', 'f32'}
+        As for `convert`, with its defaults for embedding and head.
+    group_size : {32, 64, 128}
+    seed : int
+        The same seed gives the same bytes.
+    overwrite : bool
+        Replace an existing bundle.
+    progress : callable, optional
+        Called with (done_bytes, total_bytes, name of the tensor).
+
+    Raises
+    ------
+    DestinationError
+        As for `convert`.
+    """
+    type_of = requested_types(weights, group_size)
+    graph = build_graph(config, type_of)
+    rng = np.random.default_rng(seed)
+    total, done = graph_bytes(graph), 0
+    asked = quantisation_of(type_of, weights, group_size)
+    with BundleWriter(destination, config, asked, overwrite=overwrite, source=f"random weights, seed {seed}") as writer:
+        writer.reserve(total)
+        for weight in graph.weights:
+            stored = graph.types[weight.name]
+            done += writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored)).nbytes
+            if progress:
+                progress(done, total, weight.name)
+        if config.vocab_size >= 256 + len(SPECIAL_TOKENS):
+            for name, content in byte_tokenizer(config.vocab_size).items():
+                writer.add_file(name, json.dumps(content).encode())
+
+
+def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
+    """Stored bytes of a random weight: norms near 1, biases near 0, matrices that keep the size of their input."""
+    if len(weight.shape) == 1:
+        values = 0.02 * rng.standard_normal(weight.shape[0], np.float32) + (0 if weight.name.endswith("_bias") else 1)
+        yield values.astype("<f4").view(np.uint8)
+        return
+    n_rows, cols = weight.shape
+    step = 16 * max(1, BLOCK_WEIGHTS // (16 * cols))
+    for start in range(0, n_rows, step):
+        shape = (min(step, n_rows - start), cols)
+        if stored.quantised:
+            codes, scales = random_codes(rng, shape, stored)
+            yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
+        else:
+            values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))
+            yield layouts.pack_tile16(values, stored.dtype)
+
+
+def random_codes(
+    rng: np.random.Generator, shape: tuple[int, int], stored: WeightType
+) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Codes of even distribution and scales of either sign (their mean is zero), for weights of about 1/sqrt(cols)."""
+    rows, cols = shape
+    raw = np.frombuffer(rng.bytes(rows * cols), np.uint8).reshape(shape)
+    if stored.dtype == "q4":
+        codes, deviation = (raw & 15).view(np.int8) - np.int8(8), 4.6
+    else:
+        codes, deviation = np.maximum(raw.view(np.int8), np.int8(-127)), 73.5
+    size = rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size))) / (deviation * np.sqrt(cols))
+    return codes, (size * rng.choice((-1, 1), size.shape)).astype(np.float16)
+
+
+def byte_tokenizer(vocab_size: int) -> dict[str, dict[str, object]]:
+    """Files of a byte-level tokenizer: three special tokens, 256 bytes, and made-up words for all other ids."""
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *byte_alphabet()))}
+    vocab.update({f"\u0120w{i}": i for i in range(len(vocab), vocab_size)})  # U+0120 stands for a space
+    added = [
+        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for i, token in enumerate(SPECIAL_TOKENS)
+    ]
+    begin = {"SpecialToken": {"id": SPECIAL_TOKENS[1], "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer: dict[str, object] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, text],
+            "special_tokens": {SPECIAL_TOKENS[1]: {"id": SPECIAL_TOKENS[1], "ids": [1], "tokens": [SPECIAL_TOKENS[1]]}},
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": [],
+        },
+    }
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": SPECIAL_TOKENS[0], "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[2], "add_bos_token": True, "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE: itself, or one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters, n_others = [], 0
+    for byte in range(256):
+        characters.append(chr(byte if byte in printable else 0x100 + n_others))
+        n_others += byte not in printable
+    return characters
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write one bundle as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m edgeinfer.converters.random_bundle", description=__doc__)
+    parser.add_argument("destination", help="the bundle to make")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
+    parser.add_argument("--weights", choices=WEIGHT_TYPES, default="q4")
+    parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overwrite", action="store_true")
+    given = parser.parse_args(arguments)
+    try:
+        write_random_bundle(SHAPES[given.shape], given.destination, given.weights, given.group_size, given.seed,
+                            overwrite=given.overwrite)
+    except EdgeInferError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Read a safetensors file without trusting it: bounded header, exact offsets, rows straight to float32.
+
+Format: 8 bytes header length (little endian), JSON header, then the tensors' bytes one after another
+(https://github.com/huggingface/safetensors, README, section Format). Rows are read with plain file reads: pages of a
+mapping would count as this process's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the reference implementation."""
+MAX_ELEMENTS = 2**48
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}
+WEIGHT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""Types that a weight may have, and the NumPy type that its bytes are read as."""
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, counted from the beginning of the file."""
+    nbytes: int
+
+
+class SafetensorsFile:
+    """One open safetensors file, its header checked.
+
+    Attributes
+    ----------
+    path : Path
+    tensors : dict of str to SourceTensor
+
+    Raises
+    ------
+    CheckpointError
+        If the file is truncated, or its header is no header or lies about types, shapes or offsets.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start to stop of a tensor as float32 of shape (rows, elements per row); vectors have one per row."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"The tensor {name} in {self.path} has the type {tensor.dtype}; weights must be F32, F16, BF16 or F64."
+            )
+        cols = prod(tensor.shape[1:])
+        item = ITEM_BYTES[tensor.dtype]
+        raw = np.empty((stop - start, cols), WEIGHT_DTYPES[tensor.dtype])
+        try:
+            self._file.seek(tensor.offset + start * cols * item)
+            count = self._file.readinto(raw.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
+        if count != raw.nbytes:
+            raise CheckpointError(f"{self.path} became shorter while it was read; the tensor {name} is incomplete.")
+        if tensor.dtype == "BF16":  # the upper half of a float32
+            return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        with np.errstate(over="ignore"):  # a double beyond float32 becomes infinite and is refused as such
+            return raw.astype(np.float32, copy=False)
+
+    def _read_header(self) -> dict[str, SourceTensor]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise self._bad(f"its header should have {length} bytes, but the file has {size}; it is truncated or no "
+                            "safetensors file")
+        try:
+            data = json.loads(self._file.read(length).decode("utf-8"))
+        except (ValueError, RecursionError):
+            raise self._bad("its header is not valid JSON") from None
+        if not isinstance(data, dict):
+            raise self._bad("its header is no JSON object")
+        data.pop("__metadata__", None)
+        tensors = {name: self._tensor(name, entry, 8 + length) for name, entry in data.items()}
+        self._check_offsets(tensors, 8 + length, size)
+        return tensors
+
+    def _tensor(self, name: str, entry: Any, base: int) -> SourceTensor:
+        """One header entry with its size checked against type and shape."""
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [*shape, begin, end]
+        except (TypeError, KeyError, ValueError):
+            raise self._bad(f"the entry of tensor {name!r:.80} lacks dtype, shape or data_offsets") from None
+        if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS * 8 for n in numbers):
+            raise self._bad(f"the shape or offsets of tensor {name!r:.80} are no sizes")
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            raise self._bad(f"the tensor {name!r:.80} has the unknown type {dtype!r:.40}")
+        if prod(shape) > MAX_ELEMENTS:
+            raise self._bad(f"the shape {shape} of tensor {name!r:.80} is too large")
+        nbytes = prod(shape) * ITEM_BYTES[dtype]
+        if end - begin != nbytes:
+            raise self._bad(
+                f"the tensor {name!r:.80} has {end - begin} bytes, but its shape {shape} and type {dtype} need {nbytes}"
+            )
+        return SourceTensor(dtype, tuple(shape), base + begin, nbytes)
+
+    def _check_offsets(self, tensors: dict[str, SourceTensor], base: int, size: int) -> None:
+        """The tensors fill the rest of the file exactly, without holes and overlaps."""
+        end = base
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+            if tensor.offset != end:
+                kind = "overlaps another one" if tensor.offset < end else "follows a hole"
+                raise self._bad(f"the tensor {name!r:.80} {kind} at byte {tensor.offset - base} of the data")
+            end = tensor.offset + tensor.nbytes
+        if end > size:
+            raise self._bad(f"it is truncated: {size} bytes instead of {end}; download it again")
+        if end < size:
+            raise self._bad(f"{size - end} bytes after the last tensor belong to nothing")
+
+    def _bad(self, what: str) -> CheckpointError:
+        return CheckpointError(f"Cannot read {self.path}: {what}.")
