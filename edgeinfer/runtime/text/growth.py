@@ -34,7 +34,7 @@ def text_size(value: Any) -> int:
                 below += item
             else:
                 size += max(24, item.bit_length() // 3) if isinstance(item, int) else 24
-            if size + len(below) > MAX_SIZE:
+            if size + 16 * len(below) > MAX_SIZE:
                 return TOO_LARGE
         if not below:
             return size

@@ -145,7 +145,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if self._steps > MAX_STEPS:
             raise WorkLimitError(f"it takes more than {MAX_STEPS} steps")
         if characters > MAX_LENGTH or self._copied > MAX_COPIED:
-            raise WorkLimitError(f"it builds text of more than {MAX_LENGTH} characters, or {MAX_COPIED} in all")
+            raise WorkLimitError(f"it builds text or lists longer than {MAX_LENGTH}, or {MAX_COPIED} in all")
         if time.monotonic() > self._deadline:
             raise WorkLimitError(f"it takes longer than {MAX_SECONDS:g} seconds")
 
@@ -203,6 +203,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(function, LoopContext):  # a recursive loop descends
             args = tuple(map(self._count_loop, args))
         return self._check_result(super().call(context, function, *args, **options))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return the sandbox's replacement of ``str.format``, with its result estimated before it runs."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def guarded(*args: Any, **options: Any) -> str:
+            self.spend(1, estimate_call(value, args, options))
+            return wrapped(*args, **options)
+
+        return guarded
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuse at once; Jinja would let the access pass until its value is used."""
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Apply ``+ * ** %``, refusing results that would be too large."""

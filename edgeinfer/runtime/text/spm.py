@@ -59,12 +59,9 @@ class SentencePieceTokenizer:
         from sentencepiece import SentencePieceProcessor
 
         try:
-            processor = SentencePieceProcessor(model_proto=model)
+            return SentencePieceProcessor(model_proto=model)
         except (RuntimeError, TypeError, ValueError) as error:
             raise TokenizerError(f"{self._path} is not a SentencePiece model; {REMEDY}.") from error
-        if processor.get_piece_size() < 1:
-            raise TokenizerError(f"{self._path} is a SentencePiece model without pieces; {REMEDY}.")
-        return processor
 
     def _older_added_tokens(self) -> dict[int, dict[str, Any]]:
         """Read added_tokens.json (text -> id), which older checkpoints have beside tokenizer.model."""

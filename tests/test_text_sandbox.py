@@ -1,0 +1,142 @@
+"""Hostile chat templates are refused: no way to Python's internals, no endless work, no giant values."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from edgeinfer.errors import TokenizerError
+from edgeinfer.runtime.text import ChatTemplate
+
+HI = [{"role": "user", "content": "a"}]
+
+
+def render(text: str) -> str:
+    return ChatTemplate({"default": text}, {}, "tokenizer_config.json").render(HI)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages | attr('__class__') }}",
+        "{{ messages | map(attribute='__class__') | list }}",
+        "{{ messages | groupby('__class__') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ dict.mro() }}",
+        "{{ ([1] | map('string')).gi_frame }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{% set n = namespace(__class__=1) %}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+    ],
+)
+def test_no_way_to_pythons_internals(text: str) -> None:
+    with pytest.raises(TokenizerError, match="the chat template tries something unsafe"):
+        render(text)
+
+
+@pytest.mark.parametrize("text", ["{% import 'os' as os %}", "{% include '/etc/passwd' %}", "{% extends 'base' %}"])
+def test_no_other_files(text: str) -> None:
+    with pytest.raises(TokenizerError, match=r"the chat template failed \(no loader"):
+        render(text)
+
+
+def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
+    """Apply an expression on ``ns.x`` again and again: it doubles each time."""
+    setup = "{% set ns = namespace(x=" + start + ") %}{% for i in range(" + str(times) + ") %}"
+    return setup + (change if "{%" in change else "{% set ns.x = " + change + " %}") + "{% endfor %}{{ ns.x }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1000000 steps"),
+        (
+            "{% for i in range(99999) %}{% for j in [1]|map('string') %}" * 2 + "{% endfor %}" * 4,
+            "more than 1000000 steps",
+        ),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "1000000 steps"),
+        ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", "builds text or lists"),
+        ("{% for i in range(99999) %}{% set y %}" + "x" * 10_000 + "{% endset %}{% endfor %}", "builds text or lists"),
+        ("{{ 'a' * 10**10 }}", "builds text or lists"),
+        ("{{ 10**10 * ['a'] }}", "builds text or lists"),
+        ("{{ (9**999)**999 }}", "computes a number of more than 4096 bits"),
+        (repeat("ns.x * ns.x", "99"), "computes a number of more than 4096 bits"),
+        (repeat("ns.x + ns.x"), "builds text or lists"),
+        (repeat("ns.x ~ ns.x"), "builds text or lists"),
+        (repeat("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"), "builds text or lists"),
+        (repeat("[ns.x, ns.x]"), "builds text or lists"),
+        (repeat("(ns.x, ns.x)"), "builds text or lists"),
+        (repeat("{'a': ns.x, 'b': ns.x}"), "builds text or lists"),
+        (repeat("dict(a=ns.x, b=ns.x)"), "builds text or lists"),
+        (repeat("[ns.x]", times=200), "builds text or lists"),
+        (repeat("[ns.x, ns.x] | sum(start=[])", "[1]"), "builds text or lists"),
+        (repeat("ns.x.replace('a', 'aa')"), "builds text or lists"),
+        (repeat("ns.x | replace('a', 'aa')"), "builds text or lists"),
+        (repeat("[ns.x, ns.x] | join"), "builds text or lists"),
+        (repeat("'b'.join([ns.x, ns.x])"), "builds text or lists"),
+        ("{{ 'a' | center(10000000000) }}", "builds text or lists"),
+        ("{{ 'a'.ljust(10**10) }}", "builds text or lists"),
+        ("{{ 'a'.zfill(10**10) }}", "builds text or lists"),
+        ("{{ '\t\t'.expandtabs(10**9) }}", "builds text or lists"),
+        ("{{ 'aaaa'.translate({97: 'b' * 1000}) }}", "builds text or lists"),
+        ("{{ '{:>9999999999}'.format(1) }}", "builds text or lists"),
+        ("{{ '{:{w}}'.format(1, w=10**10) }}", "builds text or lists"),
+        ("{{ '%9999999999d' % 1 }}", "builds text or lists"),
+        ("{{ '%*d' % (10**10, 1) }}", "builds text or lists"),
+        ("{{ '%*d' | format(10**10, 1) }}", "builds text or lists"),
+        ("{{ 'a\nb' | indent(10**10) }}", "builds text or lists"),
+        ("{{ 'a b' | wordwrap(1, wrapstring='x' * 10**7) }}", "builds text or lists"),
+        ("{{ [1] | batch(10**10, 'x') | list }}", "builds text or lists"),
+        ("{{ [1] | slice(10**10) | list }}", "builds text or lists"),
+        ("{{ range(99999) | map('string') | map('center', 99999) | list }}", "builds text or lists"),
+        ("{{ [1] | tojson(indent=10**10) }}", "tojson may indent by 16 at most"),
+        ("{{ [1] | tojson(separators=('a' * 100, 'b')) }}", "tojson takes separators of at most 16 characters"),
+    ],
+)
+def test_work_is_bounded(text: str, reason: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(TokenizerError, match="the chat template was stopped because") as caught:
+        render(text)
+    assert reason in str(caught.value)
+    assert time.perf_counter() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{% if %}", r"tokenizer_config\.json: the chat template is damaged \(line 1: Expected an expression"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template cannot be compiled"),
+        ("{{ foo.bar }}", r"the chat template failed \('foo' is undefined\)\.$"),
+        ("{{ 1 // 0 }}", r"the chat template failed \(integer division or modulo by zero\)"),
+        ("{{ lipsum(10) }}", "'lipsum' is undefined"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ raise_exception('Roles alternate.') }}", r"^The chat template refuses these messages: Roles alternate\.$"),
+        ("{{ raise_exception() }}", "refuses these messages: no reason given"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(TokenizerError, match=sentence) as caught:
+        render(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["edgeinfer.runtime.text.sandbox"], "MAX_SECONDS", -1.0)
+    with pytest.raises(TokenizerError, match="was stopped because it takes longer than -1 seconds"):
+        render("{{ 'a' | upper }}")
+
+
+def test_long_chats_render() -> None:
+    messages = [{"role": "user", "content": "word " * 200}] * 1000
+    text = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content.strip() | replace('w', 'v') }}{% endfor %}"
+    assert len(ChatTemplate({"default": text}, {}).render(messages)) == 1000 * (8 + 999)
