@@ -5,18 +5,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, is_checkpoint
-    from .convert import convert
+    from .conversion import convert
     from .hub import fetch
     from .random_bundle import SHAPES, write_random_bundle
     from .report import ConversionReport, TensorReport
 
+__all__ = [
+    "SHAPES",
+    "Checkpoint",
+    "ConversionReport",
+    "TensorReport",
+    "convert",
+    "fetch",
+    "is_checkpoint",
+    "write_random_bundle",
+]
 _HOMES = {
+    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "convert": "conversion", "fetch": "hub",
     "SHAPES": "random_bundle", "write_random_bundle": "random_bundle",
-    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint",
-    "convert": "convert", "fetch": "hub",
     "ConversionReport": "report", "TensorReport": "report",
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -20,13 +20,13 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.graph import ModelConfig, RopeConfig, Weight, WeightType, build_graph, requested_types
 from edgeinfer.kernels import layouts
 
-from .convert import BLOCK_WEIGHTS, graph_bytes, quantisation_of
+from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
 
 SHAPES = {
     "tinyllama-1.1b": ModelConfig(
         "llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=2048,
-        bos_token_id=1, eos_token_ids=(2,),
+        num_attention_heads=32, num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_ids=(2,),
     ),
     "llama-2-7b": ModelConfig(
         "llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
