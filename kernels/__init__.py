@@ -9,7 +9,7 @@ from importlib import import_module
 _HOMES = {
     "Isa": "isa", "available": "isa", "choose": "isa", "machine": "isa", "LADDER": "isa",
     "Kernels": "objects", "cache_directory": "objects", "find_set": "objects",
-    "abi": "", "layouts": "", "quantise": "", "reference": "",
+    "abi": "", "layouts": "", "parameters": "", "quantise": "", "reference": "",
 }
 __all__ = sorted(_HOMES)
 

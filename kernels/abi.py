@@ -148,3 +148,7 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size
     return -(-(values + 8 * groups) // 64) * 64, values, values + 4 * groups
+
+
+GATED_SCRATCH_BYTES = 2 * 16 * 64
+"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens."""

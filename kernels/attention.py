@@ -15,6 +15,7 @@ from __future__ import annotations
 from .abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
+    COUNT_TOKENS,
     CTX_SEQUENCES,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
@@ -23,6 +24,7 @@ from .abi import (
     TOKEN_SEQUENCE,
 )
 from .common import claim, count, float_parameter, inline, parameter, place, round_up_16, token
+from .parameters import ATTENTION
 from .registry import kernel
 from .simd import (
     div_f32,
@@ -58,11 +60,6 @@ from .simd import (
 )
 from .targets import dot_s8, fma, fma_splat, load_f16x16, scale_add, start_s8
 from .vecmath import exp
-
-P_Q_STRIDE, P_OUT_STRIDE, P_HEADS, P_KV_HEADS, P_HEAD_DIM, P_BLOCK_BYTES, P_HEAD_BYTES, P_WINDOW, P_SCALE, P_SCRATCH, \
-    P_SPLITS, P_TOKENS = range(12)
-"""Parameters: bytes of a q row and of an out row; heads; KV heads; elements of a head; bytes of a layer's block and of a head
-in it; window (0 = all); 1/sqrt(head_dim) (float32 bits); scratch bytes of a thread; most splits; tokens of a work unit."""
 
 LOWEST = -1e30
 """Score of what is masked: finite, so that a row whose block is all masked stays a number and is weighted by exactly 0 later."""
@@ -231,7 +228,7 @@ def finish(row, padded, out, n):
 @inline
 def first_visible(rec, position):
     """First position that a query at `position` sees."""
-    window = parameter(rec, P_WINDOW)
+    window = parameter(rec, ATTENTION.window)
     return max(0, position - window + 1) if window else 0
 
 
@@ -241,12 +238,12 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
     @inline
     def prepare_rows(rec, ctx, scratch, t, end, h, group, padded):
         """Queries of tokens t .. end of KV head h, with what each may see."""
-        n, row = parameter(rec, P_HEAD_DIM), scratch
+        n, row = parameter(rec, ATTENTION.head_dim), scratch
         while t < end:
             position = token(ctx, t, TOKEN_POSITION)
-            q = place(rec, ctx, 0) + t * parameter(rec, P_Q_STRIDE) + 4 * n * h * group
+            q = place(rec, ctx, 0) + t * parameter(rec, ATTENTION.q_stride) + 4 * n * h * group
             for g in range(group):
-                prepare(row, q + 4 * n * g, n, float_parameter(rec, P_SCALE))
+                prepare(row, q + 4 * n * g, n, float_parameter(rec, ATTENTION.scale))
                 store_i64(row + S_LOW, first_visible(rec, position))
                 store_i64(row + S_HIGH, position)
                 clear(row, padded, 1)
@@ -261,9 +258,9 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
             clear(scratch + i * stride, padded, 0)
         sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * token(ctx, t, TOKEN_SEQUENCE)
         blocks = load_i64(sequence + SEQUENCE_BLOCKS)
-        kv_head = place(rec, ctx, 2) + h * parameter(rec, P_HEAD_BYTES)
+        kv_head = place(rec, ctx, 2) + h * parameter(rec, ATTENTION.head_bytes)
         for b in range(max(split * SPLIT_BLOCKS, low >> 4), min((split + 1) * SPLIT_BLOCKS, (high >> 4) + 1)):
-            block = kv_head + load_i32(blocks + 4 * b) * parameter(rec, P_BLOCK_BYTES)
+            block = kv_head + load_i32(blocks + 4 * b) * parameter(rec, ATTENTION.block_bytes)
             i = 0
             while i + 4 <= rows:
                 four(scratch + i * stride, stride, block, padded, b * BLOCK_TOKENS)
@@ -275,7 +272,7 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
     @inline
     def attend(rec, ctx, scratch, t, end, h, group, padded):
         """All splits of tokens t .. end (of one sequence), merged here."""
-        rows, stride, n = (end - t) * group, row_bytes(padded), parameter(rec, P_HEAD_DIM)
+        rows, stride, n = (end - t) * group, row_bytes(padded), parameter(rec, ATTENTION.head_dim)
         prepare_rows(rec, ctx, scratch, t, end, h, group, padded)
         low, high = load_i64(scratch + S_LOW), load_i64(scratch + (rows - 1) * stride + S_HIGH)
         for split in range(low >> 8, (high >> 8) + 1):
@@ -286,7 +283,7 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
         for i in range(rows):
             token_at = t + div_i64(i, group)
             head = h * group + i - (token_at - t) * group
-            out = place(rec, ctx, 1) + token_at * parameter(rec, P_OUT_STRIDE) + 4 * n * head
+            out = place(rec, ctx, 1) + token_at * parameter(rec, ATTENTION.out_stride) + 4 * n * head
             finish(scratch + i * stride, padded, out, n)
 
     @inline
@@ -301,7 +298,7 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
         run_split(rec, ctx, scratch, group, t, h, padded, split, low, position)
         for g in range(group):
             row = scratch + g * stride
-            index = (t * parameter(rec, P_HEADS) + h * group + g) * parameter(rec, P_SPLITS) + split
+            index = (t * parameter(rec, ATTENTION.heads) + h * group + g) * parameter(rec, ATTENTION.splits) + split
             partial = place(rec, ctx, 4) + index * partial_bytes(padded)
             store_f32(partial, load_f32(row + S_M))
             store_f32x16(partial + 64, load_f32x16(row + S_L))
@@ -310,12 +307,12 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
 
     @kernel(f"attention_{kv}")
     def attention(rec, ctx, tid, n_threads):
-        heads, kv_heads, tokens = parameter(rec, P_HEADS), parameter(rec, P_KV_HEADS), count(ctx, 0)
-        group, padded = div_i64(heads, kv_heads), round_up_16(parameter(rec, P_HEAD_DIM))
-        scratch, split_tokens = place(rec, ctx, 3) + tid * parameter(rec, P_SCRATCH), count(ctx, COUNT_MERGE)
+        heads, kv_heads, tokens = parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads), count(ctx, COUNT_TOKENS)
+        group, padded = div_i64(heads, kv_heads), round_up_16(parameter(rec, ATTENTION.head_dim))
+        scratch, split_tokens = place(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch), count(ctx, COUNT_MERGE)
         unit = claim(ctx)
         if split_tokens > 0:
-            splits = parameter(rec, P_SPLITS)
+            splits = parameter(rec, ATTENTION.splits)
             per_token = kv_heads * splits
             while unit < split_tokens * per_token:
                 t = div_i64(unit, per_token)
@@ -323,7 +320,7 @@ def _register(kv, make_scores, prepare, v_scales, load, element):
                 attend_split(rec, ctx, scratch, t, h, group, padded, unit - t * per_token - h * splits)
                 unit = claim(ctx)
             return 0
-        step = parameter(rec, P_TOKENS)
+        step = parameter(rec, ATTENTION.tokens)
         while unit < div_i64(tokens + step - 1, step) * kv_heads:
             tile = div_i64(unit, kv_heads)
             h = unit - tile * kv_heads
@@ -346,9 +343,9 @@ _register("f32", lambda r: _scores_float(r, load_f32x16, 4), prepare_float, v_sc
 @kernel("attention_merge")
 def attention_merge(rec, ctx, tid, n_threads):
     """Merge the splits of each (token, head) in index order."""
-    heads, n = parameter(rec, P_HEADS), parameter(rec, P_HEAD_DIM)
-    padded, splits = round_up_16(n), parameter(rec, P_SPLITS)
-    row = place(rec, ctx, 3) + tid * parameter(rec, P_SCRATCH)
+    heads, n = parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.head_dim)
+    padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
+    row = place(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
     unit = claim(ctx)
     while unit < count(ctx, COUNT_MERGE) * heads:
         t = div_i64(unit, heads)
@@ -358,6 +355,6 @@ def attention_merge(rec, ctx, tid, n_threads):
         for split in range(first_visible(rec, position) >> 8, (position >> 8) + 1):
             partial = place(rec, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
             merge(row, padded, partial, partial + 64, partial + 128)
-        finish(row, padded, place(rec, ctx, 1) + t * parameter(rec, P_OUT_STRIDE) + 4 * n * head, n)
+        finish(row, padded, place(rec, ctx, 1) + t * parameter(rec, ATTENTION.out_stride) + 4 * n * head, n)
         unit = claim(ctx)
     return 0

@@ -1,12 +1,13 @@
 """Operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of output rows.
 
-Places: 0 source, 1 out, 2 weight. Parameters: see P_*. Twins: reference/elementwise.py.
+Places: 0 source, 1 out, 2 weight. Parameters: parameters.ROWS. Twins: reference/elementwise.py.
 """
 
 from __future__ import annotations
 
 from .abi import CTX_OUTPUTS, TOKEN_ID
 from .common import claim, count, float_parameter, inline, parameter, place, token
+from .parameters import ROWS
 from .registry import kernel
 from .simd import (
     div_f32,
@@ -35,19 +36,14 @@ from .simd import (
 )
 from .targets import f32_from_f16_bits, fma
 
-P_WIDTH, P_IN_STRIDE, P_OUT_STRIDE, P_ROWS, P_SCALES, P_SUMS, P_GROUP, P_PADDED, P_EPS, P_TILE_BYTES = range(10)
-"""Parameters: elements of a row; bytes from row to row of source and out; which count gives the rows; q8 output: offsets of
-scales and sums, group size, values per row with padding; epsilon (float32 bits); embed: bytes of a tile of the table."""
-
-
 @inline
 def quantise_row(x, out, rec):
-    """One row of floats to int8 with a scale and a sum per group; x has been cut at P_WIDTH by the caller's loads.
+    """One row of floats to int8 with a scale and a sum per group; x is cut at its width by the caller's loads.
 
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
-    width, group, padded = parameter(rec, P_WIDTH), parameter(rec, P_GROUP), parameter(rec, P_PADDED)
-    scales, sums = out + parameter(rec, P_SCALES), out + parameter(rec, P_SUMS)
+    width, group, padded = parameter(rec, ROWS.width), parameter(rec, ROWS.group), parameter(rec, ROWS.padded)
+    scales, sums = out + parameter(rec, ROWS.scales), out + parameter(rec, ROWS.sums)
     start = 0
     while start < padded:
         largest = splat_f32(0.0)
@@ -73,10 +69,10 @@ def quantise_row(x, out, rec):
 @kernel("quantize")
 def quantize(rec, ctx, tid, n_threads):
     """f32 rows to q8 rows (int8 values, f32 scale and int32 sum per group), the padding zero."""
-    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
+    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
     t = claim(ctx)
     while t < rows:
-        quantise_row(x + t * parameter(rec, P_IN_STRIDE), out + t * parameter(rec, P_OUT_STRIDE), rec)
+        quantise_row(x + t * parameter(rec, ROWS.in_stride), out + t * parameter(rec, ROWS.out_stride), rec)
         t = claim(ctx)
     return 0
 
@@ -104,12 +100,12 @@ def normalise(x, weight, out, width, scale):
 def rms_norm_f32(rec, ctx, tid, n_threads):
     """RMS norm (arXiv 1910.07467, equation 4) of f32 rows."""
     x, out, weight = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2)
-    width, rows = parameter(rec, P_WIDTH), count(ctx, parameter(rec, P_ROWS))
+    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
     t = claim(ctx)
     while t < rows:
-        source = x + t * parameter(rec, P_IN_STRIDE)
-        normalise(source, weight, out + t * parameter(rec, P_OUT_STRIDE), width,
-                  norm_scale(source, width, float_parameter(rec, P_EPS)))
+        source = x + t * parameter(rec, ROWS.in_stride)
+        normalise(source, weight, out + t * parameter(rec, ROWS.out_stride), width,
+                  norm_scale(source, width, float_parameter(rec, ROWS.eps)))
         t = claim(ctx)
     return 0
 
@@ -118,13 +114,13 @@ def rms_norm_f32(rec, ctx, tid, n_threads):
 def rms_norm_q8(rec, ctx, tid, n_threads):
     """RMS norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
     x, out, weight = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2)
-    width, rows = parameter(rec, P_WIDTH), count(ctx, parameter(rec, P_ROWS))
-    row = place(rec, ctx, 3) + tid * parameter(rec, P_TILE_BYTES)
+    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
+    row = place(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
     t = claim(ctx)
     while t < rows:
-        source = x + t * parameter(rec, P_IN_STRIDE)
-        normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, P_EPS)))
-        quantise_row(row, out + t * parameter(rec, P_OUT_STRIDE), rec)
+        source = x + t * parameter(rec, ROWS.in_stride)
+        normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+        quantise_row(row, out + t * parameter(rec, ROWS.out_stride), rec)
         t = claim(ctx)
     return 0
 
@@ -132,13 +128,13 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
 @kernel("gather_outputs")
 def gather_outputs(rec, ctx, tid, n_threads):
     """Copy the rows whose logits are wanted (ctx: list of token numbers)."""
-    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
+    x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
     chosen = load_i64(ctx + CTX_OUTPUTS)
     t = claim(ctx)
     while t < rows:
-        source = x + load_i64(chosen + 8 * t) * parameter(rec, P_IN_STRIDE)
-        target = out + t * parameter(rec, P_OUT_STRIDE)
-        for i in range(0, parameter(rec, P_WIDTH), 16):
+        source = x + load_i64(chosen + 8 * t) * parameter(rec, ROWS.in_stride)
+        target = out + t * parameter(rec, ROWS.out_stride)
+        for i in range(0, parameter(rec, ROWS.width), 16):
             store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
         t = claim(ctx)
     return 0
@@ -181,13 +177,13 @@ def element_f32(tile, lane, k, group):
 def _register_embed(name, element, group):
     @kernel(name)
     def embed(rec, ctx, tid, n_threads):
-        table, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, P_ROWS))
-        width = parameter(rec, P_WIDTH)
+        table, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+        width = parameter(rec, ROWS.width)
         t = claim(ctx)
         while t < rows:
             row = token(ctx, t, TOKEN_ID)
-            tile = table + (row >> 4) * parameter(rec, P_TILE_BYTES)
-            target = out + t * parameter(rec, P_OUT_STRIDE)
+            tile = table + (row >> 4) * parameter(rec, ROWS.tile_bytes)
+            target = out + t * parameter(rec, ROWS.out_stride)
             for k in range(width):
                 store_f32(target + 4 * k, element(tile, row & 15, k, group))
             t = claim(ctx)

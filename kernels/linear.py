@@ -3,25 +3,18 @@
 One body serves one token and many: a register tile of n tokens runs the same operations in the same order for each of
 them, so a row of the result has the same bits for any number of tokens. Weights stream once per token tile.
 
-Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch (SCRATCH_BYTES a thread; gated). Parameters: see P_*. Twins: reference/linear.py.
+Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch (gated). Parameters: parameters.LINEAR. Twins: reference/linear.py.
 """
 
 from __future__ import annotations
 
 from .abi import FLAG_BIAS, FLAG_RESIDUAL
 from .common import claim, count, flags, inline, parameter, place
+from .parameters import LINEAR
 from .registry import kernel
 from .simd import high_nibbles, load_f32x16, load_line, load_tile, low_nibbles, store_f32x16, store_tile, tile_add, tile_from_sums, zero_tile
 from .targets import dot_s8, dot_u8, fma_splat, load_f16x16, scale_add, start_s8, tile_heights
 from .vecmath import activate
-
-P_TILES, P_TILE_BYTES, P_RECORDS, P_X_STRIDE, P_X_SCALES, P_X_SUMS, P_OUT_STRIDE, P_ROWS, P_CHUNK, P_ACTIVATION = range(10)
-"""Parameters: tiles of 16 rows (gated: pairs of them), bytes of a tile, records (f16: pairs of columns; f32: columns) of a
-tile, bytes from one token's x to the next, offsets of the scales and sums in a row of x, bytes from one output row to the
-next, which count gives the tokens, tiles per claimed chunk, activation (gated)."""
-
-SCRATCH_BYTES = 2 * 16 * 64
-"""Scratch of a thread: a gate and an up tile of at most 16 tokens."""
 
 
 def _product_q4(group, n):
@@ -105,9 +98,9 @@ def _linear(make_product, group, n):
 
     @inline
     def step(w, x, out, bias, tile, rec, scratch):
-        stride, out_stride, bits = parameter(rec, P_X_STRIDE), parameter(rec, P_OUT_STRIDE), flags(rec)
-        w += tile * parameter(rec, P_TILE_BYTES)
-        acc = product(w, parameter(rec, P_RECORDS), x, stride, parameter(rec, P_X_SCALES), parameter(rec, P_X_SUMS))
+        stride, out_stride, bits = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), flags(rec)
+        w += tile * parameter(rec, LINEAR.tile_bytes)
+        acc = product(w, parameter(rec, LINEAR.records), x, stride, parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_sums))
         out += 64 * tile
         if bits & FLAG_BIAS:
             acc = tile_add(acc, load_f32x16(bias + 64 * tile))
@@ -124,8 +117,8 @@ def _gated(make_product, group, n):
 
     @inline
     def step(w, x, out, bias, tile, rec, scratch):
-        stride, tile_bytes = parameter(rec, P_X_STRIDE), parameter(rec, P_TILE_BYTES)
-        records, scales, sums = parameter(rec, P_RECORDS), parameter(rec, P_X_SCALES), parameter(rec, P_X_SUMS)
+        stride, tile_bytes = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.tile_bytes)
+        records, scales, sums = parameter(rec, LINEAR.records), parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_sums)
         w += 2 * tile * tile_bytes
         gate = product(w, records, x, stride, scales, sums)
         up = product(w + tile_bytes, records, x, stride, scales, sums)
@@ -134,7 +127,7 @@ def _gated(make_product, group, n):
             up = tile_add(up, load_f32x16(bias + 128 * tile + 64))
         store_tile(gate, scratch, 64)
         store_tile(up, scratch + 64 * n, 64)
-        kind, out_stride = parameter(rec, P_ACTIVATION), parameter(rec, P_OUT_STRIDE)
+        kind, out_stride = parameter(rec, LINEAR.activation), parameter(rec, LINEAR.out_stride)
         for t in range(n):
             acted = activate(load_f32x16(scratch + 64 * t), kind) * load_f32x16(scratch + 64 * (n + t))
             store_f32x16(out + 64 * tile + t * out_stride, acted)
@@ -149,9 +142,9 @@ def _register(name, make_step, make_product, group):
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
         w, x, out, bias = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2), place(rec, ctx, 3)
-        tokens, tiles, chunk = count(ctx, parameter(rec, P_ROWS)), parameter(rec, P_TILES), parameter(rec, P_CHUNK)
-        stride, out_stride = parameter(rec, P_X_STRIDE), parameter(rec, P_OUT_STRIDE)
-        scratch = place(rec, ctx, 4) + tid * SCRATCH_BYTES
+        tokens, tiles, chunk = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
+        stride, out_stride = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride)
+        scratch = place(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):

@@ -15,7 +15,7 @@ from edgeinfer.errors import KernelError
 from . import abi
 from .isa import Isa
 
-_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "probe", "registry", "rope", "simd",
+_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "parameters", "probe", "registry", "rope", "simd",
              "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 

@@ -9,9 +9,10 @@ Twin: reference/attention.py.
 
 from __future__ import annotations
 
-from .abi import BLOCK_TOKENS, FLAG_NORM, TOKEN_POSITION, TOKEN_SLOT
+from .abi import BLOCK_TOKENS, COUNT_TOKENS, FLAG_NORM, TOKEN_POSITION, TOKEN_SLOT
 from .common import claim, count, flags, float_parameter, inline, parameter, place, round_up_16, token
 from .elementwise import norm_scale
+from .parameters import ROPE
 from .registry import kernel
 from .simd import (
     clamp_i8,
@@ -22,7 +23,6 @@ from .simd import (
     load_f32x16,
     max_lanes,
     round_to_i32,
-
     scatter_f32,
     scatter_i8x4,
     splat_f32,
@@ -34,10 +34,6 @@ from .simd import (
     vmax,
 )
 from .targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
-
-P_STRIDE, P_HEADS, P_KV_HEADS, P_HEAD_DIM, P_TABLE_STRIDE, P_BLOCK_BYTES, P_HEAD_BYTES, P_EPS, P_ROWS = range(9)
-"""Parameters: bytes of a qkv row; heads; KV heads; elements of a head; bytes of a table row; bytes of a layer's block; bytes of
-one head in it; epsilon of the norms (float32 bits); which count gives the tokens."""
 
 
 @inline
@@ -124,14 +120,14 @@ def store_f32(k, v, block, slot, n):
 def _register(kv, store):
     @kernel(f"rope_store_{kv}")
     def rope_store(rec, ctx, tid, n_threads):
-        heads, kv_heads, n = parameter(rec, P_HEADS), parameter(rec, P_KV_HEADS), parameter(rec, P_HEAD_DIM)
-        group, stride, eps = div_i64(heads, kv_heads), parameter(rec, P_TABLE_STRIDE), float_parameter(rec, P_EPS)
-        norm, units = flags(rec) & FLAG_NORM, count(ctx, parameter(rec, P_ROWS)) * kv_heads
+        heads, kv_heads, n = parameter(rec, ROPE.heads), parameter(rec, ROPE.kv_heads), parameter(rec, ROPE.head_dim)
+        group, stride, eps = div_i64(heads, kv_heads), parameter(rec, ROPE.table_stride), float_parameter(rec, ROPE.eps)
+        norm, units = flags(rec) & FLAG_NORM, count(ctx, COUNT_TOKENS) * kv_heads
         unit = claim(ctx)
         while unit < units:
             t = div_i64(unit, kv_heads)
             h = unit - t * kv_heads
-            row = place(rec, ctx, 0) + t * parameter(rec, P_STRIDE)
+            row = place(rec, ctx, 0) + t * parameter(rec, ROPE.stride)
             table = place(rec, ctx, 1) + token(ctx, t, TOKEN_POSITION) * stride
             for q in range(h * group, (h + 1) * group):
                 if norm:
@@ -142,7 +138,7 @@ def _register(kv, store):
                 norm_head(k, place(rec, ctx, 4), n, eps)
             rotate(k, table, n, stride)
             slot = token(ctx, t, TOKEN_SLOT)
-            block = place(rec, ctx, 2) + (slot >> 4) * parameter(rec, P_BLOCK_BYTES) + h * parameter(rec, P_HEAD_BYTES)
+            block = place(rec, ctx, 2) + (slot >> 4) * parameter(rec, ROPE.block_bytes) + h * parameter(rec, ROPE.head_bytes)
             store(k, v, block, slot & 15, n)
             unit = claim(ctx)
         return 0

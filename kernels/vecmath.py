@@ -5,11 +5,11 @@ from __future__ import annotations
 from llvmlite import ir
 
 from .common import inline
+from .parameters import ACTIVATIONS
 from .simd import VF, VI, F32x16, constant, define, splat_f32, vabs, vmax
 from .targets import emit_fma, fma
 
-RELU, SILU, RELU2, GELU, GELU_TANH = range(5)
-"""Numbers of the activations in a record's parameters."""
+RELU, SILU, RELU2, GELU = (ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu"))
 
 
 @define(F32x16, F32x16)
@@ -58,7 +58,7 @@ def erf(x):
 
 @inline
 def activate(x, kind):
-    """The hidden activation `kind` (RELU ... GELU_TANH) of each lane."""
+    """The hidden activation `kind` (parameters.ACTIVATIONS) of each lane."""
     zero = splat_f32(0.0)
     if kind == RELU:
         return vmax(x, zero)

@@ -1,0 +1,115 @@
+"""Names of the int32 parameters in each kernel family's records: lowering fills them, kernels and twins read them.
+
+A family is a named tuple of indices, so that ``LINEAR.tiles`` is a constant in a kernel and a name everywhere else.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+
+class _Linear(NamedTuple):
+    tiles: int
+    """Tiles of 16 rows (gated: pairs of them)."""
+    tile_bytes: int
+    records: int
+    """Records of a tile (f16: pairs of columns; f32: columns)."""
+    x_stride: int
+    """Bytes from one token's x to the next."""
+    x_scales: int
+    """Offset of the scales in a row of x."""
+    x_sums: int
+    """Offset of the sums in a row of x."""
+    out_stride: int
+    rows: int
+    """Which count gives the tokens."""
+    chunk: int
+    """Tiles per claimed chunk."""
+    activation: int
+    """Gated: number of the hidden activation, see ACTIVATIONS."""
+    scratch: int
+    """Gated: scratch bytes of a thread."""
+
+
+class _Rows(NamedTuple):
+    width: int
+    """Elements of a row."""
+    in_stride: int
+    out_stride: int
+    rows: int
+    """Which count gives the rows."""
+    scales: int
+    """q8 output: offset of the scales in a row."""
+    sums: int
+    """q8 output: offset of the sums in a row."""
+    group: int
+    """q8 output: elements that share a scale."""
+    padded: int
+    """q8 output: values of a row with padding."""
+    eps: int
+    """float32 bits."""
+    tile_bytes: int
+    """embed: bytes of a tile of the table."""
+    scratch: int
+    """rms_norm_q8: scratch bytes of a thread."""
+
+
+class _Rope(NamedTuple):
+    stride: int
+    """Bytes of a qkv row."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    table_stride: int
+    """Bytes of one position in the table: cosines, then sines."""
+    block_bytes: int
+    """Bytes of a KV block in one layer."""
+    head_bytes: int
+    """Bytes of one KV head in a block."""
+    eps: int
+    """Epsilon of the head norms, float32 bits."""
+
+
+class _Attention(NamedTuple):
+    q_stride: int
+    out_stride: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_bytes: int
+    head_bytes: int
+    window: int
+    """Positions a query sees, itself included; 0 = all."""
+    scale: int
+    """1 / sqrt(head_dim), float32 bits."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    splits: int
+    """Most splits of a context."""
+    tokens: int
+    """Tokens of a unit of work."""
+
+
+LINEAR = _Linear(*range(11))
+ROWS = _Rows(*range(11))
+ROPE = _Rope(*range(8))
+ATTENTION = _Attention(*range(12))
+
+ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
+"""Numbers of the hidden activations in records."""
+
+
+def fill(family: Any, **values: int | float) -> list[int]:
+    """Parameters of a record in the family's order; floats become their float32 bits, what is not named is 0.
+
+    Raises
+    ------
+    AttributeError
+        If the family has no parameter of a given name.
+    """
+    out = [0] * len(family)
+    for name, value in values.items():
+        bits = struct.unpack("<i", struct.pack("<f", value))[0] if isinstance(value, float) else value
+        out[getattr(family, name)] = bits
+    return out

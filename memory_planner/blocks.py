@@ -1,0 +1,54 @@
+"""The pool of KV blocks: page bookkeeping in plain Python, no array in it (PagedAttention, arXiv 2309.06180)."""
+
+from __future__ import annotations
+
+from edgeinfer.errors import RequestError
+
+
+class BlockPool:
+    """Hands out block numbers and counts who holds them.
+
+    Parameters
+    ----------
+    n_blocks : int
+        Blocks that the plan has room for.
+    """
+
+    def __init__(self, n_blocks: int):
+        self.n_blocks = n_blocks
+        self._free = list(range(n_blocks - 1, -1, -1))
+        self._holders = [0] * n_blocks
+
+    @property
+    def n_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A block of one's own.
+
+        Raises
+        ------
+        RequestError
+            If all blocks are held.
+        """
+        if not self._free:
+            raise RequestError(f"All {self.n_blocks} KV blocks of 16 tokens are in use; open the model with a larger ctx or "
+                               "more max_sequences, or release a sequence.")
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more holder of a block."""
+        self._holders[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        """Whether writing to the block would change it under another holder."""
+        return self._holders[block] > 1
+
+    def drop(self, block: int) -> None:
+        """One holder less; the last one frees the block."""
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            self._free.append(block)

@@ -1,0 +1,135 @@
+"""The memory plan of a run: every region with its bytes and the reason for them, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeinfer.graph import Graph, round_up
+from edgeinfer.kernels import abi
+
+from .lifetimes import Placement, place_activations
+
+SPLIT_TOKENS = 4
+"""Walks of at most this many tokens may split their attention along the context."""
+ATTENTION_ROWS = 32
+"""(token, query head) pairs that a thread keeps in scratch at once, or the heads of one KV head where they are more."""
+PYTHON_RESERVE_BYTES = 144 << 20
+"""The interpreter, NumPy, LLVM's loader, the tokenizer: measured 110-140 MB on Linux, stated as one region."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned; all fields concrete."""
+
+    ctx: int
+    """Tokens of one sequence."""
+    kv: str
+    """int8, f16 or f32."""
+    threads: int
+    tokens: int
+    """Most tokens of one walk (prefill chunk or parallel sequences)."""
+    outputs: int
+    """Most rows of logits of one walk."""
+    sequences: int
+    """Sequences alive at once."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One stretch of memory."""
+
+    name: str
+    nbytes: int
+    reason: str
+    """What it is for, with the numbers that give its size."""
+
+    @property
+    def bytes(self) -> int:
+        """Same as nbytes, by the name that reports use."""
+        return self.nbytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All regions of a run and what lies where in them."""
+
+    request: Request
+    regions: tuple[Region, ...]
+    activations: dict[str, Placement]
+    """Places in the region `activations`, by tensor."""
+    logits_stride: int
+    """Bytes from one row of logits to the next."""
+    kv_blocks: int
+    """Blocks of the pool; each holds 16 tokens of all layers."""
+    kv_block_bytes: int
+    """Bytes of one block in one layer."""
+    thread_scratch_bytes: int
+    splits: int
+    """Attention splits of the longest context."""
+    rope_row_bytes: int
+    """Constants: bytes of one position's cosines and sines."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all regions."""
+        return sum(r.nbytes for r in self.regions)
+
+    def region(self, name: str) -> Region:
+        """The region of that name."""
+        return next(r for r in self.regions if r.name == name)
+
+    def layer_offset(self, layer: int) -> int:
+        """Bytes from the base of the KV region to a layer's blocks."""
+        return layer * round_up(self.kv_blocks * self.kv_block_bytes, 64)
+
+
+def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
+    """Plan a run.
+
+    Parameters
+    ----------
+    graph : Graph
+    request : Request
+    weight_bytes : int
+        Length of weights.bin.
+    """
+    c = graph.config
+    placements, arena = place_activations(graph, request.tokens, request.outputs)
+    kv_block_bytes = c.num_key_value_heads * abi.kv_head_bytes(request.kv, c.head_dim)
+    per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
+    kv_blocks = request.sequences * (per_sequence + (1 if request.sequences > 1 else 0))  # + copies of shared last blocks
+    rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
+    splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
+    partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))
+    scratch = thread_scratch(graph)
+    logits_stride = 4 * round_up(c.vocab_size, 16)
+    layers = c.num_hidden_layers
+    tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8) + abi.RECORD_BYTES * (len(graph.ops) + layers)
+    regions = (
+        Region("weights", weight_bytes, f"mapped from the bundle, {_types(graph)}"),
+        Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
+               f"{request.kv}, {kv_blocks} blocks of 16 tokens x {layers} layers"),
+        Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
+        Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} rows of {c.vocab_size}"),
+        Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
+        Region("scratch", round_up(request.threads * scratch, 64) + SPLIT_TOKENS * partial + 64,
+               f"{request.threads} threads; partial attention of {splits} splits"),
+        Region("tables", tables, "ctx block, tokens, block tables, program"),
+        Region("python", PYTHON_RESERVE_BYTES, "interpreter, NumPy, kernel loader, tokenizer (reserve)"),
+    )
+    return MemoryPlan(request, regions, placements, logits_stride, kv_blocks, kv_block_bytes, scratch, splits, rope_row)
+
+
+def thread_scratch(graph: Graph) -> int:
+    """Scratch bytes of a thread: the largest that any kernel asks for."""
+    c = graph.config
+    group = c.num_attention_heads // c.num_key_value_heads
+    rows = max(ATTENTION_ROWS, group)
+    attention = rows * (256 + 12 * abi.padded_head_dim(c.head_dim))
+    norm = 4 * round_up(c.hidden_size, 16)
+    return round_up(max(attention, norm, abi.GATED_SCRATCH_BYTES) + 64, 64)
+
+
+def _types(graph: Graph) -> str:
+    kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind != "vector"}
+    return ", ".join(f"{kind} {stored}" for kind, stored in kinds.items())
