@@ -152,7 +152,7 @@ class _Reading:
 
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         rows = self._checkpoint.read_rows(name, start, stop)
-        quantise.check_finite(rows, name)
+        quantise.check_finite(rows, name, start)
         source = self._checkpoint.tensor(name)
         self._done += source.nbytes // source.shape[0] * (stop - start)
         if self._progress:

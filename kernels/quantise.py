@@ -98,6 +98,7 @@ def quantise(
 
     def block(start: int) -> ErrorSums:
         part = slice(start, min(start + step, rows))
+        check_finite(weights[part], name, start)
         return _quantise_block(weights[part], dtype, group_size, name, codes[part], scales[part])
 
     starts = range(0, rows, step)
@@ -108,13 +109,14 @@ def quantise(
         return codes, scales, sum(pool.map(block, starts), ErrorSums())
 
 
-def check_finite(weights: Floats, name: str) -> None:
-    """Refuse NaN and infinity, naming the tensor and the first place."""
+def check_finite(weights: Floats, name: str, first_row: int = 0) -> None:
+    """Refuse NaN and infinity, naming the tensor and the first place; `first_row` is where this block begins."""
     with np.errstate(invalid="ignore"):  # one pass, because NaN and infinity survive sums
         total = np.add.reduce(weights, axis=None, dtype=np.float64)
     if not np.isfinite(total):
         where = [int(i) for i in np.argwhere(~np.isfinite(weights))[0]]
         value = weights[tuple(where)]
+        where[0] += first_row
         raise CheckpointError(f"The tensor {name} has the value {value} at {where}; weights must be finite.")
 
 
@@ -126,7 +128,6 @@ def _quantise_block(
     weights: Floats, dtype: str, group_size: int, name: str, codes: NDArray[np.int8], scales: NDArray[np.float16]
 ) -> ErrorSums:
     """Quantise some rows into `codes` and `scales`."""
-    check_finite(weights, name)
     rows, cols = weights.shape
     groups = scales.shape[1]
     padded = np.zeros((rows, groups * group_size), np.float32)

@@ -1,0 +1,211 @@
+"""A writer that leaves a complete bundle or nothing, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.bundle import Bundle, BundleWriter, Quantisation
+from edgeinfer.errors import BundleError, CheckpointError, DestinationError
+from edgeinfer.graph import WeightType
+from tests.bundles import CONFIG, write_bundle
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_bundle(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_an_existing_destination_is_kept(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(DestinationError, match=r"m already exists; choose another name, or ask to overwrite it\."):
+        write_bundle(path)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(DestinationError, match=r"notes exists and is no bundle, so it is not overwritten; remove it"):
+        write_bundle(tmp_path / "notes", overwrite=True)
+    assert names(tmp_path) == ["m", "notes"]
+
+
+def test_overwriting_replaces_a_bundle_that_is_in_use(path: Path, tmp_path: Path) -> None:
+    old = Bundle.open(path)
+    before = old.weights.tobytes()
+    with BundleWriter(path, CONFIG, Quantisation(), overwrite=True) as writer:
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
+    assert list(Bundle.open(path).tensors) == ["norm"]
+    assert old.weights.tobytes() == before
+    assert names(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def interrupted() -> Any:
+        yield bytes(10)
+        raise error
+
+    with pytest.raises(error), BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer:
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), interrupted())
+    assert names(tmp_path) == []
+
+
+def test_a_failed_overwrite_keeps_the_old_bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source).name == ".m.partial":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(DestinationError, match=r"^Cannot write .*m: Input/output error\.$"):
+        write_bundle(path, overwrite=True)
+    assert names(tmp_path) == ["m"]
+    Bundle.open(path).verify()
+
+
+def test_wrong_amount_of_data(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BundleError, match=r"tensor 'norm' was given 95 bytes; its shape and type need 96\."),
+        BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer,
+    ):
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(95))
+    with pytest.raises(BundleError, match="m is not open for writing"):
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", "weights.bin", "bundle.json", "twice"])
+def test_names_of_further_files(tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(BundleError, match=f"'{name}' cannot be the name of a further file in the bundle"),
+        BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer,
+    ):
+        writer.add_file("twice", b"1")
+        writer.add_file(name, b"2")
+    assert names(tmp_path) == []
+
+
+def test_a_file_to_copy_that_is_missing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"^Cannot read .*absent\.json: No such file or directory\.$"),
+        BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer,
+    ):
+        writer.copy_file(tmp_path / "absent.json")
+    assert names(tmp_path) == []
+
+
+def test_a_destination_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DestinationError, match=r"^Cannot write .*file/m: File exists\.$"):
+        write_bundle(tmp_path / "file" / "m")
+
+
+def test_no_room_on_the_disk(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DestinationError, match=r"m needs 1000000000000 MB, but its disk has only \d+ MB free; free"),
+        BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer,
+    ):
+        writer.reserve(10**18)
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of one megabyte; skips where it cannot be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root on Linux")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL = r"^The disk is full: .*m could not be written; free some space and try again\. Nothing was left behind\.$"
+
+
+def test_the_disk_gets_full(small_disk: Path) -> None:
+    with pytest.raises(DestinationError, match=FULL):
+        write_bundle(small_disk / "m")
+    assert names(small_disk) == []
+
+
+def test_the_disk_gets_full_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DestinationError, match=FULL):
+        write_bundle(tmp_path / "m")
+    assert names(tmp_path) == []
+
+
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer:
+        with pytest.raises(DestinationError, match=r"m is being written by another process \(lock file .*\.m\.lock\)"):
+            write_bundle(tmp_path / "m")
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
+    assert names(tmp_path) == ["m"]
+    Bundle.open(tmp_path / "m").verify()
+
+
+@pytest.mark.parametrize("text", ["999999999 1.00", f"{os.getpid()} 1.00"])
+def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".m.lock").write_text(text)
+    (tmp_path / ".m.partial").mkdir()
+    (tmp_path / ".m.partial" / "weights.bin").write_text("half")
+    write_bundle(tmp_path / "m")
+    assert names(tmp_path) == ["m"]
+
+
+def test_an_unfinished_lock_counts_for_a_moment(tmp_path: Path) -> None:
+    lock = tmp_path / ".m.lock"
+    lock.write_text("")
+    with pytest.raises(DestinationError, match="is being written by another process"):
+        write_bundle(tmp_path / "m")
+    os.utime(lock, (0, 0))
+    write_bundle(tmp_path / "m")
+    assert names(tmp_path) == ["m"]
+
+
+def test_a_lock_that_others_take_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".m.lock").write_text("1 1")
+    monkeypatch.setattr("edgeinfer.bundle.lock.DestinationLock._remove_if_stale", lambda self: None)
+    with pytest.raises(DestinationError, match="is being written by another process; wait until it has finished"):
+        write_bundle(tmp_path / "m")
+
+
+def test_a_lock_that_changes_hands_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between reading a stale lock and moving it aside, another process has put its own there."""
+    from edgeinfer.bundle import lock
+
+    (tmp_path / ".m.lock").write_text("999999999 1.00")
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        Path(source).write_text(lock._identity(os.getpid()))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(DestinationError, match="is being written by another process"):
+        write_bundle(tmp_path / "m")
+    assert names(tmp_path) == [".m.lock"]
+
+
+def test_the_header_is_read_again_before_renaming(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BundleError, match=r"config\.vocab_size is 0"),
+        BundleWriter(tmp_path / "m", type(CONFIG)(**{**CONFIG.__dict__, "vocab_size": 0}), Quantisation()) as writer,
+    ):
+        writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
+    assert names(tmp_path) == []
