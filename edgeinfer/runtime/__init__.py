@@ -1,3 +1,25 @@
-"""The runtime: programs, the executor that walks them, text and sampling."""
+"""The runtime: program, executor and session (tokens to logits), text, sampling."""
 
-__all__: list[str] = []
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .program import Program, Record
+    from .sampling import Sampled, Sampler
+    from .sequence import Sequence
+    from .session import Session
+    from .text import ChatTemplate, StopStrings, StreamDecoder, Tokenizer
+
+_HOMES = {
+    "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling", "Sequence": "sequence",
+    "Session": "session", "ChatTemplate": "text", "StopStrings": "text", "StreamDecoder": "text", "Tokenizer": "text",
+}
+__all__ = ["ChatTemplate", "Program", "Record", "Sampled", "Sampler", "Sequence", "Session", "StopStrings", "StreamDecoder",
+           "Tokenizer"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

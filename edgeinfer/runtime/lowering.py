@@ -1,0 +1,160 @@
+"""Lowering: each operation of the graph becomes one or two records, with the places that the plan gave its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from edgeinfer.graph import Graph, Op, Tensor, Weight, WeightType, round_up
+from edgeinfer.kernels import abi
+from edgeinfer.kernels.parameters import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, fill
+from edgeinfer.memory_planner import MemoryPlan
+
+from .program import Program, Record
+
+CHUNK_BYTES = 64 << 10
+"""Weights of a claimed chunk: long enough to stream, short enough to balance."""
+
+Place = tuple[str, int]
+
+
+class Lowering:
+    """Turns the operations of a graph into records.
+
+    Parameters
+    ----------
+    graph : Graph
+    plan : MemoryPlan
+    offsets : mapping of str to int
+        Byte offset of each weight in weights.bin.
+    """
+
+    def __init__(self, graph: Graph, plan: MemoryPlan, offsets: Mapping[str, int]):
+        self.graph, self.plan, self.offsets = graph, plan, offsets
+
+    def program(self) -> Program:
+        """All records."""
+        emit: dict[str, Callable[[Op], list[Record]]] = {
+            "embed": self._embed, "rms_norm": self._rms_norm, "quantize": self._quantize, "linear": self._linear,
+            "gated": self._linear, "rope_store": self._rope_store, "attention": self._attention,
+            "gather_outputs": self._gather,
+        }
+        return Program(tuple(record for op in self.graph.ops for record in emit[op.kind](op)))
+
+    # -- operands --------------------------------------------------------------------------------------------------
+
+    def _at(self, tensor: Tensor) -> Place:
+        if tensor.name == self.graph.logits.name:
+            return "logits", 0
+        return "activations", self.plan.activations[tensor.name].offset
+
+    def _stride(self, tensor: Tensor) -> int:
+        if tensor.name == self.graph.logits.name:
+            return self.plan.logits_stride
+        return self.plan.activations[tensor.name].stride
+
+    def _weight(self, weight: Weight) -> Place:
+        return "weights", self.offsets[weight.name]
+
+    def _scratch(self) -> Place:
+        return "scratch", 0
+
+    def _row_parameters(self, op: Op, x: Tensor, out: Tensor, **more: int | float) -> tuple[int, ...]:
+        if out.dtype == "q8":
+            _, scales, sums = abi.q8_row_bytes(out.width, out.group_size)
+            more |= {"scales": scales, "sums": sums, "group": out.group_size, "padded": scales}
+        return tuple(fill(ROWS, width=out.width, in_stride=self._stride(x), out_stride=self._stride(out),
+                          rows=_rows(out), **more))
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def _embed(self, op: Op) -> list[Record]:
+        table, out = op.weights[0], op.outputs[0]
+        stored = self.graph.types[table.name]
+        parameters = fill(ROWS, width=out.width, out_stride=self._stride(out), rows=abi.COUNT_TOKENS,
+                          tile_bytes=tile_bytes(stored, out.width)[0])
+        return [Record(f"embed_{_suffix(stored)}", _text(op), (self._weight(table), self._at(out)), tuple(parameters))]
+
+    def _rms_norm(self, op: Op) -> list[Record]:
+        (x,), (out,), (weight,) = op.inputs, op.outputs, op.weights
+        places = (self._at(x), self._at(out), self._weight(weight), self._scratch())
+        more = {"eps": op.attributes["eps"], "scratch": self.plan.thread_scratch_bytes}
+        return [Record(f"rms_norm_{out.dtype}", _text(op), places, self._row_parameters(op, x, out, **more),
+                       bytes_read=4 * weight.shape[0])]
+
+    def _quantize(self, op: Op) -> list[Record]:
+        (x,), (out,) = op.inputs, op.outputs
+        return [Record("quantize", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out))]
+
+    def _gather(self, op: Op) -> list[Record]:
+        (x,), (out,) = op.inputs, op.outputs
+        return [Record("gather_outputs", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out),
+                       predicate=abi.COUNT_OUTPUTS)]
+
+    def _linear(self, op: Op) -> list[Record]:
+        x, out, weight = op.inputs[0], op.outputs[0], op.weights[0]
+        stored = self.graph.types[weight.name]
+        size, records = tile_bytes(stored, weight.shape[1])
+        tiles = -(-weight.shape[0] // 16)
+        gated = op.kind == "gated"
+        units, unit_bytes = (tiles // 2, 2 * size) if gated else (tiles, size)
+        chunk = max(1, min(CHUNK_BYTES // unit_bytes, units // (4 * self.plan.request.threads)))
+        _, scales, sums = abi.q8_row_bytes(x.width, x.group_size) if x.dtype == "q8" else (0, 0, 0)
+        more = {"activation": ACTIVATIONS[op.attributes["activation"]]} if gated else {}
+        parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=records, x_stride=self._stride(x), x_scales=scales,
+                          x_sums=sums, out_stride=self._stride(out), rows=_rows(x), chunk=chunk,
+                          scratch=self.plan.thread_scratch_bytes, **more)
+        bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
+        flags = (abi.FLAG_BIAS if len(op.weights) > 1 else 0) | (abi.FLAG_RESIDUAL if op.in_place else 0)
+        places = (self._weight(weight), self._at(x), self._at(out), bias, self._scratch())
+        return [Record(f"{op.kind}_{_suffix(stored)}", _text(op), places, tuple(parameters), flags,
+                       abi.COUNT_OUTPUTS if x.rows == "outputs" else None, tiles * size)]
+
+    def _rope_store(self, op: Op) -> list[Record]:
+        c, plan, qkv = self.graph.config, self.plan, op.outputs[0]
+        parameters = fill(ROPE, stride=self._stride(qkv), heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
+                          head_dim=c.head_dim, table_stride=plan.rope_row_bytes, block_bytes=plan.kv_block_bytes,
+                          head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), eps=op.attributes["eps"])
+        norms = tuple(self._weight(w) for w in op.weights)
+        places = (self._at(qkv), ("constants", 0), ("kv", plan.layer_offset(op.attributes["layer"])), *norms)
+        return [Record(f"rope_store_{plan.request.kv}", _text(op), places, tuple(parameters), abi.FLAG_NORM if norms else 0)]
+
+    def _attention(self, op: Op) -> list[Record]:
+        c, plan, (qkv,), (out,) = self.graph.config, self.plan, op.inputs, op.outputs
+        group = c.num_attention_heads // c.num_key_value_heads
+        parameters = tuple(fill(
+            ATTENTION, q_stride=self._stride(qkv), out_stride=self._stride(out), heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads, head_dim=c.head_dim, block_bytes=plan.kv_block_bytes,
+            head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), window=op.attributes["window"],
+            scale=1.0 / math.sqrt(c.head_dim), scratch=plan.thread_scratch_bytes, splits=plan.splits,
+            tokens=max(1, 32 // group)))
+        partials = round_up(plan.request.threads * plan.thread_scratch_bytes, 64)
+        places = (self._at(qkv), self._at(out), ("kv", plan.layer_offset(op.attributes["layer"])), self._scratch(),
+                  ("scratch", partials))
+        return [Record(f"attention_{plan.request.kv}", _text(op), places, parameters),
+                Record("attention_merge", "  merge splits", places, parameters, predicate=abi.COUNT_MERGE)]
+
+
+def tile_bytes(stored: WeightType, cols: int) -> tuple[int, int]:
+    """Bytes of a tile of 16 rows and the records in it (kernels/layouts.py)."""
+    if stored.dtype == "f32":
+        return 64 * cols, cols
+    if stored.dtype == "f16":
+        return 64 * -(-cols // 2), -(-cols // 2)
+    records = -(-cols // (2 * stored.group_size))
+    return records * ((16 if stored.dtype == "q4" else 32) * stored.group_size + 64), records
+
+
+def _suffix(stored: WeightType) -> str:
+    """Kernel name's end: type, and group where there is one."""
+    return f"{stored.dtype}_g{stored.group_size}" if stored.quantised else stored.dtype
+
+
+def _rows(tensor: Tensor) -> int:
+    return abi.COUNT_OUTPUTS if tensor.rows == "outputs" else abi.COUNT_TOKENS
+
+
+def _text(op: Op) -> str:
+    weights = f" {op.weights[0].name}" if op.weights else ""
+    layer = f" layer {op.attributes['layer']}" if "layer" in op.attributes else ""
+    return f"{op.kind}{weights}{layer}"

@@ -1,0 +1,152 @@
+"""Sequences over the KV pool: block tables, copy-on-write, truncation, and prompt caches on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BundleError, DestinationError, RequestError
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import BlockPool, MemoryPlan
+
+MAGIC = b"EDGEKV01"
+MAX_HEADER_BYTES = 64 << 20
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens of one context whose K and V are stored."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Token ids processed so far."""
+    blocks: list[int] = field(default_factory=list)
+    """Block table: numbers of the pool's blocks, 16 tokens each."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class KVCache:
+    """The KV region and who holds which block of it.
+
+    Parameters
+    ----------
+    plan : MemoryPlan
+    region : uint8 array
+        Memory of the region ``kv``.
+    layers : int
+    """
+
+    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], layers: int):
+        self.plan = plan
+        self.pool = BlockPool(plan.kv_blocks)
+        size = plan.kv_blocks * plan.kv_block_bytes
+        self._layers = [region[plan.layer_offset(i) :][:size].reshape(plan.kv_blocks, -1) for i in range(layers)]
+
+    def extend(self, sequence: Sequence, n_tokens: int) -> None:
+        """Make room for n more tokens: a shared last block is copied, new blocks are taken."""
+        blocks, used = sequence.blocks, len(sequence.tokens)
+        if used % abi.BLOCK_TOKENS and self.pool.is_shared(blocks[-1]):
+            copy = self.pool.take()
+            for layer in self._layers:
+                layer[copy] = layer[blocks[-1]]
+            self.pool.drop(blocks[-1])
+            blocks[-1] = copy
+        for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
+            blocks.append(self.pool.take())
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens that shares all blocks until one of the two writes."""
+        for block in sequence.blocks:
+            self.pool.share(block)
+        return Sequence(list(sequence.tokens), list(sequence.blocks))
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n."""
+        if not 0 <= n_tokens <= len(sequence.tokens):
+            raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {n_tokens}.")
+        del sequence.tokens[n_tokens:]
+        self.trim(sequence)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past the last token (after a cancelled walk, too)."""
+        keep = -(-len(sequence.tokens) // abi.BLOCK_TOKENS)
+        for block in sequence.blocks[keep:]:
+            self.pool.drop(block)
+        del sequence.blocks[keep:]
+
+    # -- prompt caches -----------------------------------------------------------------------------------------------
+
+    def save(self, sequence: Sequence, path: Path, model: str) -> None:
+        """Write tokens and blocks: magic, header length, JSON header, then the blocks of each layer in order."""
+        data = [layer[block].tobytes() for layer in self._layers for block in sequence.blocks]
+        digest = hashlib.sha256(b"".join(data)).hexdigest()
+        header = json.dumps(self._header(model) | {"tokens": sequence.tokens, "sha256": digest}).encode()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(MAGIC + struct.pack("<Q", len(header)) + header)
+                file.writelines(data)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror}.") from None
+
+    def load(self, path: Path, model: str) -> Sequence:
+        """Read a sequence saved by the same model with the same KV type.
+
+        Raises
+        ------
+        BundleError
+            If the file is damaged or belongs to another model or KV type.
+        """
+        try:
+            with open(path, "rb") as file:
+                header = self._read_header(file.read(16), file, path, model)
+                tokens = header["tokens"]
+                n_blocks = -(-len(tokens) // abi.BLOCK_TOKENS)
+                data = file.read(n_blocks * self.plan.kv_block_bytes * len(self._layers) + 1)
+        except OSError as error:
+            raise BundleError(f"Cannot read the prompt cache {path}: {error.strerror}.") from None
+        if hashlib.sha256(data).hexdigest() != header["sha256"]:
+            raise BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")
+        sequence = Sequence()
+        self.extend(sequence, len(tokens))
+        stored = np.frombuffer(data, np.uint8).reshape(len(self._layers), n_blocks, self.plan.kv_block_bytes)
+        for layer, rows in zip(self._layers, stored, strict=True):
+            layer[sequence.blocks] = rows
+        sequence.tokens = tokens
+        return sequence
+
+    def _header(self, model: str) -> dict[str, object]:
+        return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
+                "layers": len(self._layers)}
+
+    def _read_header(self, start: bytes, file: object, path: Path, model: str) -> dict[str, object] | dict:
+        if start[:8] != MAGIC or len(start) < 16:
+            raise BundleError(f"{path} is no prompt cache of edgeinfer.")
+        size = struct.unpack("<Q", start[8:])[0]
+        try:
+            if size > MAX_HEADER_BYTES:
+                raise ValueError
+            header = json.loads(file.read(size))  # type: ignore[attr-defined]
+            tokens, _ = header["tokens"], header["sha256"]
+            good = isinstance(tokens, list) and all(isinstance(t, int) for t in tokens)
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")
+        if {k: header.get(k) for k in self._header(model)} != self._header(model):
+            raise BundleError(f"The prompt cache {path} was saved by another model or with another --kv; delete it or give "
+                              "another file.")
+        if len(tokens) > self.plan.request.ctx:
+            raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {self.plan.request.ctx}; "
+                              "raise --ctx.")
+        return header
