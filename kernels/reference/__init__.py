@@ -1,0 +1,61 @@
+"""NumPy twins: what each kernel must leave in memory, computed from memory as it was before.
+
+`TWINS[name](RecordView(record, ctx))` gives a list of `Expected`; the kernel runs; `compare` says whether memory holds
+it. The mathematics stands in functions of plain arrays (`linear_reference` and the like), which specify the kernels;
+the twins only find the arrays in memory. Integer results are exact; floats agree within `TOLERANCES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .attention import attend, attention_twin, merge_twin
+from .elementwise import (
+    embed_twin,
+    gather_twin,
+    quantise_rows,
+    quantize_twin,
+    rms_norm,
+    rms_norm_f32_twin,
+    rms_norm_q8_twin,
+)
+from .expected import Expected, compare
+from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
+from .rope import rope_store_twin, rotate
+from .tolerances import TOLERANCES
+from .view import RecordView
+
+Twin = Callable[[RecordView], list[Expected]]
+
+TWINS: dict[str, Twin] = {
+    "quantize": quantize_twin,
+    "rms_norm_f32": rms_norm_f32_twin,
+    "rms_norm_q8": rms_norm_q8_twin,
+    "gather_outputs": gather_twin,
+    "attention_merge": merge_twin,
+}
+for _dtype, _groups in (("q4", (32, 64, 128)), ("int8", (32, 64, 128)), ("f16", (0,)), ("f32", (0,))):
+    for _group in _groups:
+        _weights = f"{_dtype}_g{_group}" if _group else _dtype
+        TWINS[f"linear_{_weights}"] = linear_twin(_dtype, _group)
+        TWINS[f"gated_{_weights}"] = gated_twin(_dtype, _group)
+        TWINS[f"embed_{_weights}"] = embed_twin(_dtype, _group)
+for _kv in ("int8", "f16", "f32"):
+    TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
+    TWINS[f"attention_{_kv}"] = attention_twin(_kv)
+"""The twin of each kernel, by the kernel's name."""
+
+__all__ = [
+    "ACTIVATION_FUNCTIONS",
+    "TOLERANCES",
+    "TWINS",
+    "Expected",
+    "RecordView",
+    "attend",
+    "compare",
+    "gated_reference",
+    "linear_reference",
+    "quantise_rows",
+    "rms_norm",
+    "rotate",
+]

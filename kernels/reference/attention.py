@@ -1,0 +1,174 @@
+"""Twins of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import (
+    BLOCK_TOKENS,
+    COUNT_MERGE,
+    KV_ELEMENT_BYTES,
+    SPLIT_BLOCKS,
+    TOKEN_POSITION,
+    TOKEN_SEQUENCE,
+    padded_head_dim,
+)
+from ..parameters import ATTENTION
+from .elementwise import quantise_rows
+from .expected import Expected
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView, float_of
+
+Doubles = NDArray[np.float64]
+SPLIT_TOKENS = BLOCK_TOKENS * SPLIT_BLOCKS
+
+
+class Partial(NamedTuple):
+    """Attention over some positions, not yet divided; arrays over (heads of one KV head)."""
+
+    largest: Doubles
+    """Largest score."""
+    weights: Doubles
+    """exp(score - largest) of each position: (heads, positions)."""
+    total: Doubles
+    """Weighted sum of V: (heads, n)."""
+    slack: Doubles
+    """How far float32 may be from `total`: (heads, n)."""
+    relative: Doubles
+    """How far float32 may be from a weight, as a share of it: (heads,)."""
+
+
+def attend(q: Doubles, k: Doubles, v: Doubles) -> Partial:
+    """Attention of the query heads that share a KV head; q, scaled, is (heads, n), k and v are (positions, n)."""
+    scores = q @ k.T
+    largest = scores.max(axis=1)
+    weights = np.exp(scores - largest[:, None])
+    relative = TOLERANCES["attention"] * (1 + (np.abs(q) @ np.abs(k).T).max(axis=1))
+    return Partial(largest, weights, weights @ v, relative[:, None] * (weights @ np.abs(v)) + TINY, relative)
+
+
+def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
+    """Queries as the products see them: scaled, and for int8 KV rounded to int8 with one scale a head."""
+    if kv != "int8":
+        return q.astype(np.float64) * scale
+    codes, scales = quantise_rows(q.reshape(-1, q.shape[-1]), q.shape[-1])
+    return (np.rint(codes).astype(np.float64) * (scales * np.float32(scale))).reshape(q.shape)
+
+
+def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> tuple[Doubles, Doubles]:
+    """K and V of the blocks in order, each of shape (kv_heads, positions, n)."""
+    p = view.parameters(ATTENTION)
+    padded, size, kv_heads = padded_head_dim(p.head_dim), KV_ELEMENT_BYTES[kv], p.kv_heads
+    live = view.array(2, np.uint8, (int(blocks.max()) + 1, kv_heads, p.head_bytes), (p.block_bytes, p.head_bytes, 1))
+    data = np.ascontiguousarray(live[blocks].transpose(1, 0, 2))
+    half = BLOCK_TOKENS * padded * size
+    dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
+    step = 4 if kv == "int8" else 1
+    lines = np.ascontiguousarray(data[..., :half]).view(dtype).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
+    k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
+    v = np.ascontiguousarray(data[..., half : 2 * half]).view(dtype).reshape(kv_heads, -1, padded).astype(np.float64)
+    if kv == "int8":
+        scales = np.ascontiguousarray(data[..., 2 * half :]).view(np.float16).astype(np.float64)
+        scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
+        k, v = k * scales[0].reshape(kv_heads, -1, 1), v * scales[1].reshape(kv_heads, -1, 1)
+    return k[..., : p.head_dim], v[..., : p.head_dim]
+
+
+def first_visible(position: int, window: int) -> int:
+    """First position that a query at `position` sees; window 0 sees all."""
+    return max(0, position - window + 1) if window else 0
+
+
+def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``attention_<kv>``."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(ATTENTION)
+        positions, sequences = view.tokens(TOKEN_POSITION), view.tokens(TOKEN_SEQUENCE)
+        group, merged = p.heads // p.kv_heads, view.count(COUNT_MERGE)
+        tokens = merged or len(positions)
+        rows = view.array(
+            0,
+            np.float32,
+            (tokens, p.kv_heads, group, p.head_dim),
+            (p.q_stride, 4 * p.head_dim * group, 4 * p.head_dim, 4),
+        )
+        queries = effective_queries(rows, float_of(p.scale), kv)
+        out: list[Expected] = []
+        y, slack = np.zeros((2, *queries.shape))
+        for sequence in np.unique(sequences[:tokens]):
+            mine = np.flatnonzero(sequences[:tokens] == sequence)
+            n_blocks = int(positions[mine].max()) // BLOCK_TOKENS + 1
+            k, v = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
+            for t in mine:
+                low, high = first_visible(int(positions[t]), p.window), int(positions[t])
+                for h in range(p.kv_heads):
+                    if merged:
+                        out += _splits(view, int(t), h, queries[t, h], k[h], v[h], low, high)
+                        continue
+                    part = attend(queries[t, h], k[h, low : high + 1], v[h, low : high + 1])
+                    total = part.weights.sum(axis=1, keepdims=True)
+                    y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
+        if not merged:
+            where = view.array(1, np.float32, (tokens, p.heads * p.head_dim), (p.out_stride, 4))
+            out.append(Expected("out", where, y.reshape(where.shape), False, slack.reshape(where.shape)))
+        return out
+
+    return twin
+
+
+def partials(view: RecordView, row: int, split: int) -> tuple[NDArray[np.float32], ...]:
+    """Live views of one split's result of row token * heads + head: m (1,), l (16,), acc (n,), the padding of acc."""
+    p = view.parameters(ATTENTION)
+    padded = padded_head_dim(p.head_dim)
+    at = (row * p.splits + split) * (128 + 4 * padded)
+    acc = view.array(4, np.float32, (padded,), at=at + 128)
+    m, total = view.array(4, np.float32, (1,), at=at), view.array(4, np.float32, (16,), at=at + 64)
+    return m, total, acc[: p.head_dim], acc[p.head_dim :]
+
+
+def _splits(
+    view: RecordView, t: int, h: int, q: Doubles, k: Doubles, v: Doubles, low: int, high: int
+) -> list[Expected]:
+    """Partial results of token t, KV head h: largest score, weights summed by position modulo 16, weighted sum of V."""
+    p = view.parameters(ATTENTION)
+    out = []
+    for split in range(low // SPLIT_TOKENS, high // SPLIT_TOKENS + 1):
+        start, end = max(low, split * SPLIT_TOKENS), min(high + 1, (split + 1) * SPLIT_TOKENS)
+        part = attend(q, k[start:end], v[start:end])
+        lanes = np.zeros((len(q), SPLIT_TOKENS))
+        lanes[:, start % SPLIT_TOKENS : (end - 1) % SPLIT_TOKENS + 1] = part.weights
+        sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)
+        for g in range(len(q)):
+            row = t * p.heads + h * len(q) + g
+            m, total, acc, padding = partials(view, row, split)
+            name = f"split {split} of token {t}, head {h * len(q) + g}: "
+            out += [
+                Expected(name + "m", m, part.largest[g : g + 1], False, part.relative[g]),
+                Expected(name + "l", total, sums[g], False, part.relative[g] * sums[g] + TINY),
+                Expected(name + "acc", acc, part.total[g], False, part.slack[g]),
+                Expected(name + "padding", padding, np.zeros(padding.shape)),
+            ]
+    return out
+
+
+def merge_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l."""
+    p = view.parameters(ATTENTION)
+    positions = view.tokens(TOKEN_POSITION)[: view.count(COUNT_MERGE)]
+    y, slack = np.zeros((2, len(positions) * p.heads, p.head_dim))
+    for row in range(len(y)):
+        position = int(positions[row // p.heads])
+        splits = range(first_visible(position, p.window) // SPLIT_TOKENS, position // SPLIT_TOKENS + 1)
+        parts = zip(*(partials(view, row, split)[:3] for split in splits), strict=True)
+        m, sums, acc = (np.array(part, np.float64) for part in parts)
+        share = np.exp(m - m.max())
+        total = (share * sums).sum()
+        y[row] = (share * acc).sum(axis=0) / total
+        slack[row] = TOLERANCES["attention"] * (1 + np.ptp(m)) * (share * np.abs(acc)).sum(axis=0) / total
+    where = view.array(1, np.float32, (len(positions), p.heads * p.head_dim), (p.out_stride, 4))
+    return [Expected("out", where, y.reshape(where.shape), exact=False, tolerance=slack.reshape(where.shape) + TINY)]

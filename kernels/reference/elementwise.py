@@ -1,0 +1,120 @@
+"""Twins of the operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import TOKEN_ID
+from ..layouts import TILE_ROWS, unpack_tile16
+from ..parameters import ROWS
+from .expected import Expected
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView, float_of
+
+Floats = NDArray[np.float32]
+
+
+def quantise_rows(x: Floats, group: int) -> tuple[Floats, Floats]:
+    """Symmetric int8 in groups: scale = max|x| / 127, code = nearest(x * 127 / max|x|), ties to even.
+
+    Every step is one float32 operation, so kernels give the same bits.
+
+    Parameters
+    ----------
+    x : float32 array of shape (T, n_groups * group)
+
+    Returns
+    -------
+    codes : float32 array like x
+        Not yet rounded.
+    scales : float32 array of shape (T, n_groups)
+    """
+    groups = x.reshape(len(x), -1, group)
+    largest = np.abs(groups).max(axis=2, initial=0)
+    inverse = np.float32(127) / np.maximum(largest, np.float32(1e-30))
+    return (groups * inverse[..., None]).reshape(x.shape), largest * np.float32(1 / 127)
+
+
+def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
+    """x / sqrt(mean(x^2) + eps) * weight along the last axis, in float64 (arXiv 1910.07467, equation 4)."""
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
+
+
+def _quantised(view: RecordView, x: Floats, exact: bool) -> list[Expected]:
+    """Rows of q8 that hold x: codes, scales and the sums of the stored codes."""
+    p = view.parameters(ROWS)
+    padded = np.zeros((len(x), p.padded), np.float32)
+    padded[:, : p.width] = x
+    codes, scales = quantise_rows(padded, p.group)
+    shape = scales.shape
+    stored = view.array(1, np.int8, codes.shape, (p.out_stride, 1))
+    at_scales = view.array(1, np.float32, shape, (p.out_stride, 4), at=p.scales)
+    at_sums = view.array(1, np.int32, shape, (p.out_stride, 4), at=p.sums)
+    tolerance = None if exact else TOLERANCES["code"]
+    return [
+        Expected("codes", stored, np.rint(codes) if exact else codes, exact, tolerance),
+        Expected("scales", at_scales, scales, exact, None if exact else TOLERANCES["rms_norm"] * scales + TINY),
+        Expected("sums", at_sums, lambda: stored.reshape(*shape, p.group).sum(axis=2, dtype=np.int32)),
+    ]
+
+
+def _source(view: RecordView) -> Floats:
+    p = view.parameters(ROWS)
+    return view.array(0, np.float32, (view.count(p.rows), p.width), (p.in_stride, 4))
+
+
+def quantize_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``quantize``."""
+    return _quantised(view, _source(view), exact=True)
+
+
+def _normalised(view: RecordView) -> NDArray[np.float64]:
+    p = view.parameters(ROWS)
+    return rms_norm(_source(view), view.array(2, np.float32, (p.width,)), float_of(p.eps))
+
+
+def rms_norm_f32_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``rms_norm_f32``; rows end in zeros up to a whole vector."""
+    p = view.parameters(ROWS)
+    y = _normalised(view)
+    whole = np.zeros((len(y), -(-p.width // 16) * 16))
+    whole[:, : p.width] = y
+    out = view.array(1, np.float32, whole.shape, (p.out_stride, 4))
+    return [Expected("out", out, whole, exact=False, tolerance=TOLERANCES["rms_norm"] * np.abs(whole) + TINY)]
+
+
+def rms_norm_q8_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``rms_norm_q8``."""
+    return _quantised(view, _normalised(view).astype(np.float32), exact=False)
+
+
+def gather_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``gather_outputs``; whole vectors are copied."""
+    p = view.parameters(ROWS)
+    chosen = view.outputs(view.count(p.rows))
+    width = -(-p.width // 16) * 16
+    source = view.array(0, np.float32, (int(chosen.max(initial=-1)) + 1, width), (p.in_stride, 4))
+    out = view.array(1, np.float32, (len(chosen), width), (p.out_stride, 4))
+    return [Expected("out", out, source[chosen])]
+
+
+def embed_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``embed_<dtype>``: code x scale, one float32 product, or the stored float."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(ROWS)
+        ids = view.tokens(TOKEN_ID)[: view.count(p.rows)]
+        values = np.empty((len(ids), p.width), np.float32)
+        for tile in np.unique(ids // TILE_ROWS):
+            data = view.array(0, np.uint8, (p.tile_bytes,), at=int(tile) * p.tile_bytes)
+            rows = unpack_tile16(data, dtype, group, (TILE_ROWS, p.width))
+            here = ids // TILE_ROWS == tile
+            values[here] = rows[ids[here] % TILE_ROWS]
+        out = view.array(1, np.float32, values.shape, (p.out_stride, 4))
+        return [Expected("out", out, values)]
+
+    return twin

@@ -1,0 +1,130 @@
+"""Twins of the matrix products: `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import FLAG_BIAS, FLAG_RESIDUAL
+from ..layouts import TILE_ROWS, unpack_tile16
+from ..parameters import ACTIVATIONS, LINEAR
+from .expected import Expected
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView
+
+Doubles = NDArray[np.float64]
+
+_erf: Any = np.frompyfunc(math.erf, 1, 1)
+
+
+def _silu(x: Doubles) -> Doubles:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+def _gelu(x: Doubles) -> Doubles:
+    return 0.5 * x * (1 + _erf(x / math.sqrt(2)).astype(np.float64))
+
+
+def _gelu_tanh(x: Doubles) -> Doubles:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Doubles], Doubles]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": _silu,
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+"""Hidden activations by name, on float64 arrays."""
+
+
+def linear_reference(x: Doubles, w: Doubles, bias: Doubles | float = 0.0) -> tuple[Doubles, Doubles]:
+    """y = x W^T + bias, and how far float32 may be from it.
+
+    Parameters
+    ----------
+    x : float64 array of shape (T, cols)
+    w : float64 array of shape (rows, cols)
+    bias : float64 array of shape (rows,), optional
+
+    Returns
+    -------
+    y, tolerance : float64 arrays of shape (T, rows)
+    """
+    tolerance = TOLERANCES["linear"] * (np.abs(x) @ np.abs(w).T + np.abs(bias)) + TINY
+    return x @ w.T + bias, tolerance
+
+
+def gated_reference(
+    x: Doubles,
+    gate: Doubles,
+    up: Doubles,
+    activation: str,
+    gate_bias: Doubles | float = 0.0,
+    up_bias: Doubles | float = 0.0,
+) -> tuple[Doubles, Doubles]:
+    """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`."""
+    g, g_tolerance = linear_reference(x, gate, gate_bias)
+    u, u_tolerance = linear_reference(x, up, up_bias)
+    acted = ACTIVATION_FUNCTIONS[activation](g)
+    slope = 2 * (np.abs(g) + g_tolerance) if activation == "relu2" else 1.2  # the steepest that the others are
+    tolerance = slope * g_tolerance * (np.abs(u) + u_tolerance) + np.abs(acted) * u_tolerance
+    return acted * u, tolerance + TOLERANCES["activation"] * (np.abs(acted) + np.abs(g)) * np.abs(u) + TINY
+
+
+def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Doubles, Doubles]:
+    """x, dequantised, and the weights of all tiles; both with the padding of the layout (zeros)."""
+    p = view.parameters(LINEAR)
+    tokens = view.count(p.rows)
+    cols = p.records * {"q4": 2 * group, "int8": 2 * group, "f16": 2, "f32": 1}[dtype]
+    data = view.array(0, np.uint8, (tiles * p.tile_bytes,))
+    w = unpack_tile16(data, dtype, group, (TILE_ROWS * tiles, cols)).astype(np.float64)
+    if not group:
+        return view.array(1, np.float32, (tokens, cols), (p.x_stride, 4)).astype(np.float64), w
+    codes = view.array(1, np.int8, (tokens, cols), (p.x_stride, 1))
+    scales = view.array(1, np.float32, (tokens, cols // group), (p.x_stride, 4), at=p.x_scales)
+    return codes * np.repeat(scales.astype(np.float64), group, axis=1), w
+
+
+def _bias(view: RecordView, rows: int) -> Doubles | float:
+    return view.array(3, np.float32, (rows,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
+
+
+def linear_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``linear_<dtype>``."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(LINEAR)
+        rows = TILE_ROWS * p.tiles
+        y, tolerance = linear_reference(*_operands(view, dtype, group, p.tiles), _bias(view, rows))
+        out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
+        if view.flags & FLAG_RESIDUAL:
+            tolerance += 1e-7 * np.abs(out)
+            y += out
+        return [Expected("out", out, y, exact=False, tolerance=tolerance)]
+
+    return twin
+
+
+def gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``gated_<dtype>``: tiles of gate and up alternate, and so do those of the bias."""
+    names = {number: name for name, number in ACTIVATIONS.items()}
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(LINEAR)
+        rows = TILE_ROWS * p.tiles
+        x, w = _operands(view, dtype, group, 2 * p.tiles)
+        gate, up = w.reshape(p.tiles, 2, TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
+        bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
+        biases = bias.reshape(p.tiles, 2, TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases)
+        out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
+        return [Expected("out", out, y, exact=False, tolerance=tolerance)]
+
+    return twin

@@ -1,0 +1,124 @@
+"""Twin of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
+
+Layout of a KV head in a block of 16 tokens: K in lines (int8: 16 tokens x 4 dimensions; f16, f32: 16 tokens of one
+dimension), V in rows of the padded head size, and for int8 16 fp16 scales of K and 16 of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import BLOCK_TOKENS, FLAG_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..parameters import ROPE
+from .elementwise import rms_norm
+from .expected import Expected
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView, float_of
+
+Doubles = NDArray[np.float64]
+
+
+def rotate(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
+    """Rotate the pairs (x[i], x[i + n/2]) of the last axis (arXiv 2104.09864, in the order of "rotate half").
+
+    Parameters
+    ----------
+    x : array of shape (T, heads, n)
+    cos, sin : arrays of shape (T, n / 2)
+    """
+    a, b = np.split(x, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def head_views(
+    view: RecordView, kv: str, head_dim: int, block_bytes: int, head_bytes: int, kv_heads: int, slot: int
+) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """One token's K (kv_heads, padded / step, step), V (kv_heads, padded) and their scales (kv_heads,), live."""
+    padded, size = padded_head_dim(head_dim), KV_ELEMENT_BYTES[kv]
+    block, row = divmod(slot, BLOCK_TOKENS)
+    dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
+    step = 4 if kv == "int8" else 1  # dimensions of a line
+    at = block * block_bytes
+    k = view.array(
+        2,
+        dtype,
+        (kv_heads, padded // step, step),
+        (head_bytes, BLOCK_TOKENS * step * size, size),
+        at=at + row * step * size,
+    )
+    v = view.array(2, dtype, (kv_heads, padded), (head_bytes, size), at=at + (BLOCK_TOKENS + row) * padded * size)
+    n_scaled = kv_heads if kv == "int8" else 0
+    scales = at + 2 * BLOCK_TOKENS * padded + 2 * row
+    k_scales = view.array(2, np.float16, (n_scaled,), (head_bytes,), at=scales)
+    v_scales = view.array(2, np.float16, (n_scaled,), (head_bytes,), at=scales + 2 * BLOCK_TOKENS)
+    return k, v, k_scales, v_scales
+
+
+def _stored(name: str, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles) -> list[Expected]:
+    """Expected K or V of one token; x of shape (kv_heads, n), known up to `slack` of the same shape."""
+    whole, loose = np.zeros((2, len(x), where[0].size))
+    whole[:, : x.shape[1]], loose[:, : x.shape[1]] = x, slack
+    whole, loose = whole.reshape(where.shape), loose.reshape(where.shape)
+    if where.dtype == np.int8:
+        largest = np.abs(x).max(axis=1) / 127
+        spread = slack.max(axis=1) / 127
+
+        def codes() -> Doubles:
+            """x / stored scale: a head whose scale is 0 in fp16 is stored as zeros."""
+            by = scales.astype(np.float64).reshape(len(x), *(1,) * (where.ndim - 1))
+            return np.clip(np.divide(whole, by, out=np.zeros_like(whole), where=by != 0), -127, 127)
+
+        tolerance = TOLERANCES["fp16"] * largest + spread + 2.0**-24  # a unit in the last place, also of a subnormal
+        return [
+            Expected(f"{name} scales", scales, largest, exact=False, tolerance=tolerance),
+            Expected(name, where, codes, exact=False, tolerance=TOLERANCES["code"]),
+        ]
+    if where.dtype == np.float16:
+        with np.errstate(over="ignore"):
+            rounded = whole.astype(np.float32).astype(np.float16)
+        step = np.where(loose > 0, TOLERANCES["fp16"] * np.abs(whole) + 2.0**-24, 0)
+        return [Expected(name, where, rounded, exact=False, tolerance=loose + step)]
+    return [Expected(name, where, whole, exact=False, tolerance=loose)]
+
+
+def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``rope_store_<kv>``."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(ROPE)
+        positions, slots = view.tokens(TOKEN_POSITION), view.tokens(TOKEN_SLOT)
+        tokens, half, n_rotated = len(positions), p.head_dim // 2, p.heads + p.kv_heads
+        rows = view.array(0, np.float32, (tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
+        shape, strides = (int(positions.max(initial=-1)) + 1, 2, half), (p.table_stride, p.table_stride // 2, 4)
+        table = view.array(1, np.float32, shape, strides)
+        cos, sin = table[positions].astype(np.float64).transpose(1, 0, 2)
+        live, v = rows[:, :n_rotated], rows[:, n_rotated:].astype(np.float64)
+        x = live.astype(np.float64)
+        if view.flags & FLAG_NORM:
+            eps = float_of(p.eps)
+            q_norm, k_norm = (view.array(i, np.float32, (p.head_dim,)) for i in (3, 4))
+            x = np.concatenate([rms_norm(x[:, : p.heads], q_norm, eps), rms_norm(x[:, p.heads :], k_norm, eps)], axis=1)
+        turned = rotate(x, cos, sin)
+        relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_NORM else 0)
+        slack = relative * _sizes(x, cos, sin) + TINY
+        out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
+        for t, slot in enumerate(slots):
+            k_at, v_at, k_scales, v_scales = head_views(
+                view, kv, p.head_dim, p.block_bytes, p.head_bytes, p.kv_heads, int(slot)
+            )
+            out += _stored(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
+            out += _stored(f"V of token {t}", v_at, v_scales, v[t], np.zeros_like(v[t]))
+        return out
+
+    return twin
+
+
+def _sizes(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
+    """|a cos| + |b sin| and |b cos| + |a sin|: what rounding errors are a share of."""
+    a, b = np.split(np.abs(x), 2, axis=-1)
+    cos, sin = np.abs(cos)[:, None], np.abs(sin)[:, None]
+    return np.concatenate([a * cos + b * sin, b * cos + a * sin], axis=-1)

@@ -1,0 +1,20 @@
+"""How far a kernel's float32 arithmetic may be from its twin's float64, per family of kernels: one table."""
+
+from __future__ import annotations
+
+TOLERANCES = {
+    "linear": 1e-5,
+    "activation": 2e-6,
+    "rms_norm": 4e-6,
+    "rope": 1e-6,
+    "attention": 2e-6,
+    "code": 2e-3,
+    "fp16": 2.0**-10,
+}
+"""linear: share of sum |x w|. activation: share of |gate x up|. rms_norm: share of the value. rope: share of the
+rotated pair's size. attention: share of sum p |v|, times 1 + the largest sum |q k|. code: what a float may be beyond a
+tie, in int8 steps, where what is quantised was itself computed in floats. fp16: share of a scale, a unit in its last
+place."""
+
+TINY = 1e-30
+"""Absolute tolerance that any float has, because kernels may round differently among subnormals."""

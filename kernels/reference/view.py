@@ -1,0 +1,90 @@
+"""Records and ctx as NumPy arrays over live memory: what twins read."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import abi
+
+Family = TypeVar("Family", bound=tuple[int, ...])
+
+
+def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> NDArray[Any]:
+    """Live view of memory; `strides` in bytes, by default one element after the other.
+
+    Nothing keeps the memory alive or checks that it is there: the caller owns it.
+    """
+    kind = np.dtype(dtype)
+    if 0 in shape:
+        return np.empty(shape, kind)
+    if strides is None:
+        strides = tuple(kind.itemsize * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
+    nbytes = kind.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.ndarray(shape, kind, buffer, 0, strides)
+
+
+class RecordView:
+    """A record and the ctx that it runs with.
+
+    Parameters
+    ----------
+    record, ctx : int
+        Addresses, as a kernel gets them.
+    """
+
+    def __init__(self, record: int, ctx: int):
+        self.record, self.ctx = record, ctx
+
+    def _word(self, address: int) -> int:
+        return int(memory(address, np.int64, (1,))[0])
+
+    @property
+    def flags(self) -> int:
+        """FLAG_* bits."""
+        return int(memory(self.record + abi.REC_FLAGS, np.int32, (1,))[0])
+
+    def address(self, index: int) -> int:
+        """Address of operand `index`."""
+        word = self._word(self.record + abi.REC_PLACES + 8 * index)
+        base = self._word(self.ctx + abi.CTX_REGIONS + 8 * (word >> abi.REGION_SHIFT))
+        return base + (word & ((1 << abi.REGION_SHIFT) - 1))
+
+    def array(
+        self, index: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, at: int = 0
+    ) -> NDArray[Any]:
+        """Live view of operand `index`, from `at` bytes behind its start."""
+        return memory(self.address(index) + at, dtype, shape, strides)
+
+    def parameters(self, family: Family) -> Family:
+        """Parameters by name: a tuple like LINEAR of kernels.parameters, with the record's values."""
+        words = memory(self.record + abi.REC_PARAMETERS, np.int32, (abi.N_PARAMETERS,))
+        return type(family)(*(int(words[i]) for i in family))  # type: ignore[arg-type]
+
+    def count(self, index: int) -> int:
+        """Dynamic count (COUNT_*)."""
+        return self._word(self.ctx + abi.CTX_COUNTS + 8 * index)
+
+    def tokens(self, field: int) -> NDArray[np.int64]:
+        """Field TOKEN_* of each token of the walk."""
+        n = self.count(abi.COUNT_TOKENS)
+        return memory(self._word(self.ctx + abi.CTX_TOKENS) + field, np.int64, (n,), (abi.TOKEN_BYTES,)).copy()
+
+    def outputs(self, n: int) -> NDArray[np.int64]:
+        """Numbers of the tokens whose logits are wanted."""
+        return memory(self._word(self.ctx + abi.CTX_OUTPUTS), np.int64, (n,)).copy()
+
+    def block_table(self, sequence: int, n_blocks: int) -> NDArray[np.int32]:
+        """The first blocks of a sequence."""
+        entry = self._word(self.ctx + abi.CTX_SEQUENCES) + abi.SEQUENCE_BYTES * sequence
+        return memory(self._word(entry + abi.SEQUENCE_BLOCKS), np.int32, (n_blocks,)).copy()
+
+
+def float_of(bits: int) -> float:
+    """The float32 whose bits an int32 parameter holds."""
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
