@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import ModelConfig, build_graph, read_config, requested_types
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -153,3 +154,19 @@ def write_tokenizer(directory: Path) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>",
                 "eos_token": "</s>", "add_bos_token": True}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def refused(source: Path, kind: type[Exception] = CheckpointError, **options: Any) -> str:
+    """The sentence with which a conversion is refused; the directory's path is left out of it."""
+    import pytest
+
+    from edgeinfer.converters import convert
+
+    destination = source.parent / "bundle"
+    before = sorted(source.parent.iterdir())
+    with pytest.raises(kind) as caught:
+        convert(source, destination, **options)
+    assert sorted(source.parent.iterdir()) == before
+    text = str(caught.value)
+    assert "\n" not in text and text.endswith(".")
+    return text.replace(str(source) + "/", "").replace(str(source), "SOURCE")

@@ -120,7 +120,7 @@ def test_not_finite(value: float) -> None:
     weights = np.ones((4, 40), np.float32)
     weights[3, 7] = value
     weights[3, 9] = -value
-    with pytest.raises(CheckpointError, match=rf"The tensor w has the value {value} at \[3, 7\]; weights must be finite"):
+    with pytest.raises(CheckpointError, match=rf"The tensor w has the value {value} at \[3, 7\]; weights must be"):
         check_finite(weights, "w")
     with pytest.raises(CheckpointError, match="The tensor w has the value"):
         quantise(weights, "q4", 32, "w")
