@@ -1,0 +1,154 @@
+"""Runs one kernel on memory of its own: ctx, a record and regions in NumPy arrays, and its twin beside it.
+
+Memory that nobody has filled holds 0xFF bytes: read as a float that is NaN, so that a kernel which lets padding into
+a result shows it. After a run everything outside the twin's arrays and the scratch must be as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.kernels import Isa, Kernels, abi, available
+from edgeinfer.kernels.reference import TWINS, RecordView, compare
+
+ISAS = [isa.name for isa in available()]
+SLACK_BYTES = 256
+
+
+@functools.cache
+def function(isa: str, name: str):
+    return kernels(isa).function(name)
+
+
+@functools.cache
+def kernels(isa: str) -> Kernels:
+    found: Isa = next(i for i in available() if i.name == isa)
+    return Kernels(found)
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """0xFF bytes at an address that is a multiple of 64."""
+    whole = np.full(nbytes + 64, 0xFF, np.uint8)
+    start = -whole.ctypes.data % 64
+    return whole[start : start + nbytes]
+
+
+class Bench:
+    """Memory for one record. `put` and `reserve` give places, `run` runs."""
+
+    def __init__(self) -> None:
+        self.regions = {name: aligned(1 << 16) for name in abi.REGIONS}
+        self.used = dict.fromkeys(abi.REGIONS, 0)
+        self.counts = np.zeros(16, np.int64)
+        self._tokens = np.zeros((0, abi.TOKEN_BYTES // 8), np.int64)
+        self._tables: list[np.ndarray] = []
+        self.outputs = np.zeros(0, np.int64)
+
+    def reserve(self, region: str, nbytes: int) -> int:
+        """Take 0xFF bytes of a region, 64-byte aligned; gives their place."""
+        start = self.used[region]
+        self.used[region] = -(-(start + nbytes + SLACK_BYTES) // 64) * 64
+        while self.used[region] > len(self.regions[region]):
+            bigger = aligned(max(self.used[region], 2 * len(self.regions[region])))
+            bigger[: len(self.regions[region])] = self.regions[region]
+            self.regions[region] = bigger
+        return abi.REGIONS.index(region) << abi.REGION_SHIFT | start
+
+    def put(self, region: str, data: np.ndarray) -> int:
+        """Copy an array into a region; gives its place."""
+        data = np.ascontiguousarray(data)
+        place = self.reserve(region, data.nbytes)
+        self.array(place, np.uint8, (data.nbytes,))[:] = data.reshape(-1).view(np.uint8)
+        return place
+
+    def array(self, place: int, dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
+        """Live view of a place."""
+        region = self.regions[abi.REGIONS[place >> abi.REGION_SHIFT]]
+        return np.ndarray(shape, dtype, region, place & ((1 << abi.REGION_SHIFT) - 1), strides)
+
+    def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0) -> None:
+        """Tokens of the walk; also sets their count."""
+        self._tokens = np.full((len(positions), abi.TOKEN_BYTES // 8), -1, np.int64)
+        fields = ((abi.TOKEN_ID, ids), (abi.TOKEN_SEQUENCE, sequences), (abi.TOKEN_POSITION, positions), (abi.TOKEN_SLOT, slots))
+        for field, values in fields:
+            self._tokens[:, field // 8] = values
+        self.counts[abi.COUNT_TOKENS] = len(positions)
+
+    def tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Block table of each sequence."""
+        self._tables = [np.asarray(table, np.int32) for table in tables]
+
+    def run(
+        self, isa: str, name: str, places: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
+        keep: bool = False, twin: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Run a kernel, compare with its twin, see that nothing else changed; gives what the twin's arrays hold.
+
+        Memory is put back afterwards unless `keep`.
+        """
+        record, ctx, alive = self._record(places, parameters, flags), self._ctx(), self.regions
+        before = {region: data.copy() for region, data in alive.items()}
+        expected = TWINS[name](RecordView(record.ctypes.data, ctx.ctypes.data)) if twin else []
+        self._call(function(isa, name), record, ctx, threads)
+        message = compare(expected)
+        assert message is None, f"{name} on {isa}: {message}"
+        if twin:
+            self._check_untouched(before, [one.where for one in expected])
+        found = {one.name: one.where.copy() for one in expected}
+        if not keep:
+            for region, data in before.items():
+                alive[region][:] = data
+        return found
+
+    def _record(self, places: Sequence[int], parameters: Sequence[int], flags: int) -> np.ndarray:
+        record = aligned(abi.RECORD_BYTES)
+        record[:] = 0
+        record[abi.REC_FLAGS : abi.REC_FLAGS + 4].view(np.int32)[:] = flags
+        record[abi.REC_PLACES : abi.REC_PLACES + 8 * len(places)].view(np.int64)[:] = places
+        record[abi.REC_PARAMETERS : abi.REC_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
+        return record
+
+    def _ctx(self) -> np.ndarray:
+        ctx = aligned(abi.CTX_BYTES)
+        ctx[:] = 0
+        words = ctx.view(np.int64)
+        for i, region in enumerate(abi.REGIONS):
+            words[abi.CTX_REGIONS // 8 + i] = self.regions[region].ctypes.data
+        words[abi.CTX_COUNTS // 8 :][:16] = self.counts
+        self._entries = np.array([[table.ctypes.data, 16 * len(table)] for table in self._tables], np.int64)
+        words[abi.CTX_TOKENS // 8] = self._tokens.ctypes.data
+        words[abi.CTX_SEQUENCES // 8] = self._entries.ctypes.data
+        words[abi.CTX_OUTPUTS // 8] = self.outputs.ctypes.data
+        return ctx
+
+    @staticmethod
+    def _call(kernel, record: np.ndarray, ctx: np.ndarray, n: int) -> None:
+        status = [1] * n
+
+        def work(tid: int) -> None:
+            status[tid] = kernel(record.ctypes.data, ctx.ctypes.data, tid, n)
+
+        workers = [threading.Thread(target=work, args=(tid,)) for tid in range(1, n)]
+        for worker in workers:
+            worker.start()
+        work(0)
+        for worker in workers:
+            worker.join()
+        assert status == [0] * n
+
+    def _check_untouched(self, before: dict[str, np.ndarray], written: list[np.ndarray]) -> None:
+        """Everything outside the `written` views (and the scratch) is as it was."""
+        for region, data in self.regions.items():
+            if region == "scratch":
+                continue
+            start, old = data.ctypes.data, before[region].copy()
+            for view in written:
+                at = view.ctypes.data - start
+                if view.size and 0 <= at < len(data):
+                    np.ndarray(view.shape, view.dtype, old, at, view.strides)[...] = view
+            changed = np.flatnonzero(old != data)
+            assert not changed.size, f"{len(changed)} bytes of {region} changed that must not, first at {changed[0]}"
