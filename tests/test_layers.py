@@ -11,18 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {
-    **dict.fromkeys(["errors", "config", "demo"], 0),
+    **dict.fromkeys(["errors", "config", "sizes", "process", "cache", "demo"], 0),
     **dict.fromkeys(["bundle", "graph", "devices"], 1),
     **dict.fromkeys(["kernels"], 2),
     **dict.fromkeys(["memory_planner"], 3),
     **dict.fromkeys(["sparse", "offload"], 4),
-    **dict.fromkeys(["runtime"], 5),
-    **dict.fromkeys(["llm"], 6),
+    **dict.fromkeys(["runtime", "models"], 5),
+    **dict.fromkeys(["llm", "evaluate"], 6),
     **dict.fromkeys(["cli", "backends", "server"], 7),
     **dict.fromkeys(["__main__"], 8),
 }
 CONVERTERS_MAY_IMPORT = {"errors", "config", "bundle", "graph", "devices", "kernels"}
-MAY_IMPORT_CONVERTERS = {"llm", "cli"}
+MAY_IMPORT_CONVERTERS = {"models", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
 

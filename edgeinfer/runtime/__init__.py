@@ -4,18 +4,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .completion import Choice, Completion, TokenLogprob
+    from .generation import Generation
     from .program import Program, Record
+    from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
     from .sequence import Sequence
     from .session import Session
     from .text import ChatTemplate, StopStrings, StreamDecoder, Tokenizer
 
 _HOMES = {
+    "Choice": "completion", "Completion": "completion", "TokenLogprob": "completion", "Generation": "generation",
+    "Request": "requests", "RequestQueue": "requests", "Stream": "requests",
     "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling", "Sequence": "sequence",
     "Session": "session", "ChatTemplate": "text", "StopStrings": "text", "StreamDecoder": "text", "Tokenizer": "text",
 }
-__all__ = ["ChatTemplate", "Program", "Record", "Sampled", "Sampler", "Sequence", "Session", "StopStrings", "StreamDecoder",
-           "Tokenizer"]
+__all__ = ["ChatTemplate", "Choice", "Completion", "Generation", "Program", "Record", "Request",
+           "RequestQueue", "Sampled", "Sampler", "Sequence", "Session", "StopStrings", "Stream", "StreamDecoder",
+           "TokenLogprob", "Tokenizer"]
 
 
 def __getattr__(name: str) -> object:

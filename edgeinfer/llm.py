@@ -1,0 +1,244 @@
+"""The Python API: open a model, generate, stream, chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import GenerationConfig, RuntimeConfig, from_options
+from .errors import RequestError
+from .models import Progress, resolve
+from .sizes import parse_size
+
+if TYPE_CHECKING:
+    from .memory_planner import MemoryPlan
+    from .runtime import ChatTemplate, Completion, Request, Session, Stream, Tokenizer
+
+Prompt = str | Iterable[int]
+Messages = Sequence[Mapping[str, Any]]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class LLM:
+    """An open model. A context manager; closing it gives all memory back.
+
+    It may be used from several threads: requests wait for each other, and `cancel` and `close` reach the running one.
+
+    Parameters
+    ----------
+    model : str or Path
+        A bundle or checkpoint directory, a known name (``demo``), or an id on the hub. A checkpoint is converted once
+        into the user's cache.
+    ctx : int, optional
+        Most tokens of a prompt and its continuation; by default min(the model's, 4096).
+    budget : int or str, optional
+        Most memory of the whole process, in bytes or as ``"4GiB"``; by default what the system can give now.
+    kv : {'int8', 'f16', 'f32'}
+        Type of the KV cache.
+    threads : int, optional
+        Worker threads; by default the physical cores that this process may use.
+    prefill_chunk : int
+        Most prompt tokens processed at a time.
+    max_sequences : int
+        Samples of one prompt that may be generated together (the option `n` of requests).
+    progress : callable, optional
+        Called with (stage, done, total, item) while a model is downloaded or converted, or kernels compile.
+
+    Attributes
+    ----------
+    session : Session
+        The runtime below; it is not to be used while a request runs.
+    tokenizer : Tokenizer
+    chat_template : ChatTemplate or None
+
+    Raises
+    ------
+    ModelNotFoundError, CheckpointError, BundleError, TokenizerError
+        The model cannot be found, converted or read.
+    BudgetError
+        It does not fit the budget; the message has alternatives that would.
+    UsageError
+        A parameter is out of its range.
+
+    Examples
+    --------
+    >>> with LLM("demo") as llm:
+    ...     text = llm.generate("Once upon a time", max_tokens=64, temperature=0)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        ctx: int | None = None,
+        budget: int | str | None = None,
+        kv: str = "int8",
+        threads: int | None = None,
+        prefill_chunk: int = 256,
+        max_sequences: int = 1,
+        progress: Progress | None = None,
+    ):
+        config = RuntimeConfig(
+            ctx=ctx, kv=kv, threads=threads, budget_bytes=None if budget is None else parse_size(budget),
+            prefill_chunk=prefill_chunk, max_sequences=max_sequences,
+        )
+        self.path = resolve(model, progress)
+        from .bundle import Bundle
+        from .runtime import ChatTemplate, RequestQueue, Session
+
+        self._bundle = Bundle.open(self.path)
+        try:
+            self._tokenizer = _open_tokenizer(self._bundle)
+            self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
+            self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"))
+        except BaseException:
+            self._bundle.close()
+            raise
+        self._queue = RequestQueue(self.session)
+        self._eos_ids = frozenset(self.session.model.eos_token_ids)
+        if self._tokenizer:
+            self._eos_ids |= self._tokenizer.eos_ids
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Where the memory goes: `regions` with their bytes, `total_bytes`."""
+        return self.session.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises `RequestError` for a bundle without one."""
+        if self._tokenizer is None:
+            raise RequestError(f"The bundle {self.path} has no tokenizer; give token ids instead of text.")
+        return self._tokenizer
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **options: Any) -> str:
+        """Return the continuation of a text as it stands; for a model trained on conversations see `chat`.
+
+        Parameters
+        ----------
+        prompt : str, or token ids
+        options : fields of `GenerationConfig` (``max_tokens``, ``temperature``, ``stop``, ...), and those of `stream`
+
+        Raises
+        ------
+        RequestError
+            The prompt is empty, longer than the context, or holds a token id outside the vocabulary.
+        UsageError
+            An option is unknown or out of its range.
+        ClosedError
+            The model was closed.
+        """
+        return self.complete(prompt, **options).text
+
+    def complete(self, prompt: Prompt, **options: Any) -> Completion:
+        """As `generate`, with tokens, times, seed, finish reason, log-probabilities and all samples.
+
+        A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
+        """
+        return self._request(self._ids(prompt), options).finish()
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """As `generate`, piece by piece.
+
+        Parameters
+        ----------
+        prompt : str, or token ids
+        options : fields of `GenerationConfig`, of which `n` must be 1, and
+
+            * ``reuse`` (bool): start from the common beginning with the last request that had this option, instead of
+              computing it again; the text is the same;
+            * ``prompt_cache`` (path): start from the prompt saved there, and save this one.
+
+        Returns
+        -------
+        Stream
+            Iterator of str; closing it ends the request, and `Stream.completion` then has the outcome.
+        """
+        return self._stream(self._ids(prompt), options)
+
+    def chat(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> str:
+        """Return the answer to a conversation, rendered with the model's chat template.
+
+        Parameters
+        ----------
+        messages : each with ``role`` and ``content``
+        tools : JSON schemas of functions that the model may call, for templates that know them
+        options : as for `stream`, and ``template_options``: a mapping of settings that the template knows; `reuse` is
+            on, so that a turn computes only what is new
+
+        Raises
+        ------
+        RequestError
+            The model has no chat template, or the messages are not of this form.
+        TokenizerError
+            The template refuses these messages.
+        """
+        return self._request(self._chat_ids(messages, tools, options), {"reuse": True, **options}).finish().text
+
+    def chat_stream(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> Stream:
+        """As `chat`, piece by piece."""
+        return self._stream(self._chat_ids(messages, tools, options), {"reuse": True, **options})
+
+    def cancel(self) -> None:
+        """End the running request, if there is one, within 100 ms; from any thread or a signal handler."""
+        self._queue.cancel()
+
+    def close(self) -> None:
+        """End the running request and give all memory back; requests that wait raise `ClosedError`."""
+        self._queue.close()
+        self._bundle.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request:
+        """Check a request; nothing runs before its first step."""
+        from .runtime import Generation, Request
+
+        options = {key: value for key, value in options.items() if key != "template_options"}
+        reuse, cache = bool(options.pop("reuse", False)), options.pop("prompt_cache", None)
+        config = from_options(GenerationConfig, options)
+        self._queue.check_open()
+        generation = Generation(self.session, self._tokenizer, ids, config, self._eos_ids)
+        return Request(self._queue, generation, reuse, None if cache is None else Path(cache))
+
+    def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
+        from .runtime import Stream
+
+        if options.get("n", 1) != 1:
+            raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
+        return Stream(self._request(ids, options))
+
+    def _ids(self, prompt: Prompt) -> Iterable[int]:
+        if not isinstance(prompt, str):
+            if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+                raise RequestError(f"The prompt is a {type(prompt).__name__}; it must be text or token ids.")
+            return prompt
+        if not prompt:
+            raise RequestError("The prompt is empty; give some text or at least one token id.")
+        return self.tokenizer.encode(prompt)
+
+    def _chat_ids(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> list[int]:
+        if self.chat_template is None:
+            raise RequestError(f"The model {self.path.name} has no chat template; generate continues a text instead.")
+        text = self.chat_template.render(messages, tools=tools, **dict(options.get("template_options") or {}))
+        return self.tokenizer.encode(text, add_bos=False, parse_special=True)
+
+
+def _open_tokenizer(bundle: Any) -> Tokenizer | None:
+    """Open the bundle's tokenizer; None if it has none."""
+    from .runtime import Tokenizer
+
+    if not any(bundle.file(name) for name in _TOKENIZER_FILES):
+        return None
+    ids = {"eos_token_id": list(bundle.config.eos_token_ids), "bos_token_id": bundle.config.bos_token_id}
+    return Tokenizer.open(bundle.path, ids)

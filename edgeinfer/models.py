@@ -1,0 +1,175 @@
+"""From what a user calls a model to a bundle on disk: a directory, a known name, or a model of the hub."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from .bundle import FORMAT_VERSION, is_bundle
+from .cache import cache_root
+from .errors import DestinationError, ModelNotFoundError
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (stage, done, total, item); the stages are download, convert and compile."""
+
+DEMO = "demo"
+KNOWN_NAMES = {
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+"""Short names of models on the hub."""
+WEIGHTS, GROUP_SIZE = "q4", 32
+"""How a checkpoint is stored when it is converted on the way; `edgeinfer convert` offers the others."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
+
+
+def demo_path() -> Path:
+    """Return the bundle that is embedded in the package."""
+    return Path(__file__).parent / "demo" / "bundle"
+
+
+def resolve(model: str | Path, progress: Progress | None = None, convert: bool = True) -> Path:
+    """Return the bundle that a user means.
+
+    A directory goes before a known name if it holds a model, and a known name before the hub. A checkpoint is
+    converted once into the user's cache and again when its files change; a model of the hub is downloaded and
+    converted once.
+
+    Parameters
+    ----------
+    model : a bundle directory, a checkpoint directory, a known name (``demo``), or an id on the hub (``owner/name``)
+    progress : told of downloads and conversions
+    convert : whether a checkpoint may be converted now; False finds bundles and earlier conversions only
+
+    Raises
+    ------
+    ModelNotFoundError
+        There is no such model; the message has the nearest names.
+    CheckpointError, DestinationError
+        A checkpoint cannot be converted.
+    """
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    known = name == DEMO or name in KNOWN_NAMES
+    if path.exists() and not (known and not _is_model(path)):
+        return _from_path(path, progress, convert)
+    if name == DEMO:
+        return demo_path()
+    if known:
+        return _from_hub(KNOWN_NAMES[name], progress, convert)
+    if _HUB_ID.fullmatch(name) and not Path(name).parent.is_dir():
+        return _from_hub(name, progress, convert)
+    raise ModelNotFoundError(_unknown(name))
+
+
+def _is_model(path: Path) -> bool:
+    """Whether the directory looks like a bundle or a checkpoint."""
+    return is_bundle(path) or (path / "config.json").is_file()
+
+
+def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
+    if not path.is_dir():
+        raise ModelNotFoundError(f"{path} is a file; MODEL is the directory of a bundle or of a checkpoint.")
+    if is_bundle(path):
+        return path
+    if not _is_model(path):
+        raise ModelNotFoundError(
+            f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
+        )
+    path = path.resolve()
+    origin = _digest(str(path), WEIGHTS, str(GROUP_SIZE), str(FORMAT_VERSION))
+    directory = cache_root() / "bundles"
+    target = directory / f"{_plain_name(path.name)}-{origin}-{_digest(*_file_stamps(path))}"
+    if is_bundle(target):
+        return target
+    _may_convert(str(path), convert)
+    _convert(path, target, progress)
+    for older in directory.glob(f"*-{origin}-*"):  # what earlier files of this checkpoint gave
+        if older != target:
+            shutil.rmtree(older, ignore_errors=True)
+    return target
+
+
+def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
+    """Find or make the bundle of a hub model; one that is there is used without asking the hub for news."""
+    target = cache_root() / "bundles" / f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
+    if is_bundle(target):
+        return target
+    _may_convert(repo_id, convert)
+    from .converters import fetch
+
+    _convert(fetch(repo_id, progress=progress and partial(progress, "download")), target, progress)
+    return target
+
+
+def _may_convert(model: str, convert: bool) -> None:
+    if not convert:
+        raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
+
+
+def _convert(source: Path, target: Path, progress: Progress | None) -> None:
+    from .converters import convert
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationError(
+            f"The cache {target.parent} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
+            "directory, or convert the checkpoint with edgeinfer convert."
+        ) from error
+    told = progress and partial(progress, "convert")
+    convert(source, target, weights=WEIGHTS, group_size=GROUP_SIZE, progress=told)
+
+
+def _file_stamps(directory: Path) -> list[str]:
+    """Return what changes when a file of the checkpoint does: name, size and time."""
+    stamps = []
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            status = path.stat()
+            stamps.append(f"{path.name}:{status.st_size}:{status.st_mtime_ns}")
+    return stamps
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def _plain_name(name: str) -> str:
+    """Return a name that every file system takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "--", name).strip(".-")[:80] or "model"
+
+
+def _unknown(name: str) -> str:
+    path = Path(name).expanduser()
+    candidates = {known: known for known in (DEMO, *KNOWN_NAMES)}
+    if path.parent.is_dir():
+        candidates |= {other: str(path.parent / other) for other in _model_directories(path.parent)}
+    by_lower = {key.lower(): value for key, value in candidates.items()}
+    near = difflib.get_close_matches(path.name.lower(), by_lower, n=3, cutoff=0.5)
+    if near:
+        names = " or ".join(repr(by_lower[key]) for key in near)
+        return f"Unknown model {name!r}: no such directory and no known name; did you mean {names}?"
+    known = ", ".join((DEMO, *KNOWN_NAMES))
+    return (
+        f"Unknown model {name!r}: no such directory and no known name; known names are {known}; or give "
+        " the directory of a bundle or checkpoint, or an id on the hub such as owner/name."
+    )
+
+
+def _model_directories(parent: Path) -> list[str]:
+    """Return the names of bundles and checkpoints in a directory."""
+    try:
+        entries = [path for path in parent.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    return [path.name for path in entries if _is_model(path)]

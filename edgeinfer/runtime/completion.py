@@ -1,0 +1,58 @@
+"""What a request gave: text, tokens and how long they took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token, its probability, and what else was likely there."""
+
+    token_id: int
+    text: str
+    logprob: float
+    """Natural logarithm of the token's probability in the model's own distribution (before the sampling chain)."""
+    top: tuple[tuple[int, str, float], ...] = ()
+    """(token id, text, log-probability) of the most likely tokens, best first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the samples of a request."""
+
+    index: int
+    text: str
+    """The generated text, without the prompt, the end token and the stop string."""
+    token_ids: tuple[int, ...]
+    """Generated tokens without the end token; those of a stop string are among them."""
+    finish_reason: str
+    """stop (end token or stop string), length (max_tokens or a full context) or cancelled."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, if asked for."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The outcome of a request. Text, tokens and finish reason are those of the first sample."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    """Tokens of the prompt, with the beginning-of-text token."""
+    cached_tokens: int
+    """How many of them were not computed because their KV blocks were there."""
+    completion_tokens: int
+    """Generated tokens of all samples, without end tokens."""
+    ttft_ms: float | None
+    """Time to first token; None without a token."""
+    tpot_ms: float | None
+    """Time per output token after the first, of one sample; None under 2 tokens."""
+    tok_per_s: float | None
+    """Generated tokens per second after the first ones, all samples together; None under 2 tokens."""
+    finish_reason: str
+    seed: int
+    """What the random choices started from; the same seed gives the same text."""
+    logprobs: tuple[TokenLogprob, ...] | None
+    choices: tuple[Choice, ...] = field(repr=False)
+    """All samples."""
