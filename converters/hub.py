@@ -67,7 +67,7 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
         raise CheckpointError(
             f"The model {repo_id} is not in the cache and the hub cannot be reached: connect, or give a directory."
         ) from None
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # of the HTTP library, which is another one in each version of the client
         raise CheckpointError(f"Cannot download {repo_id}: {str(error).splitlines()[0][:200]}.") from None
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
@@ -75,10 +75,10 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
 
 
 def _reporter(progress: Progress | None, repo_id: str) -> Any:
-    """A silent stand-in for the hub's progress bars that passes the sum of all byte counts on."""
+    """A silent stand-in for the hub's progress bars that passes the count of bytes on."""
     from huggingface_hub.utils import tqdm
 
-    counted: dict[int, tuple[int, int]] = {}
+    counted: dict[int, tuple[int, int]] = {}  # the client counts the same bytes in one bar or in two
 
     class Reporter(tqdm):
         def __init__(self, *args: Any, **options: Any):
@@ -91,7 +91,7 @@ def _reporter(progress: Progress | None, repo_id: str) -> Any:
             self._count += n or 0
             if progress and self._bytes:
                 counted[id(self)] = (int(self._count), int(self.total or self._size))
-                done, total = (sum(column) for column in zip(*counted.values(), strict=True))
+                done, total = (max(column) for column in zip(*counted.values(), strict=True))
                 progress(done, max(total, done), repo_id)
 
     return Reporter

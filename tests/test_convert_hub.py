@@ -1,0 +1,127 @@
+"""Models of the hub, against a server on this machine: what is downloaded, the cache, and each way to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.converters import convert, fetch
+from edgeinfer.errors import ModelNotFoundError
+from tests.checkpoints import make_checkpoint
+from tests.hub_server import COMMIT, Hub, serve
+
+ROOT = Path(__file__).resolve().parents[1]
+FETCH = """
+import json, sys
+from edgeinfer.converters import fetch
+from edgeinfer.errors import EdgeInferError
+
+calls = []
+try:
+    path = fetch(sys.argv[1], *sys.argv[2:], progress=lambda *call: calls.append(call))
+    print(json.dumps({"path": str(path), "calls": calls}))
+except EdgeInferError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = make_checkpoint(tmp_path / "served", shards=2)
+    for name in ("modeling.py", "pytorch_model.bin", "consolidated.safetensors", "LICENSE"):
+        (folder / name).write_text(name)
+    with serve(folder, "some/model") as hub:
+        yield hub
+
+
+def fetched(hub: Hub, home: Path, *arguments: str, offline: bool = False) -> dict[str, Any]:
+    """`fetch` in a process of its own, because the hub's client reads the environment when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment.update(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1")
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, "-c", FETCH, *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
+    result = fetched(hub, tmp_path / "home", "some/model")
+    path = Path(result["path"])
+    names = sorted(p.name for p in path.iterdir())
+    assert names == [
+        "LICENSE", "config.json", "generation_config.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+    ]
+    assert not [r for r in hub.requests if "modeling.py" in r or ".bin" in r or "consolidated" in r]
+    for name in names:
+        assert (path / name).read_bytes() == (hub.folder / name).read_bytes()
+    done = [call[0] for call in result["calls"]]
+    assert done == sorted(done) and all(call[0] <= call[1] for call in result["calls"])
+    if done:  # older clients count files only
+        size = sum((path / name).stat().st_size for name in names)
+        assert result["calls"][-1] == [size, size, "some/model"]
+    convert(path, tmp_path / "bundle")
+
+    hub.requests.clear()
+    assert fetched(hub, tmp_path / "home", "some/model", offline=True)["path"] == str(path)
+    assert hub.requests == []
+    assert fetched(hub, tmp_path / "home", "some/model", COMMIT)["path"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer", "kind", "message"),
+    [
+        (["some/other"], None, "ModelNotFoundError",
+         "The hub has no model some/other, or it is private: check the name, or log in."),
+        (["some/model", "nope"], None, "ModelNotFoundError", "The model some/model has no revision 'nope' on the hub."),
+        (["some/model"], (403, "GatedRepo", "ask first"), "ModelNotFoundError",
+         "The model some/model may only be read with permission: accept its terms on the hub, then log in with "
+         "`hf auth login` or set HF_TOKEN."),
+        (["some/model"], (500, "", "broken"), "CheckpointError",
+         "The model some/model is not in the cache and the hub cannot be reached: connect, or give a directory."),
+    ],
+)
+def test_refusals(
+    hub: Hub, tmp_path: Path, arguments: list[str], answer: tuple[int, str, str] | None, kind: str, message: str
+) -> None:
+    hub.error = answer
+    assert fetched(hub, tmp_path / "home", *arguments) == {"error": kind, "message": message}
+
+
+def test_offline_and_not_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    result = fetched(hub, tmp_path / "home", "some/model", offline=True)
+    assert result["message"].startswith("The model some/model is not in the cache and the hub cannot be reached")
+    hub.url = "http://127.0.0.1:9"  # nobody listens there
+    result = fetched(hub, tmp_path / "home", "some/model")
+    assert result["message"].startswith("The model some/model is not in the cache and the hub cannot be reached")
+
+
+def test_a_model_without_config(hub: Hub, tmp_path: Path) -> None:
+    (hub.folder / "config.json").unlink()
+    result = fetched(hub, tmp_path / "home", "some/model")
+    assert result["message"] == "The model some/model on the hub has no config.json, so it is no checkpoint."
+
+
+def test_other_failures_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise ValueError("the pipe is\nbroken")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    with pytest.raises(Exception, match=r"^Cannot download some/model: the pipe is\.$"):
+        fetch("some/model")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "no spaces/here", "../x/y"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="is no name of a model on the hub; names look like owner/model"):
+        fetch(name)
