@@ -73,9 +73,9 @@ class Bench:
     def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0) -> None:
         """Tokens of the walk; also sets their count."""
         self._tokens = np.full((len(positions), abi.TOKEN_BYTES // 8), -1, np.int64)
-        fields = ((abi.TOKEN_ID, ids), (abi.TOKEN_SEQUENCE, sequences), (abi.TOKEN_POSITION, positions), (abi.TOKEN_SLOT, slots))
-        for field, values in fields:
-            self._tokens[:, field // 8] = values
+        names = (abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT)
+        for name, values in zip(names, (ids, sequences, positions, slots), strict=True):
+            self._tokens[:, name // 8] = values
         self.counts[abi.COUNT_TOKENS] = len(positions)
 
     def tables(self, tables: Sequence[Sequence[int]]) -> None:

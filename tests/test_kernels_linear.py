@@ -101,7 +101,8 @@ class Product:
 
 def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, **more) -> Product:
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
-    return Product(dtype, group, random_weights(rng, dtype, group, rows, cols), rows, activations(x, group), tokens, **more)
+    weights = random_weights(rng, dtype, group, rows, cols)
+    return Product(dtype, group, weights, rows, activations(x, group), tokens, **more)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -1,0 +1,268 @@
+"""Rotary embedding, KV storage and attention on every instruction set, chained as a layer chains them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from edgeinfer.graph import RopeConfig, rope_tables
+from edgeinfer.kernels import abi
+from edgeinfer.kernels.parameters import ATTENTION, ROPE, fill
+from tests.kernel_bench import ISAS, Bench
+
+KV = ("int8", "f16", "f32")
+HEADS = [(1, 1, 6), (4, 2, 8), (6, 2, 10), (8, 1, 64), (3, 3, 128), (16, 2, 16), (2, 1, 40)]
+"""(heads, kv_heads, head_dim): MHA, GQA of 2, 3 and 8, MQA."""
+
+
+@dataclass
+class Sequence:
+    """Tokens of one sequence in a walk: `new` of them after `past`."""
+
+    past: int
+    new: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class Layer:
+    """One layer's KV blocks and a walk over some sequences."""
+
+    def __init__(self, kv: str, heads: tuple[int, int, int], sequences: list[Sequence], window: int = 0,
+                 norm: bool = False, tile: int = 4, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.kv, self.bench, self.window = kv, Bench(), window
+        self.heads, self.kv_heads, self.head_dim = heads
+        n_blocks = sum(-(-(s.past + s.new) // abi.BLOCK_TOKENS) for s in sequences)
+        free = list(rng.permutation(n_blocks + 3))  # scrambled, with blocks that nobody owns
+        for s in sequences:
+            s.blocks = [int(free.pop()) for _ in range(-(-(s.past + s.new) // abi.BLOCK_TOKENS))]
+        self.block_bytes, self.head_bytes = self._block_sizes()
+        self.positions = [p for s in sequences for p in range(s.past, s.past + s.new)]
+        self.owners = [i for i, s in enumerate(sequences) for _ in range(s.new)]
+        where = zip(self.owners, self.positions, strict=True)
+        self.slots = [sequences[i].blocks[p // 16] * 16 + p % 16 for i, p in where]
+        self.bench.tables([s.blocks for s in sequences])
+        self.bench.tokens(self.positions, sequences=self.owners, slots=self.slots)
+        tokens, width = len(self.positions), (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.q_stride, self.out_stride = 4 * width + 64, 4 * self.heads * self.head_dim + 64
+        qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
+        qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
+        self.splits = max(self.positions) // 256 + 1
+        padded, rows = abi.padded_head_dim(self.head_dim), tile * self.heads // self.kv_heads
+        self.scratch_bytes = rows * (256 + 12 * padded)
+        self.places = [
+            self.bench.put("activations", qkv),
+            self.bench.reserve("activations", tokens * self.out_stride),
+            self.bench.put("kv", self._stale_blocks(rng, n_blocks + 3)),
+            self.bench.reserve("scratch", 3 * self.scratch_bytes),
+            self.bench.reserve("scratch", tokens * self.heads * self.splits * (128 + 4 * padded)),
+        ]
+        self.norms = [self.bench.put("constants", rng.standard_normal(self.head_dim).astype(np.float32)) for _ in "qk"]
+        self.table, self.table_stride = self._table()
+        self.flags, self.tile = abi.FLAG_NORM * norm, tile
+
+    def _block_sizes(self) -> tuple[int, int]:
+        head_bytes = abi.kv_head_bytes(self.kv, self.head_dim)
+        return 2 * self.kv_heads * head_bytes, head_bytes  # another layer's heads lie between
+
+    def _stale_blocks(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        """Finite K and V in every slot: what earlier owners left, and the past of the sequences."""
+        padded = abi.padded_head_dim(self.head_dim)
+        shape, kind = (n * 2 * self.kv_heads, 2 * 16 * padded), {"int8": np.int8, "f16": np.float16, "f32": np.float32}
+        if self.kv != "int8":
+            values = rng.standard_normal(shape)
+            return self._zero_padding(values).astype(kind[self.kv])
+        codes = self._zero_padding(rng.integers(-127, 128, shape)).astype(np.int8)
+        scales = (rng.random((shape[0], 32)) / 60).astype(np.float16)
+        return np.concatenate([codes.view(np.uint8), scales.view(np.uint8)], axis=1)
+
+    def _zero_padding(self, values: np.ndarray) -> np.ndarray:
+        padded = abi.padded_head_dim(self.head_dim)
+        halves = values.reshape(len(values), 2, -1)
+        step = 4 if self.kv == "int8" else 1
+        k = halves[:, 0].reshape(-1, padded // step, 16, step).transpose(0, 2, 1, 3).reshape(-1, 16, padded).copy()
+        k[..., self.head_dim :] = 0
+        halves[:, 0] = k.reshape(-1, 16, padded // step, step).transpose(0, 2, 1, 3).reshape(len(values), -1)
+        halves[:, 1].reshape(-1, 16, padded)[..., self.head_dim :] = 0
+        return values
+
+    def _table(self) -> tuple[int, int]:
+        half = self.head_dim // 2
+        padded = -(-half // 16) * 16
+        rows = np.full((max(self.positions) + 1, 2, padded), np.nan, np.float32)
+        rows[:, 0, :half], rows[:, 1, :half] = rope_tables(RopeConfig(theta=1e4), self.head_dim, len(rows))
+        return self.bench.put("constants", rows), 8 * padded
+
+    def store(self, isa: str, keep: bool = True, threads: int = 1) -> dict[str, np.ndarray]:
+        """Run rope_store."""
+        parameters = fill(
+            ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            table_stride=self.table_stride, block_bytes=self.block_bytes, head_bytes=self.head_bytes, eps=1e-6,
+        )
+        places = [self.places[0], self.table, self.places[2], *self.norms]
+        return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
+
+    def parameters(self, tile: int | None = None) -> list[int]:
+        return fill(
+            ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
+            head_dim=self.head_dim, block_bytes=self.block_bytes, head_bytes=self.head_bytes, window=self.window,
+            scale=1 / math.sqrt(self.head_dim), scratch=self.scratch_bytes, splits=self.splits,
+            tokens=tile or self.tile,
+        )
+
+    def attend(self, isa: str, threads: int = 1, tile: int | None = None) -> np.ndarray:
+        """Attention in one record."""
+        self.bench.counts[abi.COUNT_MERGE] = 0
+        name = f"attention_{self.kv}"
+        return self.bench.run(isa, name, self.places, self.parameters(tile), threads=threads)["out"]
+
+    def attend_in_splits(self, isa: str, threads: int = 1) -> np.ndarray:
+        """Attention in two records: splits, then their merge."""
+        self.bench.counts[abi.COUNT_MERGE] = len(self.positions)
+        self.bench.run(isa, f"attention_{self.kv}", self.places, self.parameters(), threads=threads, keep=True)
+        return self.bench.run(isa, "attention_merge", self.places, self.parameters(), threads=threads)["out"]
+
+    def only(self, t: int) -> None:
+        """Make the walk token t alone."""
+        self.bench.tokens([self.positions[t]], sequences=self.owners[t], slots=self.slots[t])
+        self.places[0] += t * self.q_stride
+        self.places[1] += t * self.out_stride
+        self.positions, self.owners, self.slots = ([x[t]] for x in (self.positions, self.owners, self.slots))
+
+
+def walk(new: int, past: int = 0) -> list[Sequence]:
+    return [Sequence(past, new)]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_rope_store_agrees_with_its_twin(kv: str, heads: tuple[int, int, int], norm: bool) -> None:
+    for tokens in (1, 2, 3, 7, 9, 33):
+        layer = Layer(kv, heads, walk(tokens, past=13), norm=norm)
+        for isa in ISAS:
+            whole = layer.store(isa, keep=False)
+            shared = layer.store(isa, keep=False, threads=2)
+            for name, values in whole.items():
+                np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_attention_agrees_with_its_twin(kv: str, heads: tuple[int, int, int]) -> None:
+    for tokens, past in ((1, 0), (2, 14), (3, 30), (7, 250), (9, 0), (33, 245)):
+        layer = Layer(kv, heads, walk(tokens, past))
+        for isa in ISAS:
+            layer.attend(isa)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 256, 300])
+@pytest.mark.parametrize("kv", KV)
+def test_sliding_windows(kv: str, window: int) -> None:
+    layer = Layer(kv, (4, 2, 10), walk(40, past=505), window=window)
+    alone = Layer(kv, (4, 2, 10), walk(1, past=530), window=window)
+    for isa in ISAS:
+        layer.attend(isa, tile=8 if window % 2 else 3)
+        alone.attend(isa)
+        layer.attend_in_splits(isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", [(4, 2, 10), (8, 1, 64), (3, 3, 128)])
+@pytest.mark.parametrize("kv", KV)
+def test_a_row_has_the_same_bits_however_it_is_computed(kv: str, heads: tuple[int, int, int], isa: str) -> None:
+    """One token or many, any tile, splits or none, any number of threads, with a window or without."""
+    for window in (0, 37):
+        layer = Layer(kv, heads, walk(33, past=1003), window=window, tile=4)
+        layer.store(isa)
+        whole = layer.attend(isa)
+        np.testing.assert_array_equal(layer.attend(isa, tile=1), whole)
+        np.testing.assert_array_equal(layer.attend(isa, tile=3, threads=3), whole)
+        np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        layer.only(20)
+        np.testing.assert_array_equal(layer.attend(isa), whole[20:21])
+        np.testing.assert_array_equal(layer.attend_in_splits(isa), whole[20:21])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV)
+def test_storing_has_the_same_bits_for_any_number_of_tokens(kv: str, isa: str) -> None:
+    layer = Layer(kv, (6, 2, 10), walk(33, past=5), norm=True)
+    whole = layer.store(isa, keep=False)
+    layer.only(17)
+    alone = layer.store(isa, keep=False)
+    np.testing.assert_array_equal(alone["q and k"], whole["q and k"][17:18])
+    for part in ("K", "V"):
+        np.testing.assert_array_equal(alone[f"{part} of token 0"], whole[f"{part} of token 17"])
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_several_sequences_in_one_walk(kv: str) -> None:
+    sequences = [Sequence(0, 5), Sequence(270, 1), Sequence(31, 1), Sequence(7, 9), Sequence(600, 3)]
+    layer = Layer(kv, (4, 2, 10), sequences, tile=6)
+    for isa in ISAS:
+        layer.store(isa)
+        whole = layer.attend(isa)
+        np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        np.testing.assert_array_equal(layer.attend(isa, threads=2, tile=1), whole)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_instruction_sets_agree(kv: str) -> None:
+    """int8 scores are exact integers, so only the rounding of floats is left to differ."""
+    layer = Layer(kv, (8, 1, 64), walk(7, past=300))
+    first = layer.attend(ISAS[0])
+    for isa in ISAS[1:]:
+        np.testing.assert_allclose(layer.attend(isa), first, rtol=0, atol=2e-5 * np.abs(first).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_dominant_key_is_attended_alone(isa: str) -> None:
+    """Scores far apart: all but the largest get weight 0, wherever it stands."""
+    for winner in (0, 17, 255, 256, 299):
+        sequence = Sequence(299, 1)
+        layer = Layer("f32", (1, 1, 16), [sequence])
+        for i, block in enumerate(sequence.blocks):
+            at = layer.places[2] + block * layer.block_bytes
+            k = layer.bench.array(at, np.float32, (16, 16))  # (dimension, token)
+            k[:] = 0
+            k[0, :] = [400.0 if 16 * i + j == winner else -400.0 for j in range(16)]
+        layer.bench.array(layer.places[0], np.float32, (16,))[:] = [4.0] + [0.0] * 15
+        v = layer.places[2] + sequence.blocks[winner // 16] * layer.block_bytes + 4 * 16 * 16
+        row = layer.bench.array(v, np.float32, (16, 16))[winner % 16]
+        np.testing.assert_array_equal(layer.attend(isa)[0], row)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_narrowing_to_fp16_rounds_to_nearest_even(isa: str) -> None:
+    """Every finite fp16, the middle to its neighbour, and a float to each side of it; V is stored as it comes."""
+    f16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64)
+    f16 = np.sort(f16[np.isfinite(f16)])
+    middles = ((f16[1:] + f16[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(side)) for side in (np.inf, -np.inf)]
+    extremes = np.array([65519.99, 65520, 1e6, -1e6, 2.0**-25, 2.0**-25 * 1.001, 1e-30, -1e-30], np.float32)
+    points = np.concatenate([f16.astype(np.float32), middles, *beside, extremes])
+    tokens, n = 64, 1024
+    points = np.resize(points, (-(-len(points) // (tokens * n)), tokens, n))
+    layer = Layer("f16", (1, 1, n), walk(tokens))
+    rows = layer.bench.array(layer.places[0], np.float32, (tokens, 3, n), (layer.q_stride, 4 * n, 4))
+    rows[:, :2] = 1
+    for v in points:
+        rows[:, 2] = v
+        stored = layer.store(isa, keep=False)
+        got = np.stack([stored[f"V of token {t}"][0] for t in range(tokens)])
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(got.view(np.uint16), v.astype(np.float16).view(np.uint16))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_head_of_zeros_is_stored_as_zeros(isa: str) -> None:
+    layer = Layer("int8", (2, 1, 8), walk(3))
+    layer.bench.array(layer.places[0], np.float32, (3, 32), (layer.q_stride, 4))[1] = 0
+    stored = layer.store(isa)
+    assert not stored["K of token 1"].any()
+    assert not stored["K of token 1 scales"].any()
+    assert np.isfinite(layer.attend(isa)).all()

@@ -1,0 +1,234 @@
+"""Operations on rows on every instruction set: embedding, RMS norm, quantisation, gathering; and the bench itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import stored_bytes
+from edgeinfer.kernels import abi, available, find_set, layouts
+from edgeinfer.kernels.parameters import ROWS, fill
+from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, quantise_rows, rms_norm
+from tests.kernel_bench import ISAS, Bench
+from tests.test_kernels_linear import WEIGHTS, kernel_name, random_weights
+
+TOKENS = (1, 2, 3, 7, 9, 33)
+WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
+GROUPS = (32, 64, 128)
+
+
+class Rows:
+    """A bench with rows of floats, each followed by NaN up to the stride."""
+
+    def __init__(self, x: np.ndarray, group: int = 0, weight: np.ndarray | None = None, eps: float = 1e-5):
+        self.bench, (tokens, self.width), self.group = Bench(), x.shape, group
+        self.in_stride = 4 * (-(-self.width // 16) * 16) + 64
+        rows = np.full((tokens, self.in_stride // 4), np.nan, np.float32)
+        rows[:, : self.width] = x
+        stride, scales, sums = abi.q8_row_bytes(self.width, group) if group else (self.in_stride, 0, 0)
+        self.out_stride = stride
+        self.places = [
+            self.bench.put("activations", rows), self.bench.reserve("activations", tokens * stride),
+            self.bench.put("constants", np.ones(self.width, np.float32) if weight is None else weight),
+            self.bench.reserve("scratch", 3 * 8192),
+        ]
+        self.parameters = fill(
+            ROWS, width=self.width, in_stride=self.in_stride, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
+            sums=sums, group=group, padded=scales, eps=eps, scratch=8192,
+        )
+        self.bench.tokens([0] * tokens)
+
+    def run(self, isa: str, name: str, threads: int = 1, only: int | None = None) -> dict[str, np.ndarray]:
+        """Run over all rows, or one of them."""
+        places, tokens = list(self.places), self.bench.counts[abi.COUNT_TOKENS]
+        if only is not None:
+            places[0] += only * self.in_stride
+            places[1] += only * self.out_stride
+            self.bench.tokens([0])
+        out = self.bench.run(isa, name, places, self.parameters, threads=threads)
+        self.bench.tokens([0] * tokens)
+        return out
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], first: int = 0) -> None:
+    """Equal bits; of the other, the rows from `first` on."""
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name][first:])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_quantize(group: int, width: int) -> None:
+    """Bit for bit, sums included, whatever the instruction set."""
+    rng = np.random.default_rng(width)
+    for tokens in TOKENS:
+        x = rng.standard_normal((tokens, width)).astype(np.float32) * 10.0 ** rng.integers(-6, 6)
+        x[0, : width // 2] = 0
+        rows = Rows(x, group)
+        found = [rows.run(isa, "quantize", threads) for isa in ISAS for threads in (1, 2)]
+        for other in found[1:]:
+            same(found[0], other)
+
+
+def test_quantize_rounds_ties_to_even_and_zeros_to_zero() -> None:
+    ties = np.arange(-126.5, 127, 1.0)[:127]
+    x = np.zeros((2, 128), np.float32)
+    x[0] = [127.0, *ties]
+    for isa in ISAS:
+        out = Rows(x, 128).run(isa, "quantize")
+        np.testing.assert_array_equal(out["codes"][0, 1:128], np.rint(ties))
+        assert out["scales"][0, 0] == 1
+        assert out["sums"][0, 0] == np.rint(x[0]).sum()
+        assert not out["codes"][1].any() and not out["scales"][1].any() and not out["sums"][1].any()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(width: int) -> None:
+    rng = np.random.default_rng(width)
+    for tokens in TOKENS:
+        x = rng.standard_normal((tokens, width)).astype(np.float32) * 10.0 ** rng.integers(-3, 3)
+        weight = rng.standard_normal(width).astype(np.float32)
+        for name, group in (("rms_norm_f32", 0), *(("rms_norm_q8", group) for group in GROUPS)):
+            rows = Rows(x, group, weight)
+            for isa in ISAS:
+                whole = rows.run(isa, name)
+                same(whole, rows.run(isa, name, threads=3))
+                same(rows.run(isa, name, only=tokens - 1), whole, tokens - 1)
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    for isa in ISAS:
+        assert not Rows(np.zeros((1, 33), np.float32)).run(isa, "rms_norm_f32")["out"].any()
+
+
+def test_rms_norm_reference() -> None:
+    np.testing.assert_allclose(rms_norm(np.array([[3.0, 4.0]]), np.array([1.0, 2.0]), 0.0), [[0.84852814, 2.2627417]])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gather_outputs(width: int) -> None:
+    rng = np.random.default_rng(width)
+    rows = Rows(rng.standard_normal((33, width)).astype(np.float32))
+    for chosen in ([32], [0, 31, 7], list(range(33))):
+        rows.bench.outputs = np.array(chosen, np.int64)
+        rows.bench.tokens([0] * len(chosen))
+        for isa in ISAS:
+            rows.run(isa, "gather_outputs", threads=2)
+
+
+def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width: int, ids: list[int]) -> np.ndarray:
+    stride = 4 * width + 68
+    places = [table, bench.reserve("activations", len(ids) * stride)]
+    bench.tokens([0] * len(ids), ids=ids)
+    parameters = fill(ROWS, width=width, out_stride=stride, rows=abi.COUNT_TOKENS, tile_bytes=tile_bytes)
+    return bench.run(isa, name, places, parameters, threads=2)["out"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+def test_embed(dtype: str, group: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    bench, rows = Bench(), 43
+    table = bench.put("weights", random_weights(rng, dtype, group, rows, width))
+    tile_bytes = stored_bytes("tile16", dtype, group, (16, width))
+    for tokens in TOKENS:
+        ids = rng.integers(0, rows, tokens).tolist()
+        for isa in ISAS:
+            embed(bench, isa, kernel_name("embed", dtype, group), table, tile_bytes, width, ids)
+
+
+@pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f16", 0), ("f32", 0)])
+def test_tables_longer_than_16_bits_count(dtype: str, group: int) -> None:
+    """Rows around and beyond 2^16 are themselves, not those that a 16-bit index would name."""
+    rows, width, tile_bytes = 151_936, 2, stored_bytes("tile16", dtype, group, (16, 2))
+    bench, name = Bench(), kernel_name("embed", dtype, group)
+    table = bench.reserve("weights", rows // 16 * tile_bytes)
+    ids = [65535, 65536, 65537, 131073, rows - 1, 1]
+    for i in ids:
+        values = np.zeros((16, width), np.int8)
+        values[i % 16] = i % 7 + 1, -(i % 5) - 1
+        scales = np.ones((16, 1), np.float16) if group else None
+        tile = layouts.pack_tile16(values, dtype, group, scales)
+        bench.array(table + i // 16 * tile_bytes, np.uint8, (tile_bytes,))[:] = tile
+        for isa in ISAS:  # each while its own tile is the last written
+            out = embed(bench, isa, name, table, tile_bytes, width, [i])
+            np.testing.assert_array_equal(out, [[i % 7 + 1, -(i % 5) - 1]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_widening_of_every_fp16(isa: str) -> None:
+    """All finite bit patterns, subnormals and both zeros included, bit for bit."""
+    patterns = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 2048)
+    values = patterns.view(np.float16)
+    values = np.where(np.isfinite(values), values, np.float16(0))
+    bench = Bench()
+    table = bench.put("weights", layouts.pack_tile16(values, "f16"))
+    out = embed(bench, isa, "embed_f16", table, 2048 * 32, 2048, list(range(32)))
+    np.testing.assert_array_equal(out.view(np.uint32), values.astype(np.float32).view(np.uint32))
+
+
+def test_every_kernel_of_the_program_has_a_twin() -> None:
+    there = {file.stem for file in find_set(available()[0]).glob("*.o")}
+    assert there - set(TWINS) == {"worker", "submit", "wait", "stream_read", "int8_peak"}
+    assert set(TWINS) <= there
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_compare_names_the_largest_deviation() -> None:
+    where = np.zeros((2, 3), np.float32)
+    where[1, 2], where[0, 1] = 3.0, 1.0
+    message = compare([Expected("good", where, where.copy()), Expected("out", where, np.zeros((2, 3)), False, 0.5)])
+    assert message == "out[1, 2] is 3, its twin gives 0 (tolerance 0.5); 2 of 6 values deviate."
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "exact", "tolerance", "equal"),
+    [
+        (np.float32(1.0), 1.0 + 1e-7, False, 1e-6, True),
+        (np.float32(1.0), 1.0 + 1e-7, True, None, False),
+        (np.float32(np.nan), 1.0, False, 1.0, False),
+        (np.float32(1.0), np.nan, False, 1.0, False),
+        (np.float32(np.inf), np.inf, True, None, True),
+        (np.float32(np.inf), 1.0, False, 1.0, False),
+        (np.int8(3), 3.4999, False, 1e-3, True),
+        (np.int8(3), 3.5001, False, 1e-3, True),
+        (np.int8(4), 3.4995, False, 1e-3, True),
+        (np.int8(3), 3.502, False, 1e-3, False),
+        (np.int8(3), 4.0, True, None, False),
+    ],
+)
+def test_compare(have, want: float, exact: bool, tolerance: float | None, equal: bool) -> None:
+    where = np.array([have])
+    assert (compare([Expected("x", where, lambda: np.array([want]), exact, tolerance)]) is None) == equal
+
+
+def test_compare_sees_a_wrong_shape() -> None:
+    message = compare([Expected("x", np.zeros(3), np.zeros(2))])
+    assert message == "x: the twin expects shape (2,), memory has (3,)."
+
+
+def test_quantise_rows_reference() -> None:
+    codes, scales = quantise_rows(np.array([[0.0, 1.0, -2.0, 0.5]], np.float32), 2)
+    np.testing.assert_allclose(codes, [[0.0, 127.0, -127.0, 31.75]])
+    np.testing.assert_allclose(scales, [[1 / 127, 2 / 127]], rtol=1e-7)
+
+
+@pytest.mark.parametrize("fault", ["value", "stray write"])
+def test_the_bench_notices_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins that expect another value, or a row less than what the kernel writes."""
+    right = TWINS["rms_norm_f32"]
+
+    def wrong(view: RecordView) -> list[Expected]:
+        (one,) = right(view)
+        if fault == "value":
+            return [replace(one, values=one.values + 1)]
+        return [replace(one, where=one.where[1:], values=one.values[1:], tolerance=one.tolerance[1:])]
+
+    monkeypatch.setitem(TWINS, "rms_norm_f32", wrong)
+    sentence = "its twin gives 2" if fault == "value" else "bytes of activations changed that must not"
+    with pytest.raises(AssertionError, match=sentence):
+        Rows(np.ones((2, 64), np.float32), eps=0.0).run(ISAS[0], "rms_norm_f32")
