@@ -209,3 +209,54 @@ def test_the_header_is_read_again_before_renaming(tmp_path: Path) -> None:
     ):
         writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
     assert names(tmp_path) == []
+
+
+def test_a_lock_that_vanishes_meanwhile_bars_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever held the lock releases it at any of the steps of looking at it."""
+    from edgeinfer.bundle import lock
+
+    for step in ("_read", "_identity"):
+        (tmp_path / ".m.lock").write_text("999999999 1.00")
+        original = getattr(lock, step)
+
+        def released(argument: Any, original: Any = original) -> Any:
+            (tmp_path / ".m.lock").unlink(missing_ok=True)
+            return original(argument)
+
+        with monkeypatch.context() as context:
+            context.setattr(lock, step, released)
+            lock.DestinationLock(tmp_path / "m")._remove_if_stale()
+    assert names(tmp_path) == []
+
+
+def test_many_processes_and_one_stale_lock(tmp_path: Path) -> None:
+    """However the processes meet, each writes the bundle as a whole or is told that another one does."""
+    (tmp_path / ".m.lock").write_text("999999999 1.00")
+    program = """
+import sys
+from pathlib import Path
+from edgeinfer.errors import DestinationError
+from tests.bundles import write_bundle
+
+print("ready", flush=True)
+sys.stdin.read()
+for _ in range(20):
+    try:
+        write_bundle(Path(sys.argv[1]), overwrite=True)
+    except DestinationError as error:
+        assert "is being written by another process" in str(error), error
+"""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-c", program, str(tmp_path / "m")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, cwd=root, text=True, **pipes) for _ in range(3)]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()  # all at once
+        process.stdin = None
+    results = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], results
+    assert names(tmp_path) == ["m"]
+    Bundle.open(tmp_path / "m").verify()

@@ -93,3 +93,11 @@ def test_command_line(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip().endswith("m already exists; choose another name, or ask to overwrite it.")
+
+
+def test_the_face_names_what_it_lacks() -> None:
+    import edgeinfer.converters
+
+    with pytest.raises(AttributeError, match=r"module 'edgeinfer\.converters' has no attribute 'magic'"):
+        _ = edgeinfer.converters.magic
+    assert callable(edgeinfer.converters.convert)
