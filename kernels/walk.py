@@ -167,10 +167,11 @@ def worker(rec, ctx, tid, n_threads):
 def submit(rec, ctx, tid, n_threads):
     """Start a walk (or, with CTX_STOP set, the threads' end). Returns its epoch."""
     epoch = atomic_load(ctx + CTX_EPOCH) + 1
-    store_i64(ctx + CTX_WORK, 0)
     if load_i64(ctx + CTX_PROFILE):
         clock(ctx)
-    first = next_record(ctx, -1)
+    # A thread may still be between the last barrier and its look at CTX_PC: it then starts this walk a moment earlier than
+    # through the epoch, which is as good, but must find nothing to start when the threads are to end.
+    first = -1 if atomic_load(ctx + CTX_STOP) else next_record(ctx, -1)
     store_i64(ctx + CTX_PC, first)
     if first < 0:
         atomic_store(ctx + CTX_DONE, epoch)
