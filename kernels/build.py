@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from edgeinfer.errors import KernelError
 from .isa import LADDER, Isa, choose
-from .objects import cache_directory, package_directory, set_directory, write_manifest
+from .objects import cache_directory, package_directory, read_set, set_directory, write_manifest
 
 Progress = Callable[[int, int, str], None]
 
@@ -32,19 +33,23 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
         If a kernel does not compile or needs a symbol other than memset, memcpy and memmove.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".build-") as scratch:
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".build-") as scratch, ExitStack() as running:
         shares = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-        workers = [_start(isa, Path(scratch), share, shares) for share in range(shares)]
-        done = 0
+        workers = []
+        for share in range(shares):
+            workers.append(running.enter_context(_start(isa, Path(scratch), share, shares)))
+            running.callback(workers[-1].kill)  # nobody compiles on after an error or Ctrl-C
+        done, message = 0, "no message"
         for line in _lines(workers):
-            name, total = line.split()
-            done += 1
-            if progress:
-                progress(done, int(total), name)
-        for worker in workers:
-            if worker.wait():
-                message = worker.stderr.read().strip().splitlines() if worker.stderr else []
-                raise KernelError(f"Compiling the {isa.name} kernels failed: {message[-1] if message else 'no message'}.")
+            name, _, total = line.strip().partition(" ")
+            if total.isdigit():
+                done += 1
+                if progress:
+                    progress(done, int(total), name)
+            else:
+                message = line.strip() or message  # the last line of a traceback says what is wrong
+        if any([worker.wait() for worker in workers]):
+            raise KernelError(f"Compiling the {isa.name} kernels failed: {message}.")
         write_manifest(Path(scratch), isa)
         _replace(Path(scratch), directory)
 
@@ -55,14 +60,14 @@ def _start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str
     environment |= {"NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features}
     environment["PYTHONPATH"] = os.pathsep.join([_import_root(), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, "-m", "edgeinfer.kernels.compile", isa.machine, isa.name, str(out), str(share), str(shares)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _import_root() -> str:
     """Where the children find edgeinfer: the same place as this process."""
-    from .. import __file__ as package
+    import edgeinfer
 
-    return str(Path(package or "").resolve().parent.parent)
+    return str(Path(edgeinfer.__file__).resolve().parent.parent)
 
 
 def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
@@ -77,32 +82,43 @@ def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
             lines.put(line)
         lines.put(None)
 
-    for worker in workers:
-        threading.Thread(target=pump, args=(worker,), daemon=True).start()
+    threads = [threading.Thread(target=pump, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
     open_pipes = len(workers)
-    while open_pipes:
-        line = lines.get()
-        if line is None:
-            open_pipes -= 1
-        else:
-            yield line
+    try:
+        while open_pipes:
+            line = lines.get()
+            if line is None:
+                open_pipes -= 1
+            else:
+                yield line
+    except BaseException:  # Ctrl-C, or the reader gave up
+        for worker in workers:
+            worker.kill()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()
 
 
 def _replace(scratch: Path, directory: Path) -> None:
-    """Move a finished set into place; another process may have built the same one meanwhile."""
+    """Move a finished set into place; one that somebody else has finished meanwhile stays, for it may be in use."""
     import shutil
 
-    staged = directory.with_name(f".{directory.name}.{os.getpid()}")
-    staged.mkdir()
-    for file in scratch.iterdir():
-        os.replace(file, staged / file.name)
+    staged = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".staged-"))
     try:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(staged, directory)
+        for file in scratch.iterdir():
+            os.replace(file, staged / file.name)
+        staged.chmod(0o755)  # mkdtemp's is for this user alone
+        if read_set(directory) is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.rename(staged, directory)
     except OSError:
-        shutil.rmtree(staged, ignore_errors=True)
-        if not (directory / "manifest.json").exists():
+        if read_set(directory) is None:
             raise
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
