@@ -70,11 +70,16 @@ def write_manifest(directory: Path, isa: Isa) -> None:
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def read_set(directory: Path, names: Iterable[str] | None = None) -> dict[str, bytes] | None:
-    """The objects of a set (all, or those named), or None where it is absent, stale or damaged."""
+def read_set(
+    directory: Path, names: Iterable[str] | None = None, sources: str | None = None
+) -> dict[str, bytes] | None:
+    """The objects of a set (all, or those named), or None where it is absent, damaged, or not of these sources.
+
+    `sources` is their hash; by default that of the files as they are now.
+    """
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
-        if manifest["sources"] != source_hash() or manifest["abi"] != abi.VERSION:
+        if manifest["sources"] != (sources or source_hash()) or manifest["abi"] != abi.VERSION:
             return None
         checksums = manifest["objects"]
         out = {}
@@ -133,6 +138,7 @@ class Kernels:
 
     def __init__(self, isa: Isa, progress: Callable[[int, int, str], None] | None = None):
         self.isa = isa
+        self._sources = source_hash()  # whoever edits the sources while this process runs does not take its kernels away
         self._directory = find_set(isa, progress)
         self._engine: Any = None
         self._addresses: dict[str, int] = {}
@@ -147,7 +153,7 @@ class Kernels:
         """
         missing = [name for name in dict.fromkeys(names) if name not in self._addresses]
         if missing:
-            objects = read_set(self._directory, missing)
+            objects = read_set(self._directory, missing, self._sources)
             if objects is None:
                 raise KernelError(f"The kernels in {self._directory} do not hold {', '.join(missing)}; delete the directory and "
                                   "run again to compile them.")

@@ -200,6 +200,16 @@ def test_storing_has_the_same_bits_for_any_number_of_tokens(kv: str, isa: str) -
 
 
 @pytest.mark.parametrize("kv", KV)
+def test_no_tokens_write_nothing(kv: str) -> None:
+    layer = Layer(kv, (4, 2, 10), walk(3))
+    layer.bench.tokens([])
+    layer.positions = []
+    for isa in ISAS:
+        assert not layer.store(isa)["q and k"].size
+        assert not layer.attend(isa).size
+
+
+@pytest.mark.parametrize("kv", KV)
 def test_several_sequences_in_one_walk(kv: str) -> None:
     sequences = [Sequence(0, 5), Sequence(270, 1), Sequence(31, 1), Sequence(7, 9), Sequence(600, 3)]
     layer = Layer(kv, (4, 2, 10), sequences, tile=6)

@@ -115,6 +115,14 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
             product.run(isa)
 
 
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+def test_no_tokens_write_nothing(dtype: str, group: int) -> None:
+    for gated in (False, True):
+        product = random_product(np.random.default_rng(0), dtype, group, 32, 33, 2, gated=gated)
+        for isa in ISAS:
+            assert not product.run(isa, tokens=0).size
+
+
 @pytest.mark.parametrize("flags", ["bias", "residual", "both"])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:

@@ -98,6 +98,14 @@ def test_rms_norm(width: int) -> None:
                 same(rows.run(isa, name, only=tokens - 1), whole, tokens - 1)
 
 
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"])
+def test_no_rows_write_nothing(name: str) -> None:
+    rows = Rows(np.ones((2, 33), np.float32), 32)
+    rows.bench.tokens([])
+    for isa in ISAS:
+        assert not any(values.size for values in rows.run(isa, name).values())
+
+
 def test_rms_norm_of_zeros_is_zero() -> None:
     for isa in ISAS:
         assert not Rows(np.zeros((1, 33), np.float32)).run(isa, "rms_norm_f32")["out"].any()

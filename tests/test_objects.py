@@ -188,6 +188,12 @@ def test_an_unknown_kernel_is_refused(real_set: Path) -> None:
         Kernels(ISA).addresses(["gemv"])
 
 
+def test_sources_may_change_while_a_process_runs(real_set: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = Kernels(ISA)
+    monkeypatch.setattr(objects, "source_hash", lambda: "edited")
+    assert linked.addresses(["quantize"])["quantize"]
+
+
 def test_linking_needs_neither_numba_nor_a_second_look(real_set: Path) -> None:
     script = (
         "import sys; from edgeinfer.kernels import Kernels, available; k = Kernels(available()[-1]);"

@@ -55,7 +55,7 @@ def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
     """Queries as the products see them: scaled, and for int8 KV rounded to int8 with one scale a head."""
     if kv != "int8":
         return q.astype(np.float64) * scale
-    codes, scales = quantise_rows(q.reshape(-1, q.shape[-1]), q.shape[-1])
+    codes, scales = quantise_rows(q.reshape(q.size // q.shape[-1], q.shape[-1]), q.shape[-1])
     return (np.rint(codes).astype(np.float64) * (scales * np.float32(scale))).reshape(q.shape)
 
 

@@ -32,7 +32,7 @@ def quantise_rows(x: Floats, group: int) -> tuple[Floats, Floats]:
         Not yet rounded.
     scales : float32 array of shape (T, n_groups)
     """
-    groups = x.reshape(len(x), -1, group)
+    groups = x.reshape(len(x), x.shape[1] // group, group)
     largest = np.abs(groups).max(axis=2, initial=0)
     inverse = np.float32(127) / np.maximum(largest, np.float32(1e-30))
     return (groups * inverse[..., None]).reshape(x.shape), largest * np.float32(1 / 127)
