@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,10 @@ class LLM:
 
     Attributes
     ----------
+    name : str
+        The model as it was asked for.
+    path : Path
+        Its bundle.
     session : Session
         The runtime below; it is not to be used while a request runs.
     tokenizer : Tokenizer
@@ -84,6 +89,7 @@ class LLM:
             ctx=ctx, kv=kv, threads=threads, budget_bytes=None if budget is None else parse_size(budget),
             prefill_chunk=prefill_chunk, max_sequences=max_sequences,
         )
+        self.name = os.fspath(model)
         self.path = resolve(model, progress)
         from .bundle import Bundle
         from .runtime import ChatTemplate, RequestQueue, Session
@@ -177,11 +183,20 @@ class LLM:
         TokenizerError
             The template refuses these messages.
         """
-        return self._request(self._chat_ids(messages, tools, options), {"reuse": True, **options}).finish().text
+        ids = self.chat_ids(messages, tools, **options.pop("template_options", {}))
+        return self._request(ids, {"reuse": True, **options}).finish().text
 
     def chat_stream(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> Stream:
         """As `chat`, piece by piece."""
-        return self._stream(self._chat_ids(messages, tools, options), {"reuse": True, **options})
+        ids = self.chat_ids(messages, tools, **options.pop("template_options", {}))
+        return self._stream(ids, {"reuse": True, **options})
+
+    def chat_ids(self, messages: Messages, tools: Messages | None = None, **template_options: Any) -> list[int]:
+        """Return the tokens of a conversation up to the beginning of the answer; raises as `chat`."""
+        if self.chat_template is None:
+            raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
+        text = self.chat_template.render(messages, tools=tools, **template_options)
+        return self.tokenizer.encode(text, add_bos=False, parse_special=True)
 
     def cancel(self) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler."""
@@ -204,7 +219,7 @@ class LLM:
         """Check a request; nothing runs before its first step."""
         from .runtime import Generation, Request
 
-        options = {key: value for key, value in options.items() if key != "template_options"}
+        options = dict(options)
         reuse, cache = bool(options.pop("reuse", False)), options.pop("prompt_cache", None)
         config = from_options(GenerationConfig, options)
         self._queue.check_open()
@@ -226,12 +241,6 @@ class LLM:
         if not prompt:
             raise RequestError("The prompt is empty; give some text or at least one token id.")
         return self.tokenizer.encode(prompt)
-
-    def _chat_ids(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> list[int]:
-        if self.chat_template is None:
-            raise RequestError(f"The model {self.path.name} has no chat template; generate continues a text instead.")
-        text = self.chat_template.render(messages, tools=tools, **dict(options.get("template_options") or {}))
-        return self.tokenizer.encode(text, add_bos=False, parse_special=True)
 
 
 def _open_tokenizer(bundle: Any) -> Tokenizer | None:

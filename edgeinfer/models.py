@@ -66,9 +66,34 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
         return demo_path()
     if known:
         return _from_hub(KNOWN_NAMES[name], progress, convert)
-    if _HUB_ID.fullmatch(name) and not Path(name).parent.is_dir():
+    if _is_hub_id(name):
         return _from_hub(name, progress, convert)
     raise ModelNotFoundError(_unknown(name))
+
+
+def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Path:
+    """Return the checkpoint directory that a user means: a directory, a known name, or a model of the hub.
+
+    Raises
+    ------
+    ModelNotFoundError, CheckpointError
+        There is no such checkpoint, or it cannot be downloaded.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    repo_id = KNOWN_NAMES.get(name, name)
+    if path.exists() and not (name in KNOWN_NAMES and not _is_model(path)):
+        return path
+    if name not in KNOWN_NAMES and not _is_hub_id(name):
+        raise ModelNotFoundError(_unknown(name))
+    from .converters import fetch
+
+    return fetch(repo_id, progress=progress and partial(progress, "download"))
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether this can only mean a model of the hub: a path into a directory that is there does not."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
 
 
 def _is_model(path: Path) -> bool:

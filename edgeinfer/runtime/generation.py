@@ -112,12 +112,18 @@ class Generation:
     def step(self) -> str:
         """Decode one token of every live sample; returns the new text of the first sample."""
         live = [sample for sample in self._samples if not sample.finish_reason]
-        for sample in live:
-            if sample.sequence is None:
-                sample.sequence = self._session.fork(self._samples[0].sequence)
-        sequences, ids = [sample.sequence for sample in live], [sample.last_id for sample in live]
+        sequences = [self._own_sequence(sample) for sample in live]
+        ids = [sample.last_id for sample in live]
         logits = self._unless_cancelled(lambda: self._session.decode(sequences, ids))
         return "" if logits is None else self._choose(live, logits)
+
+    def _own_sequence(self, sample: _Sample) -> Sequence:
+        """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
+        if sample.sequence is None:
+            if self._samples[0].sequence is None:
+                raise RequestError("The request was released; make a new one.")
+            sample.sequence = self._session.fork(self._samples[0].sequence)
+        return sample.sequence
 
     def _unless_cancelled(self, run: Any) -> Any:
         """Return what `run` gives; None, with all samples finished, if the request is cancelled before or meanwhile."""

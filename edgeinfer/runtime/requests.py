@@ -127,26 +127,28 @@ class Request:
 
     def next_piece(self) -> str | None:
         """Return the next text that is not empty, or None at the end."""
-        if self.ended:
-            return None
-        if not self._started:
+        if not (self._started or self.ended):
             self._queue.take_turn(self)
             self._started = True
         while True:
             with self._queue.step:
-                if self.ended:  # closed meanwhile
-                    return None
-                try:
-                    piece = self._advance()
-                except BaseException:  # Ctrl-C included: the turn must not stay taken
-                    self.end()
-                    raise
-                if self.generation.finished:
-                    self.end()
-                if piece:
-                    return piece
-                if self.ended:
-                    return None
+                piece = self._next()
+            if piece != "":
+                return piece
+
+    def _next(self) -> str | None:
+        """Take one step and return its text, or None if the request is over."""
+        if self.ended:  # `close` of another thread may have ended it
+            return None
+        try:
+            piece = self._advance()
+        except BaseException:  # Ctrl-C included: the turn must not stay taken
+            self.end()
+            raise
+        finished = self.generation.finished
+        if finished:
+            self.end()
+        return piece or (None if finished else "")
 
     def end(self) -> None:
         """Give sequences and turn back; what was not over counts as cancelled."""

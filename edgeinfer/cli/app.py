@@ -1,0 +1,157 @@
+"""The commands together, and what becomes of errors: one sentence and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import EdgeInferError, UsageError
+from . import cache, convert, eval, info, run, verify, warmup
+from .output import print_json, say
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+HELP = """Run language models on this machine.
+
+\b
+edgeinfer run demo "Once upon a time"     continue a text with the embedded model
+edgeinfer run MODEL                       chat, on a terminal
+edgeinfer convert CHECKPOINT BUNDLE       store a checkpoint as the kernels read it
+"""
+EPILOG = """\b
+Options that occur in several commands mean the same everywhere and can be set by the environment variable named
+beside them. Sizes are written 4GiB or 500MB. EDGEINFER_CACHE moves the cache, EDGEINFER_ISA forces an instruction
+set, EDGEINFER_DEBUG=1 shows where an error comes from.
+Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the memory budget.
+"""
+
+
+def make_app() -> typer.Typer:
+    """Return the application with all its commands."""
+    app = typer.Typer(
+        name="edgeinfer", help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_program)
+    app.command("run")(run.run)
+    app.command("convert")(convert.convert)
+    app.command("info")(info.info)
+    app.command("verify")(verify.verify)
+    app.command("eval")(eval.evaluate)
+    app.command("warmup")(warmup.warmup)
+    app.add_typer(cache.app, name="cache")
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"edgeinfer {__version__}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def execute(arguments: list[str]) -> int:
+    """Run the command that the arguments name and return its exit code."""
+    command = typer.main.get_command(make_app())
+    try:
+        result = command.main(args=arguments, prog_name="edgeinfer", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:
+        if os.environ.get("EDGEINFER_DEBUG") == "1" and not isinstance(error, SystemExit):
+            import traceback
+
+            traceback.print_exc()
+        return _failed(error, _wants_json(arguments), command)
+    return result if isinstance(result, int) else 0
+
+
+def _failed(error: BaseException, as_json: bool, command: Any) -> int:
+    """Report an error and return its exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FAILED
+    if isinstance(error, BrokenPipeError):  # whoever read the output has left, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    code, message, exit_code = _described(error, command)
+    if as_json:
+        _print_error(error, code, message)
+    else:
+        _print_plan(error)
+    say(message)
+    return exit_code
+
+
+def _described(error: BaseException, command: Any) -> tuple[str, str, int]:
+    """Return code, sentence and exit code of an error."""
+    if isinstance(error, EdgeInferError):
+        return error.code, str(error), error.exit_code
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return "cancelled", "Interrupted.", EXIT_FAILED
+    if hasattr(error, "format_message"):  # typer's usage errors, whose class has moved between its versions
+        return UsageError.code, _usage_sentence(error, command), EXIT_USAGE
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return EdgeInferError.code, f"{where}{error.strerror or error}.", EXIT_FAILED
+    if isinstance(error, MemoryError):
+        return EdgeInferError.code, "The system has no more memory to give; lower --ctx or --budget.", EXIT_FAILED
+    text = " ".join(str(error).split())
+    return "internal", (
+        f"An unexpected error, which is a bug: {type(error).__name__}: {text} (EDGEINFER_DEBUG=1 shows where)."
+    ), EXIT_FAILED
+
+
+def _usage_sentence(error: Any, command: Any) -> str:
+    """Return typer's message as one sentence with the nearest name and where to read more."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    name = getattr(error, "option_name", None)
+    if name:
+        known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
+        near = difflib.get_close_matches(name, known, n=1)
+        message = f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
+    elif message.startswith("No such command"):
+        group = context.command if context else command
+        typed = message.split("'")[1]
+        near = difflib.get_close_matches(typed, list(group.commands), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(sorted(group.commands))}."
+        message = f"There is no command {typed!r}; {hint}"
+    where = context.command_path if context else "edgeinfer"
+    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} See '{where} --help'."
+
+
+def _print_error(error: BaseException, code: str, message: str) -> None:
+    plan = getattr(error, "plan", None)
+    report: dict[str, Any] = {"error": {"code": code, "message": message}}
+    if plan is not None:
+        report["fits"] = False
+        report["regions"] = [{"name": region.name, "bytes": region.bytes} for region in plan.regions]
+        report["total_bytes"] = plan.total_bytes
+    print_json(report)
+
+
+def _print_plan(error: BaseException) -> None:
+    """Print the memory plan that did not fit."""
+    plan = getattr(error, "plan", None)
+    if plan is not None:
+        from .output import plan_lines
+
+        for line in plan_lines(plan):
+            print(line, file=sys.stderr)
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    """Whether the answer is to be JSON, also where the arguments cannot be understood."""
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in before or os.environ.get("EDGEINFER_JSON", "").lower() in ("1", "true", "t", "yes", "y", "on")

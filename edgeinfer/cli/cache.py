@@ -1,0 +1,70 @@
+"""`edgeinfer cache`: what lies in the user's cache, and getting rid of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ..cache import KINDS, CacheEntry, cache_entries, cache_root, clear_cache
+from ..errors import UsageError
+from ..sizes import format_size
+from .options import Json
+from .output import print_json, table
+
+app = typer.Typer(
+    help="Converted checkpoints and compiled kernels: list them, delete them.", no_args_is_help=True,
+    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command("list")
+def list_entries(json: Json = False) -> None:
+    """List converted checkpoints and compiled kernels with their sizes."""
+    entries = cache_entries()
+    if json:
+        print_json(_report(entries))
+        return
+    rows = [(entry.kind, entry.name, format_size(entry.nbytes)) for entry in entries]
+    total = sum(entry.nbytes for entry in entries)
+    for line in table([*rows, ("total", str(cache_root()), format_size(total))], right=[2]):
+        print(line)
+
+
+@app.command("clear")
+def clear(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="bundles|kernels", help="Only this part.", show_default=False)
+    ] = None,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Delete converted checkpoints and compiled kernels; both are made again when they are needed."""
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"There is no part {kind!r} of the cache; choose one of {', '.join(KINDS)}.")
+    entries = cache_entries(KINDS if kind is None else (kind,))
+    if entries and not yes:
+        _ask(entries)
+    freed = clear_cache(entries)
+    if json:
+        print_json({**_report(entries), "freed_bytes": freed})
+    else:
+        print(f"{len(entries)} entries deleted, {format_size(freed)}.")
+
+
+def _ask(entries: list[CacheEntry]) -> None:
+    size = format_size(sum(entry.nbytes for entry in entries))
+    question = f"Delete {len(entries)} entries ({size}) of {cache_root()}?"
+    if not sys.stdin.isatty():
+        raise UsageError(f"{question} Add --yes, since nobody can be asked here.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
+
+
+def _report(entries: list[CacheEntry]) -> dict[str, object]:
+    kinds: dict[str, list[dict[str, object]]] = {kind: [] for kind in KINDS}
+    for entry in entries:
+        kinds[entry.kind].append({"name": entry.name, "path": str(entry.path), "bytes": entry.nbytes})
+    return {"directory": str(cache_root()), **kinds, "total_bytes": sum(entry.nbytes for entry in entries)}

@@ -1,0 +1,101 @@
+"""`edgeinfer convert`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..sizes import format_size
+from .options import Json
+from .output import print_json, say, table
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..converters import ConversionReport
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, known name, or hub id.", show_default=False)
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="The bundle to make, a new directory.", show_default=False)
+    ],
+    weights: Annotated[
+        str, typer.Option(metavar="q4|int8|f16|f32", help="Type of the layers' matrices.")
+    ] = "q4",
+    group_size: Annotated[
+        int, typer.Option(metavar="32|64|128", help="Weights that share a scale (q4, int8).")
+    ] = 32,
+    embedding: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Type of the embedding.  [default: int8; f16 or f32 with such weights]"),
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Type of the output head.  [default: as the embedding's]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the error of every tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Convert a checkpoint to a bundle, the form that runs.
+
+    SRC has config.json, safetensors and tokenizer files. Nothing is left at DST if the conversion fails or is
+    interrupted. The error of a tensor is the squared error of its stored weights divided by their squared norm.
+
+    \b
+    Examples:
+      edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
+      edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
+    """
+    from ..converters import convert as convert_checkpoint
+    from ..models import checkpoint_path
+
+    with ProgressLine() as progress:
+        report = convert_checkpoint(
+            checkpoint_path(source, progress), destination, weights=weights, group_size=group_size, embedding=embedding,
+            head=head, overwrite=overwrite, progress=partial(progress, "convert"),
+        )
+    if json:
+        print_json(report_object(report))
+        return
+    if tensors:
+        _print_tensors(report)
+    for remark in report.remarks:
+        say(remark)
+    print(_summary(report))
+
+
+def report_object(report: ConversionReport) -> dict[str, Any]:
+    """The JSON object of a conversion."""
+    worst = report.worst
+    return {
+        "destination": str(report.destination), "source_bytes": report.source_bytes,
+        "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
+        "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
+        "gain": report.gain, "remarks": report.remarks,
+        "tensors": [
+            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain}
+            for t in report.tensors
+        ],
+    }
+
+
+def _print_tensors(report: ConversionReport) -> None:
+    rows = [("tensor", "type", "size", "error", "gain")]
+    for t in report.tensors:
+        rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}"))
+    for line in table(rows, right=[2, 3, 4]):
+        print(line)
+
+
+def _summary(report: ConversionReport) -> str:
+    sizes = f"{format_size(report.source_bytes)} to {format_size(report.bundle_bytes)} in {report.seconds:.1f} s"
+    worst = report.worst
+    if worst is None:
+        return f"{report.destination}: {sizes}; nothing was rounded."
+    errors = f"error {report.mean_relative_error:.2e} mean, {worst.relative_error:.2e} worst ({worst.name})"
+    return f"{report.destination}: {sizes}; {errors}; {report.gain:.1%} less than with scales by the largest weight."

@@ -1,0 +1,140 @@
+"""`edgeinfer eval`: perplexity of a model on a text, and its distance from a reference."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import RuntimeConfig
+from ..errors import EdgeInferError
+from ..process import peak_rss_bytes
+from ..sizes import parse_size
+from .options import Budget, Json, Kv, Model, Threads
+from .output import print_json, table
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..evaluate import Evaluation
+    from ..runtime import Session
+
+
+def evaluate(
+    model: Model,
+    text: Annotated[
+        Path, typer.Option("--text", metavar="FILE", help="The text (UTF-8).", show_default=False)
+    ],
+    reference: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="More exact form of the model, to compare the predictions with.")
+    ] = None,
+    window: Annotated[
+        int, typer.Option("-c", "--ctx", envvar="EDGEINFER_CTX", metavar="TOKENS", help="Tokens of a window.")
+    ] = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-tokens", metavar="N", help="Most tokens to count.  [default: all]")
+    ] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help=r"What separates documents, such as \n\n.  [default: form feeds]"),
+    ] = None,
+    kv: Kv = "int8",
+    reference_kv: Annotated[
+        str, typer.Option("--reference-kv", metavar="int8|f16|f32", help="Type of the reference's KV cache.")
+    ] = "f32",
+    threads: Threads = None,
+    budget: Budget = None,
+    json: Json = False,
+) -> None:
+    """Measure how well a model predicts a text: perplexity, bits per byte.
+
+    Documents, each begun with the beginning-of-text token if the model has one, make one stream of tokens. It is cut
+    into windows that do not overlap, and the model predicts what follows each token from what stands before it in its
+    window. With --reference also: mean and 99 % of the Kullback-Leibler divergence from the reference (in nats), and
+    the share of tokens where both find the same token likeliest. Both models are open at once, within one budget.
+
+    \b
+    Examples:
+      edgeinfer eval ./my-bundle --text held_out.txt
+      edgeinfer eval ./my-bundle --text held_out.txt --reference ./my-f32-bundle --json
+    """
+    from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
+    from ..evaluate import evaluate as measure
+
+    content = read_text(text)
+    limit = None if budget is None else parse_size(budget)
+    config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
+    with ExitStack() as stack, ProgressLine() as progress:
+        session, tokenizer = open_session(stack, model, config(kv=kv, budget_bytes=limit), progress)
+        planned, other = session.plan.total_bytes, None
+        if reference:
+            more = planned - session.plan.region("python").bytes  # the interpreter is there only once
+            left = None if limit is None else max(limit - more, 1)
+            other = open_session(stack, reference, config(kv=reference_kv, budget_bytes=left), progress)[0]
+            planned = more + other.plan.total_bytes
+        between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
+        stream = token_stream(tokenizer, content, between, max_tokens)
+        result = measure(session, stream, reference=other, window=window, progress=partial(progress, "evaluate"))
+    report = report_object(result, planned)
+    if json:
+        print_json(report)
+        return
+    for line in table(_rows(result)):
+        print(line)
+
+
+def open_session(
+    stack: ExitStack, model: str, config: RuntimeConfig, progress: ProgressLine
+) -> tuple[Session, Any]:
+    """Open a model for scoring, to be closed by the stack; returns it with its tokenizer."""
+    from ..bundle import Bundle
+    from ..models import resolve
+    from ..runtime import Session, Tokenizer
+
+    path = resolve(model, progress)
+    bundle = stack.enter_context(Bundle.open(path))
+    session = Session(bundle, config, progress=partial(progress, "compile"))
+    stack.callback(session.close)
+    return session, Tokenizer.open(path, {"bos_token_id": session.model.bos_token_id})
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; raises `EdgeInferError` where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EdgeInferError(f"The text {path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise EdgeInferError(f"The text {path} is not UTF-8 (byte {error.start}).") from error
+
+
+def report_object(result: Evaluation, planned_bytes: int) -> dict[str, Any]:
+    """The JSON object of an evaluation."""
+    divergence = result.divergence
+    return {
+        "perplexity": result.perplexity, "nll_per_token": result.nll_per_token, "bits_per_byte": result.bits_per_byte,
+        "kld_mean": divergence.kld_mean if divergence else None, "kld_p99": divergence.kld_p99 if divergence else None,
+        "same_top": divergence.same_top if divergence else None,
+        "reference_perplexity": divergence.reference_perplexity if divergence else None,
+        "tokens": result.tokens, "text_bytes": result.text_bytes, "planned_bytes": planned_bytes,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def _rows(result: Evaluation) -> list[tuple[str, str]]:
+    rows = [
+        ("perplexity", f"{result.perplexity:.4f}"),
+        ("nats per token", f"{result.nll_per_token:.5f}"),
+        ("bits per byte", f"{result.bits_per_byte:.5f}"),
+        ("tokens", f"{result.tokens}"),
+    ]
+    if result.divergence:
+        rows += [
+            ("reference perplexity", f"{result.divergence.reference_perplexity:.4f}"),
+            ("KLD mean", f"{result.divergence.kld_mean:.6f}"),
+            ("KLD 99 %", f"{result.divergence.kld_p99:.6f}"),
+            ("same top token", f"{result.divergence.same_top:.2%}"),
+        ]
+    return rows

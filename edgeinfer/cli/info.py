@@ -1,0 +1,141 @@
+"""`edgeinfer info`: what is inside a bundle, and the program that it becomes."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import RuntimeConfig
+from ..sizes import format_size, parse_size
+from .options import Budget, Ctx, Json, Kv, Model, Threads
+from .output import print_json, table
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+
+
+def info(
+    model: Model,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Print the program: record, kernel, operation, bytes read for a token.")
+    ] = False,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    kv: Kv = "int8",
+    budget: Budget = None,
+    json: Json = False,
+) -> None:
+    """Say what is inside a bundle.
+
+    \b
+    Examples:
+      edgeinfer info demo
+      edgeinfer info ./my-bundle --program
+    """
+    from ..bundle import Bundle
+    from ..models import resolve
+
+    path = resolve(model, convert=False)
+    with Bundle.open(path) as bundle:
+        report = describe(path, bundle)
+        if program:
+            limit = None if budget is None else parse_size(budget)
+            report["program"] = records(bundle, RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit))
+    if json:
+        print_json(report)
+        return
+    for line in table(_rows(report)):
+        print(line)
+    if tensors:
+        _print_tensors(report)
+    if program:
+        _print_program(report)
+
+
+def describe(path: Path, bundle: Bundle) -> dict[str, Any]:
+    """The JSON object of a bundle."""
+    from dataclasses import asdict
+
+    from ..graph import build_graph
+
+    graph = build_graph(bundle.config, lambda weight: bundle.weight_type(weight.name))
+    parameters = sum(prod(shape) for weight in graph.weights for shape in weight.source_shapes)
+    return {
+        "path": str(path), "format_version": _format_version(), "made_by": bundle.header.made_by,
+        "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
+        "quantisation": asdict(bundle.quantisation), "weights_bytes": bundle.weights_bytes,
+        "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
+        "tensors": [
+            {
+                "name": entry.name, "type": entry.dtype, "group_size": entry.group_size, "layout": entry.layout,
+                "shape": entry.shape, "offset": entry.offset, "bytes": entry.nbytes,
+            }
+            for entry in bundle.tensors.values()
+        ],
+    }
+
+
+def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
+    """The program's records as JSON objects; opens the model to know them."""
+    from ..runtime import Session
+
+    with ProgressLine() as progress:
+        session = Session(bundle, config, progress=partial(progress, "compile"))
+    try:
+        return [
+            {"record": index, "kernel": kernel, "operation": operation, "bytes_read": nbytes}
+            for index, kernel, operation, nbytes in session.program.describe()
+        ]
+    finally:
+        session.close()
+
+
+def _format_version() -> int:
+    from ..bundle import FORMAT_VERSION
+
+    return FORMAT_VERSION
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    c, q = report["config"], report["quantisation"]
+    group = f" in groups of {q['group_size']}" if q["weights"] in ("q4", "int8") else ""
+    heads = f"{c['num_attention_heads']} heads of {c['head_dim']} over {c['num_key_value_heads']} key-value heads"
+    widths = f"hidden {c['hidden_size']}, feed-forward {c['intermediate_size']} ({c['hidden_act']})"
+    size = format_size(report["weights_bytes"])
+    return [
+        ("bundle", f"{report['path']} (format {report['format_version']}, made by {report['made_by']})"),
+        ("source", report["source"]),
+        ("architecture", f"{c['model_type']}: {c['num_hidden_layers']} layers, {widths}, {heads}"),
+        ("vocabulary", f"{c['vocab_size']} tokens{', embedding tied to the head' if c['tie_word_embeddings'] else ''}"),
+        ("context", f"{c['max_position_embeddings']} tokens"),
+        ("parameters", f"{report['parameters']:,}"),
+        ("weights", f"{size}: {q['weights']}{group}, embedding {q['embedding']}, head {q['head']}"),
+        ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
+    ]
+
+
+def _print_tensors(report: dict[str, Any]) -> None:
+    rows = [("tensor", "type", "layout", "shape", "bytes")]
+    for entry in report["tensors"]:
+        kind = entry["type"] + (f"/{entry['group_size']}" if entry["group_size"] else "")
+        shape = " x ".join(map(str, entry["shape"]))
+        rows.append((entry["name"], kind, entry["layout"], shape, f"{entry['bytes']}"))
+    print()
+    for line in table(rows, right=[4]):
+        print(line)
+
+
+def _print_program(report: dict[str, Any]) -> None:
+    rows = [("record", "kernel", "operation", "bytes read")]
+    for entry in report["program"]:
+        rows.append((f"{entry['record']}", entry["kernel"], entry["operation"], f"{entry['bytes_read']}"))
+    rows.append(("", "", "total", f"{sum(entry['bytes_read'] for entry in report['program'])}"))
+    print()
+    for line in table(rows, right=[0, 3]):
+        print(line)

@@ -1,0 +1,67 @@
+"""What the commands print: JSON on standard output, sentences and figures on standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..sizes import format_size
+
+if TYPE_CHECKING:
+    from ..memory_planner import MemoryPlan
+    from ..runtime import Completion
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print one object on standard output. Numbers that JSON lacks (infinities, NaN) become null."""
+    print(json.dumps(_plain(report), allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def say(sentence: str) -> None:
+    """Print a sentence about the program's own doings on standard error."""
+    print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
+
+
+def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
+    """Align rows in columns, those numbered in `right` to the right."""
+    rows = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        yield "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in cells).rstrip()
+
+
+def plan_lines(plan: MemoryPlan) -> Iterator[str]:
+    """The memory plan as a table: region, size, reason."""
+    rows = [(region.name, format_size(region.bytes), region.reason) for region in plan.regions]
+    yield from table([*rows, ("total", format_size(plan.total_bytes), "")], right=[1])
+
+
+def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) -> str:
+    """The statistics of a request in one line."""
+    parts = []
+    if completion.ttft_ms is not None:
+        parts.append(f"TTFT {completion.ttft_ms:.1f} ms")
+    if completion.tpot_ms is not None:
+        parts.append(f"{completion.tpot_ms:.2f} ms/token")
+        parts.append(f"{completion.tok_per_s:.1f} tok/s")
+    cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
+    parts.append(f"{completion.prompt_tokens}{cached} + {completion.completion_tokens} tokens")
+    parts.append(completion.finish_reason)
+    peak = "" if peak_bytes is None else f"peak {format_size(peak_bytes)} of "
+    parts.append(f"memory {peak}{format_size(planned_bytes)} planned")
+    parts.append(f"seed {completion.seed}")
+    return " | ".join(parts)

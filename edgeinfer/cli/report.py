@@ -1,0 +1,47 @@
+"""The JSON object of `edgeinfer run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..process import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..runtime import Choice, Completion, TokenLogprob
+
+
+def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float | None) -> dict[str, Any]:
+    """The JSON object of a run; `first_ms` is the age of the process when the first text was there."""
+    config = llm.session.config
+    out: dict[str, Any] = {
+        "model": llm.name, "text": completion.text, "token_ids": completion.token_ids,
+        "prompt_tokens": completion.prompt_tokens, "cached_tokens": completion.cached_tokens,
+        "completion_tokens": completion.completion_tokens, "finish_reason": completion.finish_reason,
+        "seed": completion.seed, "ttft_ms": completion.ttft_ms, "tpot_ms": completion.tpot_ms,
+        "tok_per_s": completion.tok_per_s, "load_ms": load_ms, "ttft_process_ms": first_ms,
+        "planned_bytes": llm.plan.total_bytes, "peak_rss_bytes": peak_rss_bytes(), "isa": llm.session.isa,
+        "threads": config.threads, "ctx": config.ctx, "kv": config.kv,
+    }
+    if completion.logprobs is not None:
+        out["logprobs"] = [logprob_object(item) for item in completion.logprobs]
+    if len(completion.choices) > 1:
+        out["choices"] = [choice_object(choice) for choice in completion.choices]
+    return out
+
+
+def choice_object(choice: Choice) -> dict[str, Any]:
+    """One sample as a JSON object."""
+    out: dict[str, Any] = {
+        "index": choice.index, "text": choice.text, "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+    }
+    if choice.logprobs is not None:
+        out["logprobs"] = [logprob_object(item) for item in choice.logprobs]
+    return out
+
+
+def logprob_object(item: TokenLogprob) -> dict[str, Any]:
+    """One token's log-probability as a JSON object."""
+    top = [{"token_id": token_id, "text": text, "logprob": logprob} for token_id, text, logprob in item.top]
+    return {"token_id": item.token_id, "text": item.text, "logprob": item.logprob, "top": top}

@@ -1,0 +1,252 @@
+"""`edgeinfer run`: continue a prompt, or chat on a terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import GenerationConfig, RuntimeConfig
+from ..errors import RequestError, UsageError
+from ..process import peak_rss_bytes, process_age_ms
+from .options import (
+    Budget,
+    Ctx,
+    Json,
+    Kv,
+    MaxTokens,
+    MinP,
+    Seed,
+    Stop,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
+from .output import figures, print_json
+from .progress import ProgressLine
+from .report import run_object
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..runtime import Completion
+
+_GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
+
+
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Bundle or checkpoint directory (converted once into the cache), known name, or hub id.",
+        ),
+    ] = "demo",
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", show_default=False,
+            help="Text to continue, or message to answer where the model has a chat template. - is standard input, as "
+            "is no PROMPT in a pipe; no PROMPT on a terminal chats.",
+        ),
+    ] = None,
+    max_tokens: MaxTokens = _GENERATION.max_tokens,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    temp: Temperature = _GENERATION.temperature,
+    top_k: TopK = _GENERATION.top_k,
+    top_p: TopP = _GENERATION.top_p,
+    min_p: MinP = _GENERATION.min_p,
+    seed: Seed = None,
+    stop: Stop = None,
+    kv: Kv = _RUNTIME.kv,
+    budget: Budget = None,
+    repeat_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
+    ] = _GENERATION.repetition_penalty,
+    presence_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Subtracted once from the logit of each generated token.")
+    ] = _GENERATION.presence_penalty,
+    frequency_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Subtracted from a token's logit for each time it was generated.")
+    ] = _GENERATION.frequency_penalty,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=BIAS", show_default=False, help="Added to a token's logit; may be repeated."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="With --json: log-probabilities of each token and of the K likeliest."),
+    ] = None,
+    samples: Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")] = _GENERATION.n,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template.")
+    ] = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start from the prompt saved in FILE as far as both agree; save this one."),
+    ] = None,
+    prefill_chunk: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
+    ] = _RUNTIME.prefill_chunk,
+    no_stats: Annotated[bool, typer.Option("--no-stats", help="Do not print the line of statistics.")] = False,
+    json: Json = False,
+) -> int:
+    """Continue a text, answer a message, or chat.
+
+    On a terminal without PROMPT this is a chat: /help lists its commands, Ctrl-C stops an answer, Ctrl-D leaves. In all
+    other cases the text goes to standard output and one line of statistics to standard error; Ctrl-C stops within
+    100 ms, what there is counts (finish reason cancelled), and the exit code is 1.
+
+    \b
+    Examples:
+      edgeinfer run demo "Once upon a time" -n 64 --temp 0
+      edgeinfer run ./my-bundle < question.txt
+      edgeinfer run ./my-bundle "Name three rivers." --json --samples 2
+    """
+    text = read_prompt(prompt)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+        "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "logit_bias": parse_bias(logit_bias or []), "logprobs": logprobs,
+        "n": samples,
+    }
+    check_request(text, options, json)
+    with ProgressLine() as progress:
+        from ..llm import LLM
+
+        began = time.perf_counter()
+        llm = LLM(
+            model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
+            progress=progress,
+        )
+        load_ms = 1000 * (time.perf_counter() - began)
+    with llm:
+        if text is None:
+            from .chat import chat
+
+            return chat(llm, system, raw, {**options, "prompt_cache": prompt_cache})
+        prompt_ids = encode(llm, text, system, raw)
+        return answer(llm, prompt_ids, {**options, "prompt_cache": prompt_cache}, json, not no_stats, load_ms)
+
+
+def check_request(text: str | None, options: dict[str, Any], json: bool) -> None:
+    """Refuse what is wrong whatever the model; nothing is loaded before."""
+    GenerationConfig(**options)
+    if text is None and json:
+        raise UsageError("--json needs a PROMPT, or a pipe as standard input.")
+    if text is None and options["n"] > 1:
+        raise UsageError("--samples needs a PROMPT, or a pipe as standard input.")
+    if options["logprobs"] is not None and not json:
+        raise UsageError("--logprobs is part of the JSON report; add --json.")
+    if text == "":
+        raise RequestError("The prompt is empty; give some text.")
+
+
+def read_prompt(prompt: str | None) -> str | None:
+    """Return the prompt's text, from standard input where it comes from there; None chats."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    try:
+        return data.decode("utf-8").rstrip("\r\n")  # as a shell does when it substitutes a command
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input is not UTF-8 text (byte {error.start}).") from None
+
+
+def stop_strings(given: list[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of the flags, else the one of the environment."""
+    variable = os.environ.get("EDGEINFER_STOP")
+    return tuple(given or ([variable] if variable else []))
+
+
+def parse_bias(pairs: list[str]) -> dict[int, float]:
+    """Return logit biases by token id from texts like ``15043=-1.5``."""
+    biases = {}
+    for pair in pairs:
+        token_id, equals, value = pair.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            raise UsageError(f"--logit-bias {pair!r} cannot be read; write ID=BIAS, as in 15043=-1.5.") from None
+    return biases
+
+
+def encode(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
+    """Return the tokens of a prompt, through the chat template if there is one and --raw is not given."""
+    if raw or llm.chat_template is None:
+        if system is not None:
+            why = "--raw leaves the chat template out" if raw else f"{llm.name} has no chat template"
+            raise UsageError(f"--system cannot be used: {why}; put the instruction into PROMPT.")
+        return llm.tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.chat_ids([*messages, {"role": "user", "content": text}])
+
+
+@contextmanager
+def cancelling(llm: LLM) -> Iterator[threading.Event]:
+    """Let Ctrl-C end the running request; the event says whether it did. A second Ctrl-C ends the program."""
+    cancelled = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only that one receives signals
+        yield cancelled
+        return
+
+    def cancel(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cancelled.set()
+        llm.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield cancelled
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats: bool, load_ms: float) -> int:
+    """Run one request, print its outcome, and return the exit code."""
+    first_ms: list[float] = []
+    completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
+    if json:
+        print_json(run_object(llm, completion, load_ms, first_ms[0] if first_ms else None))
+    elif options["n"] > 1:
+        for choice in completion.choices:
+            print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
+    if stats and not json:
+        print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
+    return 1 if completion.finish_reason == "cancelled" else 0
+
+
+def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:
+    """Run a request for more than one sample."""
+    with cancelling(llm):
+        return llm.complete(ids, **options)
+
+
+def streamed(llm: LLM, ids: list[int], options: dict[str, Any], show: bool, first_ms: list[float]) -> Completion:
+    """Run a request for one sample; `first_ms` receives the age of the process when the first text was there."""
+    stream = llm.stream(ids, **options)
+    with cancelling(llm) as cancelled:
+        for piece in stream:
+            if not first_ms:
+                first_ms.append(process_age_ms())
+            if show:
+                print(piece, end="", flush=True)
+            if cancelled.is_set():
+                stream.close()
+    if show:
+        print(flush=True)
+    return stream.completion

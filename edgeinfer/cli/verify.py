@@ -1,0 +1,36 @@
+"""`edgeinfer verify`: compare every checksum of a bundle."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..sizes import format_size
+from .options import Json, Model
+from .output import print_json
+from .progress import ProgressLine
+
+
+def verify(model: Model, json: Json = False) -> None:
+    """Read a whole bundle and compare every checksum.
+
+    Its tensors must be those of its architecture, each with the right shape.
+
+    \b
+    Example:
+      edgeinfer verify ./my-bundle
+    """
+    from ..bundle import Bundle
+    from ..graph import build_graph
+    from ..models import resolve
+
+    path = resolve(model, convert=False)
+    with Bundle.open(path) as bundle, ProgressLine() as progress:
+        graph = build_graph(bundle.config, lambda weight: bundle.weight_type(weight.name))
+        bundle.check({weight.name: weight.shape for weight in graph.weights})
+        bundle.verify(partial(progress, "verify"))
+        nbytes = bundle.weights_bytes + sum(entry.nbytes for entry in bundle.files.values())
+        counts = {"tensors": len(bundle.tensors), "files": len(bundle.files)}
+    if json:
+        print_json({"path": str(path), "ok": True, **counts, "bytes": nbytes})
+    else:
+        print(f"{path}: all well; {counts['tensors']} tensors and {counts['files']} files, {format_size(nbytes)}.")

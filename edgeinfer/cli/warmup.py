@@ -1,0 +1,47 @@
+"""`edgeinfer warmup`: compile this machine's kernels now instead of at the first run."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from .options import Json
+from .output import print_json
+from .progress import ProgressLine
+
+
+def warmup(
+    isa: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Instruction set.  [default: the best of this machine]")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compile the kernels of this machine into the cache, if they are not there yet.
+
+    \b
+    Example:
+      edgeinfer warmup
+    """
+    from ..kernels import choose, find_set
+
+    chosen = choose(isa)
+    compiled: list[str] = []
+    began = time.perf_counter()
+    with ProgressLine() as progress:
+        tell = partial(progress, "compile")
+
+        def count(done: int, total: int, name: str) -> None:
+            compiled.append(name)
+            tell(done, total, name)
+
+        directory = find_set(chosen, count)
+    seconds = time.perf_counter() - began
+    if json:
+        print_json({"isa": chosen.name, "directory": str(directory), "compiled": len(compiled), "seconds": seconds})
+    elif compiled:
+        print(f"{len(compiled)} kernels for {chosen.name} compiled in {seconds:.1f} s into {directory}.")
+    else:
+        print(f"The kernels for {chosen.name} are in {directory}.")

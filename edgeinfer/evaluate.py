@@ -1,0 +1,248 @@
+"""How well a model predicts a text, and how far its predictions are from those of a reference.
+
+The protocol: documents are tokenised one by one, each begins with the beginning-of-text token if the model has one, and
+all of them make one stream. The stream is cut into windows that do not overlap, and each is fed to the model without
+memory of the one before; its tokens predict the one that follows each of them, so that every token but the
+beginnings of documents is counted exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .runtime import Session, Tokenizer
+
+    Floats = NDArray[np.float32]
+
+SEPARATOR = "\f"
+"""Between documents of a text, by default."""
+OUTPUT_ROWS = 64
+"""Rows of logits that an evaluation keeps at a time (`RuntimeConfig.outputs`)."""
+BLOCK_LOGITS = 1 << 20
+"""Logits handled at a time; each of the arrays made of them takes 8 MB."""
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a model's predictions are from a reference's, over all counted tokens."""
+
+    kld_mean: float
+    """Mean of KL(reference || model), in nats."""
+    kld_p99: float
+    """Its 99th percentile: what the worst percent of the tokens exceeds."""
+    same_top: float
+    """Share of tokens where both find the same token likeliest."""
+    reference_perplexity: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    tokens: int
+    """Predicted tokens."""
+    text_bytes: int
+    """UTF-8 bytes of these tokens' text."""
+    nll_per_token: float
+    """Mean negative log-likelihood, in nats."""
+    divergence: Divergence | None = None
+    """Against the reference, if one was given."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood."""
+        return math.exp(self.nll_per_token)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits needed for a byte of the text; unlike perplexity comparable between tokenizers."""
+        return self.nll_per_token * self.tokens / math.log(2) / self.text_bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens of all documents in a row."""
+
+    ids: tuple[int, ...]
+    counted: tuple[bool, ...]
+    """Whether a token is to be predicted: all but the beginnings of documents."""
+    text_bytes: int
+    """UTF-8 bytes of the counted tokens' text."""
+
+
+def token_stream(tokenizer: Tokenizer, text: str, separator: str = SEPARATOR, max_tokens: int | None = None) -> Stream:
+    """Tokenise the documents of a text; line breaks at their ends are left out.
+
+    Parameters
+    ----------
+    separator : between documents
+    max_tokens : most tokens to count
+
+    Raises
+    ------
+    UsageError
+        `max_tokens` is under 1, or the separator is empty.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}; it must be 1 or more.")
+    if not separator:
+        raise UsageError("The separator of documents is empty; leave it out for form feeds.")
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids: list[int] = []
+    counted: list[bool] = []
+    text_bytes, left = 0, math.inf if max_tokens is None else max_tokens
+    for document in text.split(separator):
+        words = tokenizer.encode(document.strip("\r\n"), add_bos=False)
+        first = 0 if begin or ids else 1  # without a beginning nothing predicts the very first token
+        words = words[: int(min(len(words), left + first))]
+        if len(words) <= first:
+            continue
+        ids += [*begin, *words]
+        counted += [False] * (len(begin) + first) + [True] * (len(words) - first)
+        text_bytes += len(tokenizer.decode(words[first:], skip_special=False).encode("utf-8", "replace"))
+        left -= len(words) - first
+        if left < 1:
+            break
+    return Stream(tuple(ids), tuple(counted), text_bytes)
+
+
+def evaluate(
+    session: Session,
+    stream: Stream,
+    *,
+    reference: Session | None = None,
+    window: int = 512,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
+
+    Parameters
+    ----------
+    session : the model, opened with ``outputs=OUTPUT_ROWS`` to be fast
+    stream : of `token_stream`, by the tokenizer of both models
+    reference : the same model with more exact weights or KV cache
+    window : tokens fed at a time without a break
+    progress : called with (done, total, item) in tokens
+
+    Raises
+    ------
+    RequestError
+        The text has no token to count, the window is longer than a context, or the vocabularies differ.
+    """
+    _check(session, reference, window)
+    total = sum(stream.counted)
+    if not total:
+        raise RequestError("The text is too short: it has no token to predict.")
+    sums = _Sums()
+    for start in range(0, len(stream.ids) - 1, window):
+        stop = min(start + window, len(stream.ids) - 1)
+        fed, targets = stream.ids[start:stop], stream.ids[start + 1 : stop + 1]
+        counted = stream.counted[start + 1 : stop + 1]
+        for first, logits, others in _blocks(session, reference, list(fed)):
+            last = first + len(logits)
+            sums.add(targets[first:last], counted[first:last], logits, others)
+        if progress:
+            progress(sums.tokens, total, "tokens")
+    return sums.result(max(stream.text_bytes, 1))
+
+
+def _check(session: Session, reference: Session | None, window: int) -> None:
+    if window < 1:
+        raise UsageError(f"The window is {window} tokens; it must be 1 or more.")
+    for model in (session, reference):
+        if model is not None and window > int(model.config.ctx or 0):
+            ctx = model.config.ctx
+            raise RequestError(f"The window of {window} tokens is longer than the context of {ctx}; lower it.")
+    if reference is not None and reference.model.vocab_size != session.model.vocab_size:
+        sizes = f"{session.model.vocab_size} tokens and the reference {reference.model.vocab_size}"
+        raise RequestError(
+            f"The model predicts {sizes}; only models with one vocabulary can be compared."
+        )
+
+
+def _blocks(session: Session, reference: Session | None, fed: list[int]) -> Iterator[tuple[int, Any, Any]]:
+    """Yield the index of a block's first token, the model's logits, and the reference's or None."""
+    models = [session] if reference is None else [session, reference]
+    sequences = [model.new_sequence() for model in models]
+    try:
+        scores = [model.score(sequence, fed) for model, sequence in zip(models, sequences, strict=True)]
+        if reference is None:
+            for first, logits in scores[0]:
+                yield first, logits, None
+            return
+        for (first, logits), (first_other, others) in zip(*scores, strict=True):
+            if first != first_other or len(logits) != len(others):
+                raise RequestError("Model and reference must be opened with the same outputs and prefill_chunk.")
+            yield first, logits, others
+    finally:
+        for model, sequence in zip(models, sequences, strict=True):
+            model.release(sequence)
+
+
+class _Sums:
+    """Running sums over all counted tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._nll = self._reference_nll = 0.0
+        self._same = 0
+        self._klds: list[NDArray[np.float32]] = []
+
+    def add(self, targets: Sequence[int], counted: Sequence[bool], logits: Floats, others: Floats | None) -> None:
+        """Count a block of float32 logits of shape (rows, vocab_size); `others` are the reference's."""
+        import numpy as np
+
+        rows, ids = np.flatnonzero(counted), np.asarray(targets)
+        step = max(1, BLOCK_LOGITS // logits.shape[1])
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            self._add(ids[part], logits[part], None if others is None else others[part])
+
+    def _add(self, ids: Any, logits: Floats, others: Floats | None) -> None:
+        import numpy as np
+
+        rows = np.arange(len(ids))
+        logprobs = _log_softmax(logits)
+        self.tokens += len(ids)
+        self._nll -= float(logprobs[rows, ids].sum())
+        if others is None:
+            return
+        reference = _log_softmax(others)
+        self._reference_nll -= float(reference[rows, ids].sum())
+        self._same += int(np.count_nonzero(logits.argmax(axis=1) == others.argmax(axis=1)))
+        klds = (np.exp(reference) * (reference - logprobs)).sum(axis=1)
+        self._klds.append(np.maximum(klds, 0).astype(np.float32))  # rounding may give -1e-16
+
+    def result(self, text_bytes: int) -> Evaluation:
+        """Return the means."""
+        import numpy as np
+
+        nll = self._nll / self.tokens
+        if not self._klds:
+            return Evaluation(self.tokens, text_bytes, nll)
+        klds = np.concatenate(self._klds)
+        divergence = Divergence(
+            float(klds.mean(dtype=np.float64)), float(np.percentile(klds, 99)), self._same / self.tokens,
+            math.exp(self._reference_nll / self.tokens),
+        )
+        return Evaluation(self.tokens, text_bytes, nll, divergence)
+
+
+def _log_softmax(logits: Floats) -> NDArray[np.float64]:
+    """Log-probabilities of rows of logits."""
+    import numpy as np
+
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
