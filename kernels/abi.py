@@ -69,11 +69,13 @@ CTX_SPINS = 472
 """Turns of the spin loop before a thread sleeps."""
 CTX_CLOCK = 480
 """Nanoseconds at the last barrier (profile only)."""
+CTX_FIRST = 488
+"""Index of the record that a walk begins with."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
 CTX_CANCEL = 512
-"""Set by Python; read at barriers by the last thread to arrive."""
+"""Set by Python; read at barriers by the last thread to arrive, and by threads that want more work."""
 CTX_ERROR = 576
-"""Set by a kernel that returns non-zero."""
+"""Set by a kernel that returns non-zero; ABANDONED after a cancellation within a record."""
 CTX_ARRIVED = 640
 CTX_GENERATION = 704
 """Counts barriers; the word that waiting threads watch."""
@@ -94,6 +96,9 @@ CTX_PARKED = 1152
 CTX_SCRATCH = 1216
 """Per-thread 64 bytes of timespec and the like, for up to 256 threads."""
 CTX_BYTES = 1216 + 64 * 257
+
+ABANDONED = -1
+"""CTX_ERROR of a walk whose record was left half done."""
 
 COUNT_TOKENS = 0
 COUNT_OUTPUTS = 1

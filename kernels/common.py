@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from numba import njit
 
-from .abi import CTX_COUNTS, CTX_TOKENS, CTX_WORK, REC_FLAGS, REC_PARAMETERS, REC_PLACES, REGION_SHIFT, TOKEN_BYTES
+from .abi import (
+    ABANDONED,
+    CTX_CANCEL,
+    CTX_COUNTS,
+    CTX_ERROR,
+    CTX_TOKENS,
+    CTX_WORK,
+    REC_FLAGS,
+    REC_PARAMETERS,
+    REC_PLACES,
+    REGION_SHIFT,
+    TOKEN_BYTES,
+)
 from .simd import f32_from_bits, load_i32, load_i64
-from .targets import atomic_add
+from .targets import atomic_add, atomic_load, atomic_store
 
 inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorator of helper functions; LLVM inlines them into the kernels."""
 
 _OFFSET_MASK = (1 << REGION_SHIFT) - 1
+_NONE_LEFT = 1 << 40
 
 
 @inline
@@ -47,7 +60,14 @@ def count(ctx, index):
 
 @inline
 def claim(ctx):
-    """Number of the next chunk that no thread has taken; the barrier sets it back to 0."""
+    """Number of the next chunk that no thread has taken; the barrier sets it back to 0.
+
+    After a cancellation there is none left, so that a long record ends soon. The thread still goes to the barrier
+    (leaving alone would strand the others), and the error makes sure that nobody takes the record for done.
+    """
+    if atomic_load(ctx + CTX_CANCEL):
+        atomic_store(ctx + CTX_ERROR, ABANDONED)
+        return _NONE_LEFT
     return atomic_add(ctx + CTX_WORK, 1)
 
 

@@ -1,11 +1,22 @@
 """The executor's inner half: N threads walk the program together, without the GIL and without Python.
 
-`worker` is each thread's life: sleep until the epoch changes, run the record that `CTX_PC` names, meet at the barrier,
-where the last to arrive decides for all what comes next (skip, cancel, error, end). `submit` starts a walk, `wait` waits for
-its end with a time limit, so that Python stays able to see Ctrl-C.
+`worker` is each thread's life: sleep until the epoch changes, run the record that `CTX_FIRST` names, meet at the
+barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end) and says so in `CTX_PC`.
+`submit` starts a walk, `wait` waits for its end with a time limit, so that Python stays able to see Ctrl-C. Threads
+spin for CTX_SPINS turns, then sleep in a futex; where there is none they give the core away.
 
-Words that threads share are read and written atomically (ARM reorders the rest). Threads spin for CTX_SPINS turns, then
-sleep in a futex; where there is none they give the core away.
+Why no thread is stranded and none runs a record twice:
+
+* EPOCH counts the walks that have a record to run. FIRST is written before it and stays until that walk is over, which
+  takes every thread: so each thread takes part in each epoch exactly once, however late it looks.
+* PC is written by the last thread at a barrier only, while all others wait there, and not again before every thread has
+  come to the next barrier, for which it must have read PC. `submit` leaves it alone: a thread that is slow to leave the
+  last barrier of a walk reads -1 even when the next walk has begun, and then finds a new epoch.
+* DONE is written after PC = -1, and `submit` comes after DONE, so ctx and tables change only while nobody reads them.
+* A thread that waits counts itself as a sleeper, looks at the word again, and sleeps if the futex finds it unchanged
+  too; whoever changes the word looks at the sleepers after that. One of the two sees the other: no wake-up is lost.
+* Plain stores (tables, counts, FIRST, PC, WORK, ARRIVED) come before an atomic store (EPOCH, GENERATION, DONE) that
+  their readers load first, which orders them on ARM as well.
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ from .abi import (
     CTX_DONE,
     CTX_EPOCH,
     CTX_ERROR,
+    CTX_FIRST,
     CTX_FUTEX_NUMBER,
     CTX_GENERATION,
     CTX_HOST_CLOCK,
@@ -153,7 +165,7 @@ def worker(rec, ctx, tid, n_threads):
         seen = atomic_load(ctx + CTX_EPOCH)
         if atomic_load(ctx + CTX_STOP):
             return 0
-        pc = load_i64(ctx + CTX_PC)
+        pc = load_i64(ctx + CTX_FIRST)
         while pc >= 0:
             record = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
             status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
@@ -165,26 +177,30 @@ def worker(rec, ctx, tid, n_threads):
 
 @kernel("submit")
 def submit(rec, ctx, tid, n_threads):
-    """Start a walk (or, with CTX_STOP set, the threads' end). Returns its epoch."""
-    epoch = atomic_load(ctx + CTX_EPOCH) + 1
-    if load_i64(ctx + CTX_PROFILE):
-        clock(ctx)
-    # A thread may still be between the last barrier and its look at CTX_PC: it then starts this walk a moment earlier than
-    # through the epoch, which is as good, but must find nothing to start when the threads are to end.
-    first = -1 if atomic_load(ctx + CTX_STOP) else next_record(ctx, -1)
-    store_i64(ctx + CTX_PC, first)
-    if first < 0:
-        atomic_store(ctx + CTX_DONE, epoch)
-    atomic_store(ctx + CTX_EPOCH, epoch)
+    """Start a walk (or, with CTX_STOP set, the threads' end); called when the last walk is over."""
+    stop = atomic_load(ctx + CTX_STOP)
+    if not stop:
+        if load_i64(ctx + CTX_PROFILE):
+            clock(ctx)
+        first = next_record(ctx, -1)
+        if first < 0:
+            return 0  # nothing to run: the threads need not know
+        store_i64(ctx + CTX_FIRST, first)
+    atomic_add(ctx + CTX_EPOCH, 1)
+    if stop:  # an epoch without a walk is over at once
+        atomic_add(ctx + CTX_DONE, 1)
     if atomic_load(ctx + CTX_PARKED):
         wake_all(ctx, ctx + CTX_EPOCH)
-    return epoch
+    return 0
 
 
 @kernel("wait")
 def wait(rec, ctx, tid, n_threads):
-    """Wait for the end of walk `tid`, at most the timespec at `rec`; returns 1 if it has ended."""
-    done = atomic_load(ctx + CTX_DONE)
-    if done < tid:
+    """Wait for the end of the walk, at most the timespec at `rec` (0: no limit); returns 1 if it has ended."""
+    epoch, done = atomic_load(ctx + CTX_EPOCH), atomic_load(ctx + CTX_DONE)
+    while done != epoch:
         sleep_on(ctx, ctx + CTX_DONE, done, rec)
-    return 1 if atomic_load(ctx + CTX_DONE) >= tid else 0
+        done = atomic_load(ctx + CTX_DONE)
+        if rec:
+            break
+    return 1 if done == epoch else 0

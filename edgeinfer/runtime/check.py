@@ -35,6 +35,7 @@ def run_checked(executor: Executor) -> None:
         status = signature(int(executor.program.words[i, 0]))(address, executor.ctx, 0, 1)
         if status:
             executor.set(abi.CTX_ERROR, status)
+        if status or executor.get(abi.CTX_ERROR):  # a cancelled record is half done: there is nothing to compare
             return
         if difference := compare(expected):
             raise KernelError(f"Record {i} ({record.kernel}, {record.op}) disagrees with its twin: {difference}")

@@ -1,18 +1,21 @@
 """The executor: long-lived threads that walk the program without the GIL, and the main thread that waits in Python.
 
-The inner half is kernels/walk.py. Nothing is allocated while a walk runs: this class writes tables, starts the walk, waits.
+The inner half is kernels/walk.py, which also says why the threads cannot lose each other. Nothing is allocated while a
+walk runs: this class starts it and waits.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CancelledError, ClosedError, KernelError
+from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
 from edgeinfer.kernels import Kernels, abi
 
 from .memory import allocate
@@ -21,6 +24,9 @@ from .threads import host_functions, spins
 
 WAIT_SECONDS = 0.05
 """Longest wait before Python looks at signals again (a signal ends the wait at once)."""
+_CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
+Entry = Callable[[int, int, int, int], int]
+"""A kernel as Python calls it: record, ctx, thread, threads."""
 
 
 class Executor:
@@ -34,6 +40,11 @@ class Executor:
     threads : int
     regions : dict of str to uint8 array
         Memory of each region, by the names of abi.REGIONS.
+
+    Raises
+    ------
+    EdgeInferError
+        If the system refuses the threads.
     """
 
     def __init__(self, program: Program, kernels: Kernels, threads: int, regions: dict[str, NDArray[np.uint8]]):
@@ -48,8 +59,14 @@ class Executor:
         self._timeout = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
         self._profile: NDArray[np.int64] | None = None
         self._closed = False
+        self._process = os.getpid()
         self._write_ctx()
-        self._workers = [] if self.check else self._start()
+        self._workers: list[threading.Thread] = []
+        # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended: on
+        # close, when the executor is forgotten, and when Python exits.
+        self._end = weakref.finalize(self, _end_threads, self._words, self._submit, self._wait, self._workers, kernels)
+        if not self.check:
+            self._start()
 
     # -- ctx ---------------------------------------------------------------------------------------------------------
 
@@ -92,33 +109,39 @@ class Executor:
         """
         if self._closed:
             raise ClosedError("The model was closed; open it again.")
+        if self._process != os.getpid():
+            raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
+                                 "inherited; open the model again in this process.")
         if self.check:
             from .check import run_checked
 
             run_checked(self)
         else:
             self._walk()
-        if self.get(abi.CTX_CANCEL):
+        status = self.get(abi.CTX_ERROR)
+        self.set(abi.CTX_ERROR, 0)
+        if self.get(abi.CTX_CANCEL) or status == abi.ABANDONED:
             self.set(abi.CTX_CANCEL, 0)
             raise CancelledError("The run was cancelled.")
-        if status := self.get(abi.CTX_ERROR):
-            self.set(abi.CTX_ERROR, 0)
+        if status:
             raise KernelError(f"A kernel failed with status {status}.")
 
     def _walk(self) -> None:
-        epoch = self._submit(0, self.ctx, 0, 0)
+        words, submit, wait, ctx, timeout = self._words, self._submit, self._wait, self.ctx, self._timeout.ctypes.data
         try:
-            while not self._wait(self._timeout.ctypes.data, self.ctx, epoch, 0):
+            submit(0, ctx, 0, 0)
+            while not wait(timeout, ctx, 0, 0):
                 pass  # back in Python: signal handlers run here
         except BaseException:
-            self.cancel()
-            while not self._wait(self._timeout.ctypes.data, self.ctx, epoch, 0):
-                pass
-            self.set(abi.CTX_CANCEL, 0)
+            words[_CANCEL] = 1  # no call into Python before the threads are done: a second Ctrl-C could be raised there
+            try:
+                wait(0, ctx, 0, 0)
+            finally:
+                words[_CANCEL] = words[_ERROR] = 0
             raise
 
     def cancel(self) -> None:
-        """End the walk at the next barrier; callable from any thread and from signal handlers."""
+        """End the walk at the next chunk of work; callable from any thread and from signal handlers."""
         self.set(abi.CTX_CANCEL, 1)
 
     def forget_cancel(self) -> None:
@@ -140,28 +163,41 @@ class Executor:
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> list[threading.Thread]:
+    def _start(self) -> None:
         worker = self.kernels.function("worker")
         epoch = self.get(abi.CTX_EPOCH)
-        workers = [threading.Thread(target=worker, args=(epoch, self.ctx, tid, self.threads), daemon=True,
-                                    name=f"edgeinfer-{tid}") for tid in range(self.threads)]
-        for thread in workers:
-            thread.start()
-        return workers
+        try:
+            for tid in range(self.threads):
+                thread = threading.Thread(target=worker, args=(epoch, self.ctx, tid, self.threads), daemon=True,
+                                          name=f"edgeinfer-{tid}")
+                thread.start()
+                self._workers.append(thread)
+        except RuntimeError as error:
+            self.close()
+            raise EdgeInferError(f"The system refuses {self.threads} threads ({error}); lower --threads.") from None
 
     def close(self) -> None:
-        """Stop the threads. The caller must not be in `run`."""
-        if self._closed:
-            return
+        """Stop the threads; a walk that another thread has running is cancelled."""
         self._closed = True
-        if self._workers:
-            self.set(abi.CTX_STOP, 1)
-            self._submit(0, self.ctx, 0, 0)
-            for thread in self._workers:
-                thread.join()
+        self._end()
 
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+
+
+def _end_threads(
+    words: NDArray[np.int64], submit: Entry, wait: Entry, workers: list[threading.Thread], kernels: Kernels
+) -> None:
+    """End a walk that still runs, then the threads. `kernels` is here to be kept alive until then."""
+    ctx = words.ctypes.data
+    words[_CANCEL] = 1
+    wait(0, ctx, 0, 0)
+    words[_STOP] = 1
+    submit(0, ctx, 0, 0)
+    for thread in workers:
+        thread.join()

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from edgeinfer.errors import EdgeInferError
 
 _HUGE = 2 << 20
+# Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
+# memory no huge pages.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def allocate(nbytes: int) -> NDArray[np.uint8]:
@@ -21,9 +24,11 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
         If the system refuses.
     """
     try:
-        memory = mmap.mmap(-1, max(nbytes, 1) + (_HUGE if nbytes >= _HUGE else 0))
-    except (OSError, ValueError) as error:
-        raise EdgeInferError(f"The system refuses {nbytes / 1e9:.2f} GB of memory ({error}); lower --ctx or --budget.") from None
+        memory = mmap.mmap(-1, max(nbytes, 1) + (_HUGE if nbytes >= _HUGE else 0), **_PRIVATE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise EdgeInferError(
+            f"The system refuses {nbytes / 1e9:.2f} GB of memory ({error}); lower --ctx or --budget."
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -82,6 +82,10 @@ class KVCache:
             self.pool.drop(block)
         del sequence.blocks[keep:]
 
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._layers = []
+
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, path: Path, model: str) -> None:

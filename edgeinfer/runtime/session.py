@@ -117,9 +117,12 @@ class Session:
         -------
         float32 array of shape (len(sequences), vocab_size)
         """
-        if not 1 <= len(sequences) <= self.config.outputs or len(sequences) != len(ids):
-            raise RequestError(f"{len(sequences)} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to "
-                               f"{self.config.outputs} sequences at once, set by max_sequences.")
+        most = self.config.max_sequences
+        if not 1 <= len(sequences) <= most or len(sequences) != len(ids):
+            raise RequestError(
+                f"{len(sequences)} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to {most} "
+                "sequences at once, set by max_sequences."
+            )
         if len({id(s) for s in sequences}) != len(sequences):
             raise RequestError("A sequence takes part twice in one decode walk; fork it.")
         for sequence, token in zip(sequences, ids, strict=True):
@@ -151,6 +154,8 @@ class Session:
         """Stop the threads and let go of all memory."""
         self.executor.close()
         self.executor.regions.clear()
+        self.kv.close()
+        self._logits = np.zeros((0, 0), np.float32)
         self.bundle.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -183,15 +188,18 @@ class Session:
                 raise RequestError(f"Token id {token} is outside the vocabulary (0 to {self.model.vocab_size - 1}).")
         if len(sequence) + len(ids) > ctx:
             before = f" after {len(sequence)} tokens" if len(sequence) else ""
-            raise RequestError(f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx "
-                               f"(the model allows {self.model.max_position_embeddings}).")
+            raise RequestError(
+                f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx (the model "
+                f"allows {self.model.max_position_embeddings})."
+            )
 
     def _fill_constants(self, region: NDArray[np.uint8]) -> None:
         """Cosines and sines per position, each padded to vectors of 16."""
         half = self.model.head_dim // 2
         padded = round_up(half, 16)
         table = region[: self.plan.request.ctx * self.plan.rope_row_bytes].view(np.float32).reshape(-1, 2, padded)
-        table[:, 0, :half], table[:, 1, :half] = rope_tables(self.model.rope, self.model.head_dim, self.plan.request.ctx)
+        tables = rope_tables(self.model.rope, self.model.head_dim, self.plan.request.ctx)
+        table[:, 0, :half], table[:, 1, :half] = tables
 
     def _identity(self) -> str:
         return hashlib.sha256((self.bundle.path / HEADER_FILE).read_bytes()).hexdigest()
