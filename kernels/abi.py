@@ -157,3 +157,11 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64
 """Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens."""
+ATTENTION_TILE = 8
+"""Most (token, query head) rows that go through attention together."""
+
+
+def attention_scratch_bytes(head_dim: int) -> int:
+    """Scratch of a thread in attention: a tile's state, queries, scores of one split, sums and merged sums."""
+    rows = 384 + 128 * ATTENTION_TILE + 12 * ATTENTION_TILE * padded_head_dim(head_dim)
+    return rows + 4 * ATTENTION_TILE * SPLIT_BLOCKS * BLOCK_TOKENS

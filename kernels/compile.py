@@ -41,8 +41,32 @@ def load_kernels(isa: Isa) -> dict[str, Any]:
     return KERNELS
 
 
-def compile_kernel(name: str, function: Any) -> tuple[bytes, str]:
-    """Object code and assembly of one kernel.
+def only_translate() -> None:
+    """Make Numba stop at LLVM IR: helpers are neither optimised nor turned into machine code one by one.
+
+    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole. Numba wants a built-in
+    function as the key of each helper; a new list's method is one.
+    """
+    from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
+    from numba.core.cpu import CPUContext
+
+    CPUContext.get_executable = lambda self, library, fndesc, env: [].append  # type: ignore[method-assign]
+    CPUCodeLibrary._optimize_final_module = lambda self: None  # type: ignore[method-assign]
+    JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
+
+
+def optimise(module: Any, machine: Any) -> None:
+    """LLVM's -O3 without its vectorisers: the kernels spell out their vectors."""
+    import llvmlite.binding as llvm
+
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+
+
+def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[bytes, str]:
+    """Object code of one kernel, and its assembly if asked for.
 
     Raises
     ------
@@ -51,11 +75,14 @@ def compile_kernel(name: str, function: Any) -> tuple[bytes, str]:
     """
     import llvmlite.binding as llvm
     from numba import njit
+    from numba.core.compiler_lock import global_compiler_lock
 
     options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled = njit("int64(int64, int64, int64, int64)", **options)(function)
     overload = compiled.overloads[compiled.signatures[0]]
     library = overload.library
+    with global_compiler_lock:
+        library.finalize()  # links the helpers in
     module = llvm.parse_assembly(library.get_llvm_str())
     module.link_in(llvm.parse_assembly(_entry(name, overload.fndesc.mangled_name, module)))
     for inner in (*module.functions, *module.global_variables):
@@ -63,11 +90,12 @@ def compile_kernel(name: str, function: Any) -> tuple[bytes, str]:
             inner.linkage = "internal"
     module.verify()
     machine = library.codegen._tm
+    optimise(module, machine)
     code = machine.emit_object(module)
     foreign = undefined_symbols(code) - ALLOWED
     if foreign:
         raise RuntimeError(f"kernel {name} needs the symbols {', '.join(sorted(foreign))}, which only Numba has")
-    return code, machine.emit_assembly(module)
+    return code, machine.emit_assembly(module) if assembly else ""
 
 
 def _entry(name: str, mangled: str, module: Any) -> str:
@@ -94,12 +122,14 @@ def main(arguments: list[str]) -> None:
     if machine != host():
         cross(machine)
     kernels = load_kernels(isa)
+    only_translate()
+    want_assembly = bool(os.environ.get("EDGEINFER_ASSEMBLY"))
     only = arguments[5:]
     names = only or sorted(kernels)
     for name in names[int(share)::int(shares)]:
-        code, assembly = compile_kernel(name, kernels[name])
+        code, assembly = compile_kernel(name, kernels[name], want_assembly)
         (Path(out) / f"{name}.o").write_bytes(code)
-        if os.environ.get("EDGEINFER_ASSEMBLY"):
+        if want_assembly:
             (Path(out) / f"{name}.s").write_text(assembly)
         print(name, len(names), flush=True)
 

@@ -261,6 +261,35 @@ def fma_splat(context, acc, v, x, stride):
     return acc(acc, v, x, stride), lower
 
 
+def _row_fma(name, llvm, align, widen):
+    """Intrinsic ``(tile, address, p)``: tile[i] + vector i at address (16 stored elements each) * the f32 at p."""
+
+    @intrinsic
+    def fma_rows(context, acc, address, p):
+        if not isinstance(acc, Tile):
+            return None
+
+        def lower(context, b, sig, args):
+            scalar = splat(b, b.load(pointer(b, args[2]), typ=F32, align=4), VF)
+            size = ir.Constant(I64, 16 * align)
+
+            def step(b, v, i):
+                stored = b.load(pointer(b, row(b, args[1], size, i)), typ=llvm, align=align)
+                return emit_fma(b, widen(b, stored), scalar, v)
+
+            return per_row(b, acc, args[0], step)
+
+        return acc(acc, address, p), lower
+
+    fma_rows.__name__ = name
+    return fma_rows
+
+
+fma_rows_i8 = _row_fma("fma_rows_i8", ir.VectorType(I8, 16), 1, lambda b, v: b.sitofp(b.sext(v, VI), VF))
+fma_rows_f16 = _row_fma("fma_rows_f16", ir.VectorType(I16, 16), 2, emit_widen_f16)
+fma_rows_f32 = _row_fma("fma_rows_f32", VF, 4, lambda b, v: v)
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 

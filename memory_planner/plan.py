@@ -11,8 +11,6 @@ from .lifetimes import Placement, place_activations
 
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
-ATTENTION_ROWS = 32
-"""(token, query head) pairs that a thread keeps in scratch at once, or the heads of one KV head where they are more."""
 PYTHON_RESERVE_BYTES = 144 << 20
 """The interpreter, NumPy, LLVM's loader, the tokenizer: measured 110-140 MB on Linux, stated as one region."""
 
@@ -123,9 +121,7 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
 def thread_scratch(graph: Graph) -> int:
     """Scratch bytes of a thread: the largest that any kernel asks for."""
     c = graph.config
-    group = c.num_attention_heads // c.num_key_value_heads
-    rows = max(ATTENTION_ROWS, group)
-    attention = rows * (256 + 12 * abi.padded_head_dim(c.head_dim))
+    attention = abi.attention_scratch_bytes(c.head_dim)
     norm = 4 * round_up(c.hidden_size, 16)
     return round_up(max(attention, norm, abi.GATED_SCRATCH_BYTES) + 64, 64)
 
