@@ -1,0 +1,74 @@
+"""Tiny random models and the sessions that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import write_random_bundle
+from edgeinfer.graph import ModelConfig
+from edgeinfer.runtime import Sequence, Session
+
+SPLIT = 256
+"""Tokens of an attention split (kernels/abi.py): contexts in tests go beyond two of them."""
+TINY = ModelConfig(
+    "llama", vocab_size=99, hidden_size=36, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=6, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=1024,
+)
+"""GQA with a group of 3; no dimension is a multiple of 16."""
+WINDOWED = replace(TINY, model_type="mistral", num_hidden_layers=3, windows=(0, 300, 40))
+"""Windows longer and shorter than a split beside full attention."""
+
+
+def tokens(n: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, vocab_size, n).tolist()
+
+
+def write_model(directory: Path, config: ModelConfig = TINY, weights: str = "q4", group_size: int = 32) -> Path:
+    """A bundle with random weights, written once per directory; gives its path."""
+    path = directory / f"{config.model_type}-{weights}-{group_size}"
+    if not path.exists():
+        write_random_bundle(config, path, weights, group_size)
+    return path
+
+
+@contextmanager
+def session(path: Path, **options: Any) -> Iterator[Session]:
+    """An open session; one thread and a small chunk unless asked otherwise."""
+    config = RuntimeConfig(**{"threads": 1, "prefill_chunk": 64, **options})
+    opened = Session(Bundle.open(path), config)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def logits_of(opened: Session, ids: list[int], n_decoded: int = 0) -> np.ndarray:
+    """Logits after the prompt and after each of the last n tokens, decoded one by one: (1 + n, vocab_size)."""
+    sequence = opened.new_sequence()
+    n = len(ids) - n_decoded
+    rows = [opened.prefill(sequence, ids[:n]), *(opened.decode([sequence], [token])[0] for token in ids[n:])]
+    opened.release(sequence)
+    return np.stack(rows)
+
+
+def scored(opened: Session, ids: list[int], sequence: Sequence | None = None) -> np.ndarray:
+    """Logits after every token, of shape (T, vocab_size)."""
+    own = sequence or opened.new_sequence()
+    rows = np.concatenate([rows for _, rows in opened.score(own, ids)])
+    if sequence is None:
+        opened.release(own)
+    return rows
+
+
+def free_blocks(opened: Session) -> int:
+    """KV blocks that nobody holds."""
+    return opened.kv.pool.n_free
