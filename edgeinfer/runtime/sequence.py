@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,19 +91,35 @@ class KVCache:
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, path: Path, model: str) -> None:
-        """Write tokens and blocks: magic, header length, JSON header, then the blocks of each layer in order."""
-        data = [layer[block].tobytes() for layer in self._layers for block in sequence.blocks]
-        digest = hashlib.sha256(b"".join(data)).hexdigest()
-        header = json.dumps(self._header(model) | {"tokens": sequence.tokens, "sha256": digest}).encode()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        """Write tokens and blocks: magic, header length, JSON header, then the blocks of each layer in order.
+
+        Raises
+        ------
+        DestinationError
+            If the file cannot be written; nothing is left behind, and an older file stays as it was.
+        """
+        import tempfile
+
+        header = self._header(model) | {"tokens": sequence.tokens}
+        digest = _start_digest(header)
+        for row in self._rows(sequence):
+            digest.update(row)
+        text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
+        temporary = None
         try:
-            with open(temporary, "wb") as file:
-                file.write(MAGIC + struct.pack("<Q", len(header)) + header)
-                file.writelines(data)
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            with open(handle, "wb") as file:
+                file.write(MAGIC + struct.pack("<Q", len(text)) + text)
+                for row in self._rows(sequence):
+                    file.write(row)
             os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror}.") from None
+        except BaseException as error:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                why = error.strerror or error
+                raise DestinationError(f"Cannot write the prompt cache {path}: {why}.") from None
+            raise
 
     def load(self, path: Path, model: str) -> Sequence:
         """Read a sequence saved by the same model with the same KV type.
@@ -109,48 +127,70 @@ class KVCache:
         Raises
         ------
         BundleError
-            If the file is damaged or belongs to another model or KV type.
+            If the file cannot be read, is damaged, belongs to another model or KV type, or is longer than the context.
+        RequestError
+            If the pool has no room for it.
         """
         try:
             with open(path, "rb") as file:
-                header = self._read_header(file.read(16), file, path, model)
-                tokens = header["tokens"]
-                n_blocks = -(-len(tokens) // abi.BLOCK_TOKENS)
+                header = self._read_header(file, path, model)
+                n_blocks = -(-len(header["tokens"]) // abi.BLOCK_TOKENS)
                 data = file.read(n_blocks * self.plan.kv_block_bytes * len(self._layers) + 1)
         except OSError as error:
-            raise BundleError(f"Cannot read the prompt cache {path}: {error.strerror}.") from None
-        if hashlib.sha256(data).hexdigest() != header["sha256"]:
-            raise BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")
+            raise BundleError(f"Cannot read the prompt cache {path}: {error.strerror or error}.") from None
+        sealed = header.pop("sha256")
+        digest = _start_digest(header)
+        digest.update(data)
+        if digest.hexdigest() != sealed:
+            raise _damaged(path)
         sequence = Sequence()
-        self.extend(sequence, len(tokens))
+        try:
+            self.extend(sequence, len(header["tokens"]))
+        except RequestError:
+            self.trim(sequence)
+            raise
         stored = np.frombuffer(data, np.uint8).reshape(len(self._layers), n_blocks, self.plan.kv_block_bytes)
         for layer, rows in zip(self._layers, stored, strict=True):
             layer[sequence.blocks] = rows
-        sequence.tokens = tokens
+        sequence.tokens = header["tokens"]
         return sequence
 
-    def _header(self, model: str) -> dict[str, object]:
+    def _rows(self, sequence: Sequence) -> Iterator[memoryview]:
+        """The sequence's blocks, layer by layer."""
+        for layer in self._layers:
+            yield from (layer[block].data for block in sequence.blocks)
+
+    def _header(self, model: str) -> dict[str, Any]:
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
                 "layers": len(self._layers)}
 
-    def _read_header(self, start: bytes, file: object, path: Path, model: str) -> dict[str, object] | dict:
+    def _read_header(self, file: BinaryIO, path: Path, model: str) -> dict[str, Any]:
+        start = file.read(16)
         if start[:8] != MAGIC or len(start) < 16:
             raise BundleError(f"{path} is no prompt cache of edgeinfer.")
         size = struct.unpack("<Q", start[8:])[0]
         try:
-            if size > MAX_HEADER_BYTES:
-                raise ValueError
-            header = json.loads(file.read(size))  # type: ignore[attr-defined]
+            header = json.loads(file.read(size) if size <= MAX_HEADER_BYTES else b"")
             tokens, _ = header["tokens"], header["sha256"]
-            good = isinstance(tokens, list) and all(isinstance(t, int) for t in tokens)
-        except (ValueError, KeyError, TypeError):
+            good = isinstance(tokens, list) and all(type(t) is int and t >= 0 for t in tokens)
+        except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good:
-            raise BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")
+            raise _damaged(path)
         if {k: header.get(k) for k in self._header(model)} != self._header(model):
-            raise BundleError(f"The prompt cache {path} was saved by another model or with another --kv; delete it or give "
-                              "another file.")
-        if len(tokens) > self.plan.request.ctx:
-            raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {self.plan.request.ctx}; "
-                              "raise --ctx.")
-        return header
+            raise BundleError(
+                f"The prompt cache {path} was saved by another model or with another --kv; delete it or give another "
+                "file."
+            )
+        if len(tokens) > (ctx := self.plan.request.ctx):
+            raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
+        return dict(header)
+
+
+def _start_digest(header: dict[str, Any]) -> Any:
+    """A checksum that has seen the header; the blocks come next."""
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+
+
+def _damaged(path: Path) -> BundleError:
+    return BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")

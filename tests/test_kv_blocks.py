@@ -1,0 +1,176 @@
+"""KV blocks: who holds which, copy-on-write, truncation, exhaustion; and that sharing never shows in the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.errors import RequestError
+from edgeinfer.memory_planner import BlockPool
+from edgeinfer.runtime import Session
+from tests.sessions import free_blocks, session, tokens, write_model
+
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 290)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(params=["int8", "f16", "f32"])
+def opened(path: Path, request: pytest.FixtureRequest) -> Iterator[Session]:
+    with session(path, kv=request.param, ctx=320, max_sequences=3) as one:
+        yield one
+        assert free_blocks(one) == one.plan.kv_blocks, "a block was lost"
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_gives_each_block_once_and_takes_it_back_after_its_last_holder() -> None:
+    pool = BlockPool(5)
+    blocks = [pool.take() for _ in range(5)]
+    assert sorted(blocks) == [0, 1, 2, 3, 4]
+    assert pool.n_free == 0
+    pool.share(blocks[2])
+    assert pool.is_shared(blocks[2]) and not pool.is_shared(blocks[1])
+    pool.drop(blocks[2])
+    assert pool.n_free == 0 and not pool.is_shared(blocks[2])
+    pool.drop(blocks[2])
+    assert pool.n_free == 1
+    assert pool.take() == blocks[2]
+
+
+def test_an_empty_pool_says_so() -> None:
+    pool = BlockPool(2)
+    pool.take(), pool.take()
+    with pytest.raises(RequestError, match=r"All 2 KV blocks of 16 tokens are in use; .* or release a sequence\.$"):
+        pool.take()
+
+
+def test_random_operations_keep_the_books(path: Path) -> None:
+    """After every operation each block has as many holders as block tables name it, and nobody holds a free one."""
+    rng = np.random.default_rng(3)
+    with session(path, ctx=96, max_sequences=8) as opened:
+        kv, alive = opened.kv, [opened.new_sequence()]
+        for _ in range(2000):
+            one = alive[rng.integers(len(alive))]
+            match rng.integers(5):
+                case 0 | 1:
+                    n = int(rng.integers(1, 40))
+                    if len(one) + n <= 96:
+                        try:
+                            kv.extend(one, n)
+                            one.tokens += [0] * n
+                        except RequestError:
+                            kv.trim(one)
+                case 2 if len(alive) < 12:
+                    alive.append(kv.fork(one))
+                case 3:
+                    kv.truncate(one, int(rng.integers(len(one) + 1)))
+                case 4 if len(alive) > 1:
+                    alive.remove(one)
+                    opened.release(one)
+            held = np.bincount([b for s in alive for b in s.blocks], minlength=kv.pool.n_blocks)
+            assert free_blocks(opened) == (held == 0).sum()
+            assert [kv.pool.is_shared(b) for b in range(kv.pool.n_blocks)] == list(held > 1)
+            for s in alive:
+                assert len(s.blocks) == -(-len(s) // 16)
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+def alone(opened: Session, ids: list[int]) -> bytes:
+    """Logits after a prompt that shares nothing."""
+    sequence = opened.new_sequence()
+    logits = opened.prefill(sequence, ids)
+    opened.release(sequence)
+    return logits.tobytes()
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_forks_go_their_own_ways(opened: Session, n: int) -> None:
+    """Two forks and their parent continue differently, in turns; each has the logits of a prompt of its own."""
+    prompt = tokens(n)
+    parent = opened.new_sequence()
+    opened.prefill(parent, prompt)
+    family = [parent, opened.fork(parent), opened.fork(parent)]
+    held = opened.plan.kv_blocks - free_blocks(opened)
+    assert held == len(parent.blocks), "a fork takes no block before it writes"
+    continued = [tokens(3, seed=10 + i) for i in range(3)]
+    for step in range(3):
+        for i, sequence in enumerate(family):
+            logits = opened.decode([sequence], [continued[i][step]])[0]
+            assert sequence.tokens == prompt + continued[i][: step + 1]
+            assert logits.tobytes() == alone(opened, sequence.tokens)
+    for sequence in family:
+        opened.release(sequence)
+
+
+def test_forks_decode_in_one_walk(opened: Session) -> None:
+    """Copies of the shared last block are made within the walk that writes to it."""
+    prompt = tokens(21)
+    parent = opened.new_sequence()
+    opened.prefill(parent, prompt)
+    family = [parent, opened.fork(parent), opened.fork(parent)]
+    logits = opened.decode(family, [5, 6, 7])
+    assert len({sequence.blocks[-1] for sequence in family}) == 3
+    assert len({sequence.blocks[0] for sequence in family}) == 1
+    for row, sequence in zip(logits, family, strict=True):
+        assert row.tobytes() == alone(opened, sequence.tokens)
+        opened.release(sequence)
+
+
+@pytest.mark.parametrize(("n", "keep"), [(40, 0), (40, 7), (40, 16), (40, 17), (33, 32), (290, 255), (290, 288)])
+def test_a_truncated_sequence_goes_on_as_if_it_had_never_been_longer(opened: Session, n: int, keep: int) -> None:
+    prompt, other = tokens(n), tokens(9, seed=1)
+    sequence = opened.new_sequence()
+    opened.prefill(sequence, prompt)
+    twin = opened.fork(sequence)
+    opened.truncate(sequence, keep)
+    assert len(sequence.blocks) == -(-keep // 16)
+    assert opened.prefill(sequence, other).tobytes() == alone(opened, prompt[:keep] + other)
+    assert opened.decode([twin], [4])[0].tobytes() == alone(opened, [*prompt, 4]), "the fork still has what was cut"
+    opened.release(sequence)
+    opened.release(twin)
+
+
+def test_a_sequence_cannot_be_cut_to_more_than_it_has(opened: Session) -> None:
+    sequence = opened.new_sequence()
+    opened.prefill(sequence, [1, 2, 3])
+    for n in (4, -1):
+        with pytest.raises(RequestError, match=f"^Cannot cut a sequence of 3 tokens to {n}\\.$"):
+            opened.truncate(sequence, n)
+    opened.release(sequence)
+    assert len(sequence) == 0 and sequence.blocks == []
+
+
+def test_an_exhausted_pool_is_said_and_nothing_is_lost(path: Path) -> None:
+    with session(path, ctx=64) as opened:
+        first, second = opened.new_sequence(), opened.new_sequence()
+        logits = opened.prefill(first, tokens(40))
+        opened.prefill(second, tokens(10))
+        with pytest.raises(RequestError, match=r"^All 4 KV blocks of 16 tokens are in use"):
+            opened.prefill(second, tokens(20))
+        assert len(second) == 10 and len(second.blocks) == 1 and free_blocks(opened) == 0
+        opened.release(second)
+        opened.truncate(first, 39)
+        assert opened.decode([first], tokens(40)[39:])[0].tobytes() == logits.tobytes()
+
+
+def test_every_slot_of_the_context_can_be_used(path: Path) -> None:
+    """To the last token, with a context that is no multiple of a block, also by all forks at once."""
+    with session(path, ctx=43, max_sequences=4) as opened:
+        parent = opened.new_sequence()
+        opened.prefill(parent, tokens(35))
+        family = [parent, *(opened.fork(parent) for _ in range(3))]
+        for step in range(8):
+            opened.decode(family, [step, step + 1, step + 2, step + 3])
+        assert [len(sequence) for sequence in family] == [43] * 4
+        with pytest.raises(RequestError, match=r"^1 tokens after 43 tokens do not fit the context of 43"):
+            opened.decode([parent], [1])
