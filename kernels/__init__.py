@@ -1,17 +1,48 @@
 """SIMD kernels written in Python, their NumPy twins, weight layouts, and the objects that a process links.
 
-Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary, G group.
-Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its own).
+Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary,
+G group. Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its
+own). `abi`, `layouts`, `parameters`, `quantise` and `reference` are offered as modules, for their names read best with
+the module's; the record parameters that lowering fills are offered by name too.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import abi, layouts, parameters, quantise, reference
+    from .isa import LADDER, Isa, available, choose, machine
+    from .objects import Kernels, cache_directory, find_set
+    from .parameters import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, fill
 
 _HOMES = {
     "Isa": "isa", "available": "isa", "choose": "isa", "machine": "isa", "LADDER": "isa",
     "Kernels": "objects", "cache_directory": "objects", "find_set": "objects",
+    "ACTIVATIONS": "parameters", "ATTENTION": "parameters", "LINEAR": "parameters", "ROPE": "parameters",
+    "ROWS": "parameters", "fill": "parameters",
     "abi": "", "layouts": "", "parameters": "", "quantise": "", "reference": "",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTION",
+    "LADDER",
+    "LINEAR",
+    "ROPE",
+    "ROWS",
+    "Isa",
+    "Kernels",
+    "abi",
+    "available",
+    "cache_directory",
+    "choose",
+    "fill",
+    "find_set",
+    "layouts",
+    "machine",
+    "parameters",
+    "quantise",
+    "reference",
+]
 
 
 def __getattr__(name: str) -> object:

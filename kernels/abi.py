@@ -148,11 +148,37 @@ def kv_head_bytes(kv: str, head_dim: int) -> int:
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     """Layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 sums), in bytes.
 
-    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are.
+    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are. Rows of several tokens
+    are interleaved, see `token_blocks`. Sums are stored times -8: the start value of products with 4-bit codes.
     """
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size
     return -(-(values + 8 * groups) // 64) * 64, values, values + 4 * groups
+
+
+def token_blocks(n_tokens: int, heights: tuple[int, int]) -> list[tuple[int, int]]:
+    """Blocks (first token, tokens) in which n tokens go through matrix products: large ones, small ones, single tokens.
+
+    A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of token j
+    lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and the int32
+    -8 * (sum of the group's values) at base + n * sums + 4 (g n + j).
+    """
+    blocks, start = [], 0
+    for height in (*heights, 1):
+        while start + height <= n_tokens:
+            blocks.append((start, height))
+            start += height
+    return blocks
+
+
+def pack_heights(heights: tuple[int, int]) -> int:
+    """Block heights as one parameter of a record."""
+    return heights[0] | heights[1] << 8
+
+
+def unpack_heights(packed: int) -> tuple[int, int]:
+    """The inverse of `pack_heights`."""
+    return packed & 255, packed >> 8
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64

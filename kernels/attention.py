@@ -73,7 +73,7 @@ SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
 SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
 
 # Scratch of a tile of up to ATTENTION_TILE (8) rows: arrays by row, then queries, scores, acc, merged acc.
-T_SCALE, T_SUM, T_M, T_MERGED_M, T_LOW, T_HIGH = 0, 64, 128, 192, 256, 320
+T_SCALE, T_OFFSET, T_M, T_MERGED_M, T_LOW, T_HIGH = 0, 64, 128, 192, 256, 320
 T_L, T_MERGED_L = 384, 384 + 64 * ATTENTION_TILE
 T_Q = 384 + 128 * ATTENTION_TILE
 SCORES = 4 * SPLIT_TOKENS
@@ -109,7 +109,7 @@ def partial_bytes(padded):
 
 @outlined
 def prepare_int8(tile, i, r, q, n, scale):
-    """Quantise a query with one scale (the softmax scale folded in); its sum undoes the offset of unsigned products."""
+    """Quantise a query with one scale (the softmax scale folded in); its offset (-8 x sum) undoes that of unsigned products."""
     largest = splat_f32(0.0)
     for k in range(0, n, 16):
         largest = vmax(largest, vabs(keep_first(load_f32x16(q + 4 * k), n - k)))
@@ -121,7 +121,7 @@ def prepare_int8(tile, i, r, q, n, scale):
         scatter_i8x4(tile + T_Q + k * r + 4 * i, values, 4 * r)
         total = total + values
     store_f32(tile + T_SCALE + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
-    store_i32(tile + T_SUM + 4 * i, sum_lanes_i32(total))
+    store_i32(tile + T_OFFSET + 4 * i, -8 * sum_lanes_i32(total))
 
 
 @outlined
@@ -138,13 +138,13 @@ def prepare_float(tile, i, r, q, n, scale):
 def _scores_int8(r):
     @inline
     def scores(tile, block, ahead, padded):
-        ints = start_s8(r, tile + T_SUM, 4)
+        ints = start_s8(1, r, tile + T_OFFSET)
         for line in range(padded >> 2):
-            ints = dot_s8(ints, load_line(block + 64 * line), tile + T_Q + 4 * r * line, 4)
+            ints = dot_s8(ints, load_line(block + 64 * line), tile + T_Q + 4 * r * line)
             prefetch(ahead + 128 * line)
             prefetch(ahead + 128 * line + 64)
         k_scales = load_f16x16(block + 2 * BLOCK_TOKENS * padded)
-        return scale_add(zero_tile(r), ints, k_scales, tile + T_SCALE, 4)
+        return scale_add(zero_tile(r), ints, k_scales, tile + T_SCALE)
 
     return scores
 

@@ -1,8 +1,10 @@
-"""The kernels' compiler: Python functions to object files, once per instruction set, never in the process that runs them.
+"""The kernels' compiler: Python functions to object files, once per instruction set, never in the process that runs
+them.
 
-``python -m edgeinfer.kernels.build`` compiles this machine's set into the user's cache, with progress; ``--all`` compiles every
-rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel. The parent only starts
-processes: each compiles its share of one set with an explicit CPU, so that nothing depends on the machine that builds.
+``python -m edgeinfer.kernels.build`` compiles this machine's set into the user's cache, with progress; ``--all``
+compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel. The
+parent only starts processes: each compiles its share of one set with an explicit CPU, so that nothing depends on the
+machine that builds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from edgeinfer.errors import KernelError
+
 from .isa import LADDER, Isa, choose
 from .objects import cache_directory, package_directory, read_set, set_directory, write_manifest
 
@@ -34,7 +37,8 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".build-") as scratch, ExitStack() as running:
-        shares = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        shares = min(4, cores)
         workers = []
         for share in range(shares):
             workers.append(running.enter_context(_start(isa, Path(scratch), share, shares)))
@@ -59,7 +63,8 @@ def _start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features}
     environment["PYTHONPATH"] = os.pathsep.join([_import_root(), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command = [sys.executable, "-m", "edgeinfer.kernels.compile", isa.machine, isa.name, str(out), str(share), str(shares)]
+    command = [sys.executable, "-m", "edgeinfer.kernels.compile", isa.machine, isa.name]
+    command += [str(out), str(share), str(shares)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -121,17 +126,21 @@ def _replace(scratch: Path, directory: Path) -> None:
         shutil.rmtree(staged, ignore_errors=True)
 
 
+def _show(done: int, total: int, name: str) -> None:
+    print(f"\r{done}/{total} {name:<24}", end="", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m edgeinfer.kernels.build", description=main.__doc__)
-    parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a release wheel)")
+    parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a wheel)")
     parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
     chosen = parser.parse_args(arguments)
     sets = list(LADDER) if chosen.all else [choose(chosen.isa)]
     for isa in sets:
         root = package_directory() if chosen.all else cache_directory()
         start = time.perf_counter()
-        build(isa, set_directory(root, isa, released=chosen.all), lambda i, n, name: print(f"\r{i}/{n} {name:<24}", end="", flush=True))
+        build(isa, set_directory(root, isa, released=chosen.all), _show)
         print(f"\r{isa.machine} {isa.name}: {time.perf_counter() - start:.1f} s{'':<24}")
 
 

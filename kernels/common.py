@@ -24,7 +24,7 @@ inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no
 """Decorator of helper functions; LLVM inlines them into the kernels."""
 
 outlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorator of helper functions that are called once a row: LLVM keeps them apart where copies would only swell the code."""
+"""Decorator of helper functions that are called once a row: LLVM keeps them apart; copies would swell the code."""
 
 _OFFSET_MASK = (1 << REGION_SHIFT) - 1
 _NONE_LEFT = 1 << 40

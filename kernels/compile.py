@@ -1,6 +1,7 @@
 """Compile a share of the kernels of one instruction set (a child process of build.py; Numba's only home).
 
-Each kernel becomes one object file with one exported symbol, its name, and no undefined symbol but memset, memcpy, memmove.
+Each kernel becomes one object file with one exported symbol, its name, and no undefined symbol but memset, memcpy and
+memmove.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def cross(machine: str) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     for module in (llvm, targets):
-        module.get_process_triple = module.get_default_triple = lambda: triple  # type: ignore[attr-defined]
+        module.get_process_triple = module.get_default_triple = lambda: triple
     from_triple = targets.Target.from_triple
-    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(triple))  # type: ignore[method-assign,assignment]
+    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(triple))
 
 
 def load_kernels(isa: Isa) -> dict[str, Any]:
@@ -44,15 +45,15 @@ def load_kernels(isa: Isa) -> dict[str, Any]:
 def only_translate() -> None:
     """Make Numba stop at LLVM IR: helpers are neither optimised nor turned into machine code one by one.
 
-    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole. Numba wants a built-in
-    function as the key of each helper; a new list's method is one.
+    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole. Numba wants a
+    built-in function as the key of each helper; a new list's method is one.
     """
     from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
     from numba.core.cpu import CPUContext
 
-    CPUContext.get_executable = lambda self, library, fndesc, env: [].append  # type: ignore[method-assign]
-    CPUCodeLibrary._optimize_final_module = lambda self: None  # type: ignore[method-assign]
-    JITCodeLibrary._finalize_specific = lambda self: None  # type: ignore[method-assign]
+    CPUContext.get_executable = lambda self, library, fndesc, env: [].append
+    CPUCodeLibrary._optimize_final_module = lambda self: None
+    JITCodeLibrary._finalize_specific = lambda self: None
 
 
 def optimise(module: Any, machine: Any) -> None:

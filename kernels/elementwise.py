@@ -22,28 +22,44 @@ from .simd import (
     max_f32,
     max_lanes,
     round_to_i32,
+    scatter_i8x4,
     splat_f32,
     splat_i32,
     sqrt_f32,
     store_f32,
     store_f32x16,
-    store_i8x16,
     store_i32,
     sum_lanes,
     sum_lanes_i32,
     vabs,
     vmax,
 )
-from .targets import f32_from_f16_bits, fma
+from .targets import block_heights, f32_from_f16_bits, fma
+
+_, LARGE, SMALL = block_heights()
 
 @inline
-def quantise_row(x, out, rec):
-    """One row of floats to int8 with a scale and a sum per group; x is cut at its width by the caller's loads.
+def block_of(t, tokens):
+    """(first token, tokens) of the block that holds token t: large blocks, then small ones, then single tokens."""
+    whole = tokens - tokens % LARGE
+    if t < whole:
+        return t - t % LARGE, LARGE
+    rest = tokens - whole
+    if t - whole < rest - rest % SMALL:
+        return t - (t - whole) % SMALL, SMALL
+    return t, 1
+
+
+@inline
+def quantise_row(x, out, t, rows, rec):
+    """Row t of floats to int8 with a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at its width.
 
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
     width, group, padded = parameter(rec, ROWS.width), parameter(rec, ROWS.group), parameter(rec, ROWS.padded)
-    scales, sums = out + parameter(rec, ROWS.scales), out + parameter(rec, ROWS.sums)
+    first, n = block_of(t, rows)
+    base, j = out + first * parameter(rec, ROWS.out_stride), 4 * (t - first)
+    scales, offsets = base + n * parameter(rec, ROWS.scales) + j, base + n * parameter(rec, ROWS.sums) + j
     start = 0
     while start < padded:
         largest = splat_f32(0.0)
@@ -57,22 +73,22 @@ def quantise_row(x, out, rec):
             q = splat_i32(0)
             if i < width:
                 q = round_to_i32(keep_first(load_f32x16(x + 4 * i), width - i) * inverse)
-            store_i8x16(out + i, q)
+            scatter_i8x4(base + i * n + j, q, 4 * n)
             total = total + q
         store_f32(scales, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0)))
-        store_i32(sums, sum_lanes_i32(total))
-        scales += 4
-        sums += 4
+        store_i32(offsets, -8 * sum_lanes_i32(total))
+        scales += 4 * n
+        offsets += 4 * n
         start += group
 
 
 @kernel("quantize")
 def quantize(rec, ctx, tid, n_threads):
-    """f32 rows to q8 rows (int8 values, f32 scale and int32 sum per group), the padding zero."""
+    """f32 rows to q8 rows (int8 values, f32 scale and int32 offset per group), the padding zero."""
     x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
     t = claim(ctx)
     while t < rows:
-        quantise_row(x + t * parameter(rec, ROWS.in_stride), out + t * parameter(rec, ROWS.out_stride), rec)
+        quantise_row(x + t * parameter(rec, ROWS.in_stride), out, t, rows, rec)
         t = claim(ctx)
     return 0
 
@@ -120,7 +136,7 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
     while t < rows:
         source = x + t * parameter(rec, ROWS.in_stride)
         normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
-        quantise_row(row, out + t * parameter(rec, ROWS.out_stride), rec)
+        quantise_row(row, out, t, rows, rec)
         t = claim(ctx)
     return 0
 

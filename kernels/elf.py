@@ -16,7 +16,7 @@ def undefined_symbols(code: bytes) -> set[str]:
         If the bytes are no such object.
     """
     if code[:6] != b"\x7fELF\x02\x01":
-        raise KernelError("A kernel object is not a 64-bit little-endian ELF file; kernels are built as ELF everywhere.")
+        raise KernelError("A kernel object is no 64-bit little-endian ELF file; kernels are built as ELF everywhere.")
     section_table, = struct.unpack_from("<Q", code, 40)
     entry_size, n_sections = struct.unpack_from("<HH", code, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", code, section_table + i * entry_size) for i in range(n_sections)]

@@ -24,18 +24,21 @@ class Isa:
     """LLVM features added to it."""
     needs: frozenset[str]
     """Features that the host must report."""
-    token_tile: int
-    """Tokens that a matrix-matrix kernel keeps in registers."""
+    row_tiles: int
+    """Tiles of 16 rows in a register block of a matrix-matrix product."""
+    heights: tuple[int, int]
+    """Tokens of the large and the small register block: what the register file holds with its accumulators. Quantised
+    activations are interleaved in blocks of these heights (abi.token_blocks)."""
 
 
 _AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2"
 _AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,-prefer-256-bit"
 
 LADDER = (
-    Isa("avx512vnni", "x86_64", "x86-64", _AVX512, frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 8),
-    Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 4),
-    Isa("generic", "x86_64", "x86-64", "", frozenset(), 4),
-    Isa("generic", "aarch64", "generic", "-sve,-sve2", frozenset(), 4),
+    Isa("avx512vnni", "x86_64", "x86-64", _AVX512, frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2)),
+    Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, (4, 2)),
+    Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, (4, 2)),
+    Isa("generic", "aarch64", "generic", "-sve,-sve2", frozenset(), 1, (4, 2)),
 )
 """Best first, per machine. `generic` uses no target intrinsics and specifies the others bit for bit in the integer part."""
 

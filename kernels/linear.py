@@ -1,7 +1,8 @@
 """Matrix products with weights in tile16 (DESIGN: layouts): `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
 
-One body serves one token and many: a register tile of n tokens runs the same operations in the same order for each of
-them, so a row of the result has the same bits for any number of tokens. Weights stream once per token tile.
+A register block holds m row tiles x n tokens of accumulators: each load of activations serves m products and each line of
+weights n. One body serves one token and many, and the operations on a row are the same in the same order in every block,
+so a row of the result has the same bits for any number of tokens.
 
 Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch (gated). Parameters: parameters.LINEAR. Twins: reference/linear.py.
 """
@@ -12,62 +13,67 @@ from .abi import FLAG_BIAS, FLAG_RESIDUAL
 from .common import claim, count, flags, inline, parameter, place
 from .parameters import LINEAR
 from .registry import kernel
-from .simd import high_nibbles, load_f32x16, load_line, load_tile, low_nibbles, store_f32x16, store_tile, tile_add, tile_from_sums, zero_tile
-from .targets import dot_s8, dot_u8, fma_splat, load_f16x16, scale_add, start_s8, tile_heights
+from .simd import (
+    add_block,
+    high_nibbles,
+    load_f32x16,
+    load_lines,
+    low_nibbles,
+    store_block,
+    store_f32x16,
+    zero_tile,
+)
+from .targets import block_heights, dot_s8, dot_u8, fma_splat, load_f16x16, load_scales, scale_add, start_s8, start_u4
 from .vecmath import activate
 
 
-def _product_q4(group, n):
-    lines = group // 8
+def _product_q4(group, m, n):
+    lines, row_tiles_x_tokens = group // 8, m * n
 
     @inline
-    def product(w, records, x, stride, scales, sums):
-        acc = zero_tile(n)
+    def product(w, tile_bytes, records, x, stride, scales, offsets):
+        acc = zero_tile(row_tiles_x_tokens)
         for _r in range(records):
-            w_scales = w + 2 * group * 8
             for part in range(2):
-                ints = tile_from_sums(n, x + sums, stride, -8)  # codes are weight + 8
+                ints = start_u4(m, n, offsets)
                 for line in range(lines):
-                    codes = load_line(w + 64 * line)
-                    ints = dot_u8(ints, low_nibbles(codes), x + 8 * line, stride)
-                    ints = dot_u8(ints, high_nibbles(codes), x + 8 * line + 4, stride)
-                acc = scale_add(acc, ints, load_f16x16(w_scales + 32 * part), x + scales, stride)
-                w += 64 * lines
-                x += group
-                scales += 4 - group
-                sums += 4 - group
-            w += 64
+                    codes = load_lines(m, w + 64 * (part * lines + line), tile_bytes)
+                    ints = dot_u8(ints, low_nibbles(codes), x)
+                    ints = dot_u8(ints, high_nibbles(codes), x + 4 * n)
+                    x += 8 * n
+                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
+                scales += 4 * n
+                offsets += 4 * n
+            w += 128 * lines + 64
         return acc
 
     return product
 
 
-def _product_int8(group, n):
-    lines = group // 4
+def _product_int8(group, m, n):
+    lines, row_tiles_x_tokens = group // 4, m * n
 
     @inline
-    def product(w, records, x, stride, scales, sums):
-        acc = zero_tile(n)
+    def product(w, tile_bytes, records, x, stride, scales, offsets):
+        acc = zero_tile(row_tiles_x_tokens)
         for _r in range(records):
-            w_scales = w + 2 * group * 16
             for part in range(2):
-                ints = start_s8(n, x + sums, stride)
+                ints = start_s8(m, n, offsets)
                 for line in range(lines):
-                    ints = dot_s8(ints, load_line(w + 64 * line), x + 4 * line, stride)
-                acc = scale_add(acc, ints, load_f16x16(w_scales + 32 * part), x + scales, stride)
-                w += 64 * lines
-                x += group
-                scales += 4 - group
-                sums += 4 - group
-            w += 64
+                    ints = dot_s8(ints, load_lines(m, w + 64 * (part * lines + line), tile_bytes), x)
+                    x += 4 * n
+                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
+                scales += 4 * n
+                offsets += 4 * n
+            w += 128 * lines + 64
         return acc
 
     return product
 
 
-def _product_f16(group, n):
+def _product_f16(group, m, n):
     @inline
-    def product(w, records, x, stride, scales, sums):
+    def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_tile(n)
         for _r in range(records):
             acc = fma_splat(acc, load_f16x16(w), x, stride)
@@ -79,9 +85,9 @@ def _product_f16(group, n):
     return product
 
 
-def _product_f32(group, n):
+def _product_f32(group, m, n):
     @inline
-    def product(w, records, x, stride, scales, sums):
+    def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_tile(n)
         for _r in range(records):
             acc = fma_splat(acc, load_f32x16(w), x, stride)
@@ -92,79 +98,121 @@ def _product_f32(group, n):
     return product
 
 
-def _linear(make_product, group, n):
-    """One tile of 16 rows for n tokens: product, bias, residual, store."""
-    product = make_product(group, n)
+def _block(make_product, group, m, n):
+    """Row tiles tile .. tile + m for the n tokens from t on: product, bias, residual, store."""
+    product = make_product(group, m, n)
 
     @inline
-    def step(w, x, out, bias, tile, rec, scratch):
-        stride, out_stride, bits = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), flags(rec)
-        w += tile * parameter(rec, LINEAR.tile_bytes)
-        acc = product(w, parameter(rec, LINEAR.records), x, stride, parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_sums))
-        out += 64 * tile
+    def step(rec, w, x, out, bias, scratch, tile, t):
+        stride, out_stride, tile_bytes = \
+            parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
+        base, bits = x + t * stride, flags(rec)
+        acc = product(w + tile * tile_bytes, tile_bytes, parameter(rec, LINEAR.records), base, stride,
+                      base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_sums))
+        to = out + t * out_stride + 64 * tile
         if bits & FLAG_BIAS:
-            acc = tile_add(acc, load_f32x16(bias + 64 * tile))
+            acc = add_block(m, acc, bias + 64 * tile, 0)
         if bits & FLAG_RESIDUAL:
-            acc = tile_add(load_tile(acc, out, out_stride), acc)
-        store_tile(acc, out, out_stride)
+            acc = add_block(m, acc, to, out_stride)
+        store_block(m, acc, to, out_stride)
 
     return step
 
 
-def _gated(make_product, group, n):
-    """Tiles 2 * tile (gate) and 2 * tile + 1 (up) for n tokens."""
-    product = make_product(group, n)
+def _all_tokens(many, some, one, n, s):
+    """Run a step over all tokens, in the blocks that the activations are interleaved in."""
 
     @inline
-    def step(w, x, out, bias, tile, rec, scratch):
-        stride, tile_bytes = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.tile_bytes)
-        records, scales, sums = parameter(rec, LINEAR.records), parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_sums)
-        w += 2 * tile * tile_bytes
-        gate = product(w, records, x, stride, scales, sums)
-        up = product(w + tile_bytes, records, x, stride, scales, sums)
-        if flags(rec) & FLAG_BIAS:
-            gate = tile_add(gate, load_f32x16(bias + 128 * tile))
-            up = tile_add(up, load_f32x16(bias + 128 * tile + 64))
-        store_tile(gate, scratch, 64)
-        store_tile(up, scratch + 64 * n, 64)
-        kind, out_stride = parameter(rec, LINEAR.activation), parameter(rec, LINEAR.out_stride)
-        for t in range(n):
-            acted = activate(load_f32x16(scratch + 64 * t), kind) * load_f32x16(scratch + 64 * (n + t))
-            store_f32x16(out + 64 * tile + t * out_stride, acted)
+    def run(rec, w, x, out, bias, scratch, tile, tokens):
+        t = 0
+        while t + n <= tokens:
+            many(rec, w, x, out, bias, scratch, tile, t)
+            t += n
+        while t + s <= tokens:
+            some(rec, w, x, out, bias, scratch, tile, t)
+            t += s
+        while t < tokens:
+            one(rec, w, x, out, bias, scratch, tile, t)
+            t += 1
 
-    return step
+    return run
 
 
-def _register(name, make_step, make_product, group):
-    n, m = tile_heights()
-    many, some, one = make_step(make_product, group, n), make_step(make_product, group, m), make_step(make_product, group, 1)
+def _register_linear(name, make_product, group):
+    row_tiles, n, s = block_heights()
+    m = row_tiles if group else 1
+    several = _all_tokens(*(_block(make_product, group, m, height) for height in (n, s, 1)), n, s)
+    single = _all_tokens(*(_block(make_product, group, 1, height) for height in (n, s, 1)), n, s) if m > 1 else several
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
         w, x, out, bias = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2), place(rec, ctx, 3)
-        tokens, tiles, chunk = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
-        stride, out_stride = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride)
-        scratch = place(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
+        tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
+        chunk = parameter(rec, LINEAR.chunk)
         start = claim(ctx) * chunk
         while start < tiles:
-            for tile in range(start, min(start + chunk, tiles)):
-                t = 0
-                while t + n <= tokens:
-                    many(w, x + t * stride, out + t * out_stride, bias, tile, rec, scratch)
-                    t += n
-                while t + m <= tokens:
-                    some(w, x + t * stride, out + t * out_stride, bias, tile, rec, scratch)
-                    t += m
-                while t < tokens:
-                    one(w, x + t * stride, out + t * out_stride, bias, tile, rec, scratch)
-                    t += 1
+            tile, end = start, min(start + chunk, tiles)
+            if m > 1 and tokens > 1:  # one token is bound by memory: nothing to share
+                while tile + m <= end:
+                    several(rec, w, x, out, bias, 0, tile, tokens)
+                    tile += m
+            while tile < end:
+                single(rec, w, x, out, bias, 0, tile, tokens)
+                tile += 1
             start = claim(ctx) * chunk
         return 0
 
 
-for _prefix, _make_step in (("linear", _linear), ("gated", _gated)):
+def _pair(make_product, group, n):
+    """Tiles 2 tile (gate) and 2 tile + 1 (up) for n tokens: one block of two row tiles, or two products."""
+    together = group > 0
+    product = make_product(group, 2 if together else 1, n)
+
+    @inline
+    def step(rec, w, x, out, bias, scratch, tile, t):
+        stride, tile_bytes = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.tile_bytes)
+        records, base = parameter(rec, LINEAR.records), x + t * stride
+        scales, offsets = base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_sums)
+        w += 2 * tile * tile_bytes
+        if together:
+            both = product(w, tile_bytes, records, base, stride, scales, offsets)
+            if flags(rec) & FLAG_BIAS:
+                both = add_block(2, both, bias + 128 * tile, 0)
+            store_block(1, both, scratch, 64)
+        else:
+            for part in range(2):
+                acc = product(w + part * tile_bytes, tile_bytes, records, base, stride, scales, offsets)
+                if flags(rec) & FLAG_BIAS:
+                    acc = add_block(1, acc, bias + 128 * tile + 64 * part, 0)
+                store_block(1, acc, scratch + 64 * n * part, 64)
+        kind, out_stride = parameter(rec, LINEAR.activation), parameter(rec, LINEAR.out_stride)
+        for j in range(n):
+            acted = activate(load_f32x16(scratch + 64 * j), kind) * load_f32x16(scratch + 64 * (n + j))
+            store_f32x16(out + 64 * tile + (t + j) * out_stride, acted)
+
+    return step
+
+
+def _register_gated(name, make_product, group):
+    _, n, s = block_heights()
+    pairs = _all_tokens(*(_pair(make_product, group, height) for height in (n, s, 1)), n, s)
+
+    @kernel(name)
+    def run(rec, ctx, tid, n_threads):
+        w, x, out, bias = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2), place(rec, ctx, 3)
+        tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
+        scratch, chunk = place(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch), parameter(rec, LINEAR.chunk)
+        start = claim(ctx) * chunk
+        while start < tiles:
+            for tile in range(start, min(start + chunk, tiles)):
+                pairs(rec, w, x, out, bias, scratch, tile, tokens)
+            start = claim(ctx) * chunk
+        return 0
+
+
+for _prefix, _register in (("linear", _register_linear), ("gated", _register_gated)):
     for _group in (32, 64, 128):
-        _register(f"{_prefix}_q4_g{_group}", _make_step, _product_q4, _group)
-        _register(f"{_prefix}_int8_g{_group}", _make_step, _product_int8, _group)
-    _register(f"{_prefix}_f16", _make_step, _product_f16, 0)
-    _register(f"{_prefix}_f32", _make_step, _product_f32, 0)
+        _register(f"{_prefix}_q4_g{_group}", _product_q4, _group)
+        _register(f"{_prefix}_int8_g{_group}", _product_int8, _group)
+    _register(f"{_prefix}_f16", _product_f16, 0)
+    _register(f"{_prefix}_f32", _product_f32, 0)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import KernelError
+
 from . import abi
 from .isa import Isa
 
-_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "parameters", "probe", "registry", "rope", "simd",
-             "targets", "vecmath", "walk")
+_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "parameters", "probe", "registry",
+             "rope", "simd", "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 
 
@@ -94,8 +95,10 @@ def read_set(
 
 
 def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) -> Path:
-    """Directory of a valid set: the wheel's, the cache's, or a new one compiled now (into a temporary directory where the
-    cache cannot be written, which is said once on standard error)."""
+    """Directory of a valid set: the wheel's, the cache's, or a new one compiled now.
+
+    The new one goes into a temporary directory where the cache cannot be written, which is said once on standard error.
+    """
     from .build import build
 
     released = set_directory(package_directory(), isa, released=True)
@@ -138,7 +141,7 @@ class Kernels:
 
     def __init__(self, isa: Isa, progress: Callable[[int, int, str], None] | None = None):
         self.isa = isa
-        self._sources = source_hash()  # whoever edits the sources while this process runs does not take its kernels away
+        self._sources = source_hash()  # whoever edits the sources while this runs does not take its kernels away
         self._directory = find_set(isa, progress)
         self._engine: Any = None
         self._addresses: dict[str, int] = {}
@@ -155,8 +158,9 @@ class Kernels:
         if missing:
             objects = read_set(self._directory, missing, self._sources)
             if objects is None:
-                raise KernelError(f"The kernels in {self._directory} do not hold {', '.join(missing)}; delete the directory and "
-                                  "run again to compile them.")
+                names = ", ".join(missing)
+                raise KernelError(f"The kernels in {self._directory} do not hold {names}; delete the directory and run "
+                                  "again to compile them.")
             self._link(objects)
         return self._addresses
 

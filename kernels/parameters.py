@@ -30,6 +30,8 @@ class _Linear(NamedTuple):
     """Gated: number of the hidden activation, see ACTIVATIONS."""
     scratch: int
     """Gated: scratch bytes of a thread."""
+    heights: int
+    """Heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
 
 
 class _Rows(NamedTuple):
@@ -53,6 +55,8 @@ class _Rows(NamedTuple):
     """embed: bytes of a tile of the table."""
     scratch: int
     """rms_norm_q8: scratch bytes of a thread."""
+    heights: int
+    """q8 output: heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
 
 
 class _Rope(NamedTuple):
@@ -91,8 +95,8 @@ class _Attention(NamedTuple):
     """Tokens of a unit of work."""
 
 
-LINEAR = _Linear(*range(11))
-ROWS = _Rows(*range(11))
+LINEAR = _Linear(*range(12))
+ROWS = _Rows(*range(12))
 ROPE = _Rope(*range(8))
 ATTENTION = _Attention(*range(12))
 

@@ -1,10 +1,11 @@
 """Rotary embedding (arXiv 2104.09864) of q and k, and storing of k and v in the layer's KV blocks.
 
-A block of 16 tokens holds per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per dim),
-V in rows, and for int8 the fp16 scales of the 16 K and the 16 V rows. A scale is of one token and head: max|x| / 127.
+A block of 16 tokens holds per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per
+dim), V in rows, and for int8 the fp16 scales of the 16 K and the 16 V rows. A scale is of one token and head: max|x|
+divided by 127.
 
 Places: 0 qkv rows, 1 table (per position cos then sin, each padded to 16), 2 the layer's blocks, 3 q norm, 4 k norm.
-Twin: reference/attention.py.
+Twin: reference/rope.py.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _register(kv, store):
                 norm_head(k, place(rec, ctx, 4), n, eps)
             rotate(k, table, n, stride)
             slot = token(ctx, t, TOKEN_SLOT)
-            block = place(rec, ctx, 2) + (slot >> 4) * parameter(rec, ROPE.block_bytes) + h * parameter(rec, ROPE.head_bytes)
+            block = place(rec, ctx, 2) + (slot >> 4) * parameter(rec, ROPE.block_bytes)
+            block += h * parameter(rec, ROPE.head_bytes)
             store(k, v, block, slot & 15, n)
             unit = claim(ctx)
         return 0

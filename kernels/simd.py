@@ -328,17 +328,32 @@ def scatter_f32(b, address, v, stride):
     emit_scatter(b, address, v, stride)
 
 
-@define(I8x64, I8x64)
-def low_nibbles(b, line):
-    """Byte & 15."""
+def _low_nibbles(b, line):
     return b.and_(line, constant(VB, 15))
 
 
-@define(I8x64, I8x64)
-def high_nibbles(b, line):
-    """Byte >> 4; the shift is of 16-bit lanes because x86 has none for bytes."""
-    words = ir.VectorType(I16, 32)
+def _high_nibbles(b, line):
+    words = ir.VectorType(I16, 32)  # shifted as 16-bit lanes: x86 has no shift of bytes
     return b.and_(b.bitcast(b.lshr(b.bitcast(line, words), constant(words, 4)), VB), constant(VB, 15))
+
+
+def _on_lines(step, name, doc):
+    """Intrinsic that applies a step to one line or to each line of a tile."""
+
+    def typed(context, lines):
+        def lower(context, b, sig, args):
+            if isinstance(lines, Tile):
+                return per_row(b, lines, args[0], lambda b, v, i: step(b, v))
+            return step(b, args[0])
+
+        return lines(lines), lower
+
+    typed.__name__, typed.__doc__ = name, doc
+    return intrinsic(typed)
+
+
+low_nibbles = _on_lines(_low_nibbles, "low_nibbles", "Byte & 15.")
+high_nibbles = _on_lines(_high_nibbles, "high_nibbles", "Byte >> 4.")
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------------
@@ -398,26 +413,20 @@ def zero_tile(context, n):
 
 
 @intrinsic(prefer_literal=True)
-def tile_from_sums(context, n, sums, stride, factor):
-    """Start of the integer accumulators: factor * sums[t] in every lane, t = 0 .. n-1.
-
-    `sums` is the address of an int32, `stride` the bytes to the next token's, `factor` a constant.
-    """
-    count, by = _tile_shape(n), _tile_shape(factor)
-    if count is None or by is None:
+def load_lines(context, m, address, stride):
+    """A line of each of m row tiles, `stride` bytes apart; m is a constant."""
+    count = _tile_shape(m)
+    if count is None:
         return None
-    tile = Tile(I32x16, count)
+    tile = Tile(I8x64, count)
 
     def lower(context, b, sig, args):
-        if by == 0:
-            return ir.Constant(tile.llvm, None)
-        out = ir.Constant(tile.llvm, ir.Undefined)
-        for t in range(count):
-            total = b.load(pointer(b, row(b, args[1], args[2], t)), typ=I32, align=4)
-            out = b.insert_value(out, splat(b, b.mul(total, ir.Constant(I32, by)), VI), t)
-        return out
+        def step(b, v, i):
+            return b.load(pointer(b, row(b, args[1], args[2], i)), typ=VB, align=64)
 
-    return tile(n, sums, stride, factor), lower
+        return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
+
+    return tile(m, address, stride), lower
 
 
 @intrinsic(prefer_literal=True)
@@ -463,16 +472,38 @@ def store_tile(context, tile, address, stride):
     return types.none(tile, address, stride), lower
 
 
-@intrinsic
-def tile_add(context, tile, other):
-    """tile + tile, or tile + one vector for all rows."""
-    if not isinstance(tile, Tile):
+def _block_address(b, m, tile, k, address, stride):
+    """Address of vector k of an m x n block: row tile k // n is 64 bytes on, token k % n a stride."""
+    n = tile.n // m
+    return pointer(b, row(b, address, stride, k % n), 64 * (k // n))
+
+
+@intrinsic(prefer_literal=True)
+def store_block(context, m, block, address, stride):
+    """Store m row tiles x n tokens of 16 floats: tokens `stride` bytes apart, row tiles side by side."""
+    count = _tile_shape(m)
+    if count is None or not isinstance(block, Tile):
         return None
 
     def lower(context, b, sig, args):
-        def step(b, v, t):
-            return b.fadd(v, b.extract_value(args[1], t) if isinstance(other, Tile) else args[1])
+        for k in range(block.n):
+            b.store(b.extract_value(args[1], k), _block_address(b, count, block, k, args[2], args[3]), align=4)
+        return context.get_dummy_value()
 
-        return per_row(b, tile, args[0], step)
+    return types.none(m, block, address, stride), lower
 
-    return tile(tile, other), lower
+
+@intrinsic(prefer_literal=True)
+def add_block(context, m, block, address, stride):
+    """block + what lies where `store_block` would store it (stride 0: one row for all tokens)."""
+    count = _tile_shape(m)
+    if count is None or not isinstance(block, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        def step(b, v, k):
+            return b.fadd(b.load(_block_address(b, count, block, k, args[2], args[3]), typ=VF, align=4), v)
+
+        return per_row(b, block, args[1], step)
+
+    return block(m, block, address, stride), lower

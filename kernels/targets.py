@@ -34,18 +34,19 @@ from .simd import (
     pointer,
     row,
     splat,
-    tile_from_sums,
 )
 
 _features: frozenset[str] = frozenset()
 _machine = ""
+_row_tiles, _heights = 1, (1, 1)
 
 
 def use(isa: Isa) -> None:
     """Emit code for this rung from now on."""
-    global _features, _machine
+    global _features, _machine, _row_tiles, _heights
     _features = frozenset(f[1:] for f in isa.features.split(",") if f.startswith("+"))
     _machine = isa.machine
+    _row_tiles, _heights = isa.row_tiles, isa.heights
 
 
 def has(feature: str) -> bool:
@@ -179,21 +180,30 @@ def _maddubs_signed(b, w, x):
 
 
 def _dot_tile(dot):
-    """Intrinsic ``(tile, line, x, stride)``: dot of the line with the 4 activations at x of each token."""
+    """Intrinsic ``(block, lines, x)``: the dot products of m lines with 4 activations each of n tokens.
+
+    The block holds m x n accumulators, row tile by row tile; `lines` is one line (m = 1) or a tile of m; the 4 activations of
+    token t lie at x + 4 t (interleaved). Each load of activations serves m products, each line n.
+    """
 
     @intrinsic
-    def dot_tile(context, tile, line, x, stride):
-        if not isinstance(tile, Tile):
+    def dot_tile(context, block, lines, x):
+        if not isinstance(block, Tile):
             return None
+        m = lines.n if isinstance(lines, Tile) else 1
+        n = block.n // m
 
         def lower(context, b, sig, args):
-            def step(b, acc, t):
-                four = b.load(pointer(b, row(b, args[2], args[3], t)), typ=I32, align=4)
-                return dot(b, acc, args[1], b.bitcast(splat(b, four, VI), VB))
+            out = args[0]
+            for t in range(n):
+                four = splat(b, b.load(pointer(b, args[2], 4 * t), typ=I32, align=4), VI)
+                for i in range(m):
+                    line = b.extract_value(args[1], i) if isinstance(lines, Tile) else args[1]
+                    k = i * n + t
+                    out = b.insert_value(out, dot(b, b.extract_value(out, k), line, b.bitcast(four, VB)), k)
+            return out
 
-            return per_row(b, tile, args[0], step)
-
-        return tile(tile, line, x, stride), lower
+        return block(block, lines, x), lower
 
     return dot_tile
 
@@ -202,47 +212,77 @@ dot_u8 = _dot_tile(_dot_u8)
 dot_s8 = _dot_tile(_dot_s8)
 
 
-@intrinsic(prefer_literal=True)
-def start_s8(context, n, sums, stride):
-    """Start of `dot_s8` accumulators for n tokens, given the sums of their activations."""
-    count = _tile_shape(n)
-    if count is None:
-        return None
-    factor = -128 if has("avx512vnni") else 0
-    tile = Tile(I32x16, count)
+def _start(shift_of):
+    """Intrinsic ``(m, n, offsets)``: start of m x n accumulators; the int32 at offsets + 4 t is -8 x the sum of token t's
+    activations of the group, and `shift_of()` says by which power of two more the weights are offset (None: not at all)."""
 
-    def lower(context, b, sig, args):
-        if not factor:
-            return ir.Constant(tile.llvm, None)
-        zero = ir.Constant(tile.llvm, None)
+    @intrinsic(prefer_literal=True)
+    def start(context, m, n, offsets):
+        row_tiles, tokens = _tile_shape(m), _tile_shape(n)
+        if row_tiles is None or tokens is None:
+            return None
+        tile, shift = Tile(I32x16, row_tiles * tokens), shift_of()
 
-        def step(b, v, t):
-            total = b.load(pointer(b, row(b, args[1], args[2], t)), typ=I32, align=4)
-            return splat(b, b.mul(total, ir.Constant(I32, factor)), VI)
+        def lower(context, b, sig, args):
+            def step(b, v, k):
+                offset = splat(b, b.load(pointer(b, args[2], 4 * (k % tokens)), typ=I32, align=4), VI)
+                return b.shl(offset, constant(VI, shift)) if shift else offset
 
-        return per_row(b, tile, zero, step)
+            zero = ir.Constant(tile.llvm, None)
+            return zero if shift is None else per_row(b, tile, zero, step)
 
-    return tile(n, sums, stride), lower
+        return tile(m, n, offsets), lower
+
+    return start
+
+
+start_u4 = _start(lambda: 0)
+start_s8 = _start(lambda: 4 if has("avx512vnni") else None)
 
 
 # -- float steps on tiles ----------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def scale_add(context, acc, ints, w_scales, x_scales, stride):
-    """acc[t] + ints[t] * (w_scales * x_scale[t]): one group's contribution, one rounding order everywhere."""
-    if not isinstance(acc, Tile):
+@intrinsic(prefer_literal=True)
+def load_scales(context, m, address, stride):
+    """The 16 fp16 scales of a group of each of m row tiles, `stride` bytes apart, as f32."""
+    count = _tile_shape(m)
+    if count is None:
         return None
+    tile = Tile(F32x16, count)
 
     def lower(context, b, sig, args):
-        def step(b, v, t):
-            scale = b.load(pointer(b, row(b, args[3], args[4], t)), typ=F32, align=4)
-            whole = b.sitofp(b.extract_value(args[1], t), VF)
-            return emit_fma(b, whole, b.fmul(args[2], splat(b, scale, VF)), v)
+        def step(b, v, i):
+            return emit_widen_f16(b, b.load(pointer(b, row(b, args[1], args[2], i)), typ=ir.VectorType(I16, 16), align=2))
 
-        return per_row(b, acc, args[0], step)
+        return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
 
-    return acc(acc, ints, w_scales, x_scales, stride), lower
+    return tile(m, address, stride), lower
+
+
+@intrinsic
+def scale_add(context, acc, ints, w_scales, x_scales):
+    """acc + ints * (w_scale of the row tile * x_scale of the token): one group's contribution, rounded alike everywhere.
+
+    `w_scales` is one vector or a tile of m; the f32 scale of token t lies at x_scales + 4 t.
+    """
+    if not isinstance(acc, Tile):
+        return None
+    m = w_scales.n if isinstance(w_scales, Tile) else 1
+    n = acc.n // m
+
+    def lower(context, b, sig, args):
+        out = args[0]
+        for t in range(n):
+            scale = splat(b, b.load(pointer(b, args[3], 4 * t), typ=F32, align=4), VF)
+            for i in range(m):
+                w = b.extract_value(args[2], i) if isinstance(w_scales, Tile) else args[2]
+                k = i * n + t
+                whole = b.sitofp(b.extract_value(args[1], k), VF)
+                out = b.insert_value(out, emit_fma(b, whole, b.fmul(w, scale), b.extract_value(out, k)), k)
+        return out
+
+    return acc(acc, ints, w_scales, x_scales), lower
 
 
 @intrinsic
@@ -333,6 +373,6 @@ def _caller(n):
 call2, call4, call6 = _caller(2), _caller(4), _caller(6)
 
 
-def tile_heights() -> tuple[int, int]:
-    """Tokens of the large and the small register tile: what the register file holds with its accumulators."""
-    return (8, 4) if has("avx512vnni") else (4, 2)
+def block_heights() -> tuple[int, int, int]:
+    """(row tiles, tokens, tokens of the small block) of matrix-matrix register blocks; see Isa."""
+    return _row_tiles, *_heights

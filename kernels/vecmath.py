@@ -1,4 +1,4 @@
-"""Elementary functions on vectors: polynomials, because library calls would be symbols that an object cannot resolve."""
+"""Elementary functions on vectors: polynomials, for library calls would be symbols that an object cannot resolve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELU, SILU, RELU2, GELU = (ACTIVATIONS[name] for name in ("relu", "silu", "relu2
 
 @define(F32x16, F32x16)
 def exp(b, x):
-    """e^x within 2 ulp; exactly 1 at 0, exactly 0 below -87, clamped at 88 (Cephes' reduction and polynomial degree)."""
+    """e^x within 2 ulp; exactly 1 at 0, exactly 0 below -87, clamped at 88 (Cephes' reduction and degree)."""
     floor = b.fcmp_ordered(">", x, constant(VF, -87.0))
     x = b.select(b.fcmp_ordered("<", x, constant(VF, 88.0)), x, constant(VF, 88.0))
     shifted = emit_fma(b, x, constant(VF, 1.4426950408889634), constant(VF, 12582912.0))

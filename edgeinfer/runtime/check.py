@@ -20,7 +20,7 @@ def run_checked(executor: Executor) -> None:
     KernelError
         Naming the first record that disagrees, with the largest deviation.
     """
-    from edgeinfer.kernels.reference import TWINS, RecordView, compare
+    from edgeinfer.kernels import reference
 
     word = ctypes.c_int64
     signature = ctypes.CFUNCTYPE(word, word, word, word, word)
@@ -30,12 +30,12 @@ def run_checked(executor: Executor) -> None:
         if record.predicate is not None and not executor.get(abi.CTX_COUNTS + 8 * record.predicate):
             continue
         address = executor.program.words[i].ctypes.data
-        expected = TWINS[record.kernel](RecordView(address, executor.ctx))
+        expected = reference.TWINS[record.kernel](reference.RecordView(address, executor.ctx))
         executor.set(abi.CTX_WORK, 0)
         status = signature(int(executor.program.words[i, 0]))(address, executor.ctx, 0, 1)
         if status:
             executor.set(abi.CTX_ERROR, status)
         if status or executor.get(abi.CTX_ERROR):  # a cancelled record is half done: there is nothing to compare
             return
-        if difference := compare(expected):
+        if difference := reference.compare(expected):
             raise KernelError(f"Record {i} ({record.kernel}, {record.op}) disagrees with its twin: {difference}")

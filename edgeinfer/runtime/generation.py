@@ -270,6 +270,7 @@ def checked_prompt(prompt_ids: Iterable[int], session: Session) -> list[int]:
             )
     if len(ids) > ctx:
         longest = session.model.max_position_embeddings
-        remedy = f"open the model with a larger context (--ctx, at most {longest})" if longest > ctx else "shorten it"
+        larger = f"open the model with a larger context (--ctx, at most {longest})"
+        remedy = larger if len(ids) <= longest else f"the model takes {longest} at most, so shorten it"
         raise RequestError(f"The prompt has {len(ids)} tokens, more than the context of {ctx}; {remedy}.")
     return ids

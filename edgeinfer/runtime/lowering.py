@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from edgeinfer.graph import Graph, Op, Tensor, Weight, WeightType, round_up
-from edgeinfer.kernels import abi
-from edgeinfer.kernels.parameters import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, fill
+from edgeinfer.kernels import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, abi, fill
 from edgeinfer.memory_planner import MemoryPlan
 
 from .program import Program, Record
@@ -27,10 +26,12 @@ class Lowering:
     plan : MemoryPlan
     offsets : mapping of str to int
         Byte offset of each weight in weights.bin.
+    heights : tuple of int
+        Heights of the blocks of tokens that the instruction set works in (Isa.heights).
     """
 
-    def __init__(self, graph: Graph, plan: MemoryPlan, offsets: Mapping[str, int]):
-        self.graph, self.plan, self.offsets = graph, plan, offsets
+    def __init__(self, graph: Graph, plan: MemoryPlan, offsets: Mapping[str, int], heights: tuple[int, int]):
+        self.graph, self.plan, self.offsets, self.heights = graph, plan, offsets, abi.pack_heights(heights)
 
     def program(self) -> Program:
         """All records."""
@@ -62,7 +63,8 @@ class Lowering:
     def _row_parameters(self, op: Op, x: Tensor, out: Tensor, **more: int | float) -> tuple[int, ...]:
         if out.dtype == "q8":
             _, scales, sums = abi.q8_row_bytes(out.width, out.group_size)
-            more |= {"scales": scales, "sums": sums, "group": out.group_size, "padded": scales}
+            more |= {"scales": scales, "sums": sums, "group": out.group_size, "padded": scales,
+                     "heights": self.heights}
         return tuple(fill(ROWS, width=out.width, in_stride=self._stride(x), out_stride=self._stride(out),
                           rows=_rows(out), **more))
 
@@ -99,11 +101,12 @@ class Lowering:
         gated = op.kind == "gated"
         units, unit_bytes = (tiles // 2, 2 * size) if gated else (tiles, size)
         chunk = max(1, min(CHUNK_BYTES // unit_bytes, units // (4 * self.plan.request.threads)))
+        chunk += chunk % 2  # blocks of two row tiles
         _, scales, sums = abi.q8_row_bytes(x.width, x.group_size) if x.dtype == "q8" else (0, 0, 0)
         more = {"activation": ACTIVATIONS[op.attributes["activation"]]} if gated else {}
         parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=records, x_stride=self._stride(x), x_scales=scales,
                           x_sums=sums, out_stride=self._stride(out), rows=_rows(x), chunk=chunk,
-                          scratch=self.plan.thread_scratch_bytes, **more)
+                          scratch=self.plan.thread_scratch_bytes, heights=self.heights, **more)
         bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
         flags = (abi.FLAG_BIAS if len(op.weights) > 1 else 0) | (abi.FLAG_RESIDUAL if op.in_place else 0)
         places = (self._weight(weight), self._at(x), self._at(out), bias, self._scratch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,8 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
             f"The system refuses {nbytes / 1e9:.2f} GB of memory ({error}); lower --ctx or --budget."
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE:
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages serves small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages serves small ones
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % _HUGE if nbytes >= _HUGE else -raw.ctypes.data % 64
     view = raw[start : start + nbytes]

@@ -58,7 +58,7 @@ class Session:
         regions["weights"] = bundle.weights
         self._fill_constants(regions["constants"])
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
-        self.program = Lowering(self.graph, self.plan, offsets).program()
+        self.program = Lowering(self.graph, self.plan, offsets, kernels.isa.heights).program()
         self.kv = KVCache(self.plan, regions["kv"], self.model.num_hidden_layers)
         self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
         self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import TOKEN_ID
+from ..abi import TOKEN_ID, unpack_heights
 from ..layouts import TILE_ROWS, unpack_tile16
 from ..parameters import ROWS
 from .expected import Expected
+from .q8 import q8_blocks
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
 
@@ -45,21 +47,29 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
 
 
 def _quantised(view: RecordView, x: Floats, exact: bool) -> list[Expected]:
-    """Rows of q8 that hold x: codes, scales and the sums of the stored codes."""
+    """Blocks of q8 rows that hold x: codes, scales and -8 x the sums of the stored codes."""
     p = view.parameters(ROWS)
     padded = np.zeros((len(x), p.padded), np.float32)
     padded[:, : p.width] = x
     codes, scales = quantise_rows(padded, p.group)
-    shape = scales.shape
-    stored = view.array(1, np.int8, codes.shape, (p.out_stride, 1))
-    at_scales = view.array(1, np.float32, shape, (p.out_stride, 4), at=p.scales)
-    at_sums = view.array(1, np.int32, shape, (p.out_stride, 4), at=p.sums)
     tolerance = None if exact else TOLERANCES["code"]
-    return [
-        Expected("codes", stored, np.rint(codes) if exact else codes, exact, tolerance),
-        Expected("scales", at_scales, scales, exact, None if exact else TOLERANCES["rms_norm"] * scales + TINY),
-        Expected("sums", at_sums, lambda: stored.reshape(*shape, p.group).sum(axis=2, dtype=np.int32)),
-    ]
+    expected = []
+    heights = unpack_heights(p.heights)
+    for block in q8_blocks(view.address(1), len(x), p.out_stride, p.padded, p.sums, p.group, heights):
+        rows = slice(block.first, block.first + len(block.codes))
+        here, shape = codes[rows].reshape(block.codes.shape), block.scales.shape
+        near = None if exact else TOLERANCES["rms_norm"] * scales[rows] + TINY
+        expected += [
+            Expected("codes", block.codes, np.rint(here) if exact else here, exact, tolerance),
+            Expected("scales", block.scales, scales[rows], exact, near),
+            Expected("offsets", block.offsets, partial(_offsets, block.codes, shape, p.group)),
+        ]
+    return expected
+
+
+def _offsets(codes: NDArray[np.int8], shape: tuple[int, ...], group: int) -> NDArray[np.int32]:
+    """-8 x the sum of each group of the codes that are stored."""
+    return -8 * codes.reshape(*shape, group).sum(axis=2, dtype=np.int32)
 
 
 def _source(view: RecordView) -> Floats:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import FLAG_BIAS, FLAG_RESIDUAL
+from ..abi import FLAG_BIAS, FLAG_RESIDUAL, unpack_heights
 from ..layouts import TILE_ROWS, unpack_tile16
 from ..parameters import ACTIVATIONS, LINEAR
 from .expected import Expected
+from .q8 import q8_blocks, read_q8
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView
 
@@ -87,9 +88,9 @@ def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Dou
     w = unpack_tile16(data, dtype, group, (TILE_ROWS * tiles, cols)).astype(np.float64)
     if not group:
         return view.array(1, np.float32, (tokens, cols), (p.x_stride, 4)).astype(np.float64), w
-    codes = view.array(1, np.int8, (tokens, cols), (p.x_stride, 1))
-    scales = view.array(1, np.float32, (tokens, cols // group), (p.x_stride, 4), at=p.x_scales)
-    return codes * np.repeat(scales.astype(np.float64), group, axis=1), w
+    blocks = q8_blocks(view.address(1), tokens, p.x_stride, cols, p.x_sums, group, unpack_heights(p.heights))
+    codes, scales = read_q8(blocks)
+    return codes.reshape(tokens, cols) * np.repeat(scales.astype(np.float64).reshape(tokens, -1), group, axis=1), w
 
 
 def _bias(view: RecordView, rows: int) -> Doubles | float:
