@@ -1,6 +1,12 @@
 """edgeinfer: run language models on laptops and ARM boards, and know first whether they fit and how fast they are."""
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from .config import GenerationConfig
+    from .errors import EdgeInferError
+    from .llm import LLM
 
 if not (_Path(__file__).parent / "kernels").is_dir():  # a checkout: the parts lie beside this folder
     __path__.append(str(_Path(__file__).parent.parent))

@@ -33,8 +33,8 @@ class BlockPool:
             If all blocks are held.
         """
         if not self._free:
-            raise RequestError(f"All {self.n_blocks} KV blocks of 16 tokens are in use; open the model with a larger ctx or "
-                               "more max_sequences, or release a sequence.")
+            raise RequestError(f"All {self.n_blocks} KV blocks of 16 tokens are in use; open the model with a larger "
+                               "ctx or more max_sequences, or release a sequence.")
         block = self._free.pop()
         self._holders[block] = 1
         return block

@@ -1,4 +1,4 @@
-"""What the machine can give: memory and cores, within the limits of its container; and the check of a plan against it."""
+"""What the machine can give: memory and cores, within its container's limits; and the check of a plan against it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def check_budget(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget_bytes
     options = alternatives(graph, plan, weight_bytes, budget)
     advice = " Fits: " + "; ".join(options) + "." if options else \
         " Nothing smaller in this model fits; convert it with fewer bits per weight or take a smaller model."
-    raise BudgetError(f"The run needs {plan.total_bytes / 1e9:.2f} GB and the budget is {budget / 1e9:.2f} GB.{advice}", plan)
+    needs = f"The run needs {plan.total_bytes / 1e9:.2f} GB and the budget is {budget / 1e9:.2f} GB."
+    raise BudgetError(needs + advice, plan)
 
 
 def alternatives(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget: int) -> list[str]:

@@ -33,8 +33,8 @@ def row_stride(tensor: Tensor) -> int:
 def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict[str, Placement], int]:
     """Lay out all activations but the logits.
 
-    Each tensor lives from the operation that writes it to the last that reads it (an operation in place extends the life
-    of its input). Largest first, each is put at the lowest offset where no tensor of an overlapping life lies.
+    Each tensor lives from the operation that writes it to the last that reads it (an operation in place extends the
+    life of its input). Largest first, each is put at the lowest offset where no tensor of an overlapping life lies.
 
     Parameters
     ----------

@@ -95,7 +95,8 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     placements, arena = place_activations(graph, request.tokens, request.outputs)
     kv_block_bytes = c.num_key_value_heads * abi.kv_head_bytes(request.kv, c.head_dim)
     per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
-    kv_blocks = request.sequences * (per_sequence + (1 if request.sequences > 1 else 0))  # + copies of shared last blocks
+    copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
+    kv_blocks = request.sequences * (per_sequence + copies)
     rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
     splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
     partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))

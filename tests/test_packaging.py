@@ -27,8 +27,11 @@ PACKAGES: list[str] = SETTINGS["tool"]["setuptools"]["packages"]
 
 
 def folder_of(package: str) -> Path:
-    """Where a package's files lie in the checkout."""
-    return ROOT / FOLDERS.get(package, package.replace(".", "/"))
+    """Where a package's files lie in the checkout; packages within a mapped one lie in its folder."""
+    for mapped, folder in FOLDERS.items():
+        if package == mapped or package.startswith(mapped + "."):
+            return ROOT / (folder + package.removeprefix(mapped).replace(".", "/"))
+    return ROOT / package.replace(".", "/")
 
 
 def modules() -> Iterator[Path]:
