@@ -1,9 +1,9 @@
 """Attention over KV blocks, split along the context as Flash-Decoding does (log-sum-exp merge: arXiv 2205.14135).
 
 A context is cut into splits of SPLIT_BLOCKS blocks. Of each split come (m, l, acc): the largest score, the sum of
-exponentials (16 lanes) and the weighted sum of V; splits are merged in index order. Whether splits run on different threads
-and are merged by the next record (few tokens, long context) or one after the other here, the operations on a row are the
-same in the same order, so the result has the same bits.
+exponentials (16 lanes) and the weighted sum of V; splits are merged in index order. Whether splits run on different
+threads and are merged by the next record (few tokens, long context) or one after the other here, the operations on a
+row are the same in the same order, so the result has the same bits.
 
 Rows are (token, query head) pairs that share a KV head. They go through in tiles: each K line and V row that is loaded
 serves all rows of a tile, whose queries are interleaved so that they lie at constant distances.
@@ -66,9 +66,9 @@ from .targets import dot_s8, fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_s
 from .vecmath import exp
 
 LOWEST = -1e30
-"""Score of what is masked: finite, so that a row whose split is all masked stays a number and is weighted by exactly 0 later."""
+"""Score of what is masked: finite, so that a row whose split is all masked stays a number, later weighted by 0."""
 PREFETCH_BLOCKS = 4
-"""Blocks between the one in work and the one whose K and V are asked for: blocks lie anywhere, so the hardware cannot guess."""
+"""Blocks between the one in work and the one that is prefetched: blocks lie anywhere, so the hardware cannot guess."""
 SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
 SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
 
@@ -104,12 +104,12 @@ def partial_bytes(padded):
     return 128 + 4 * padded
 
 
-# -- queries: interleaved by 4 bytes, row i of a tile of r at distance 4 i ----------------------------------------------
+# -- queries: interleaved by 4 bytes, row i of a tile of r at distance 4 i ---------------------------------------------
 
 
 @outlined
 def prepare_int8(tile, i, r, q, n, scale):
-    """Quantise a query with one scale (the softmax scale folded in); its offset (-8 x sum) undoes that of unsigned products."""
+    """Quantise a query with one scale (softmax's folded in); its offset (-8 x sum) undoes that of unsigned products."""
     largest = splat_f32(0.0)
     for k in range(0, n, 16):
         largest = vmax(largest, vabs(keep_first(load_f32x16(q + 4 * k), n - k)))
@@ -408,8 +408,10 @@ def _register(kv, heights, prepare, *kind):
 
 
 _register("int8", (8, 4), prepare_int8, _scores_int8, v_scales_int8, load_i8x16, fma_rows_i8, 1)
-_register("f16", (4, 2), prepare_float, lambda r: _scores_float(r, load_f16x16, 2), v_scales_float, load_f16x16, fma_rows_f16, 2)
-_register("f32", (4, 2), prepare_float, lambda r: _scores_float(r, load_f32x16, 4), v_scales_float, load_f32x16, fma_rows_f32, 4)
+_register("f16", (4, 2), prepare_float, lambda r: _scores_float(r, load_f16x16, 2), v_scales_float, load_f16x16,
+          fma_rows_f16, 2)
+_register("f32", (4, 2), prepare_float, lambda r: _scores_float(r, load_f32x16, 4), v_scales_float, load_f32x16,
+          fma_rows_f32, 4)
 
 
 @kernel("attention_merge")

@@ -29,6 +29,7 @@ class Vec(types.Type):
 
     @property
     def llvm(self) -> ir.VectorType:
+        """LLVM's type of the register."""
         return ir.VectorType(_ELEMENTS[self.element], self.lanes)
 
 
@@ -41,6 +42,7 @@ class Tile(types.Type):
 
     @property
     def llvm(self) -> ir.ArrayType:
+        """LLVM's type of all n."""
         return ir.ArrayType(self.vec.llvm, self.n)
 
 

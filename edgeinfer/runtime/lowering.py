@@ -104,8 +104,8 @@ class Lowering:
         chunk += chunk % 2  # blocks of two row tiles
         _, scales, sums = abi.q8_row_bytes(x.width, x.group_size) if x.dtype == "q8" else (0, 0, 0)
         more = {"activation": ACTIVATIONS[op.attributes["activation"]]} if gated else {}
-        parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=records, x_stride=self._stride(x), x_scales=scales,
-                          x_sums=sums, out_stride=self._stride(out), rows=_rows(x), chunk=chunk,
+        parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=records, x_stride=self._stride(x),
+                          x_scales=scales, x_sums=sums, out_stride=self._stride(out), rows=_rows(x), chunk=chunk,
                           scratch=self.plan.thread_scratch_bytes, heights=self.heights, **more)
         bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
         flags = (abi.FLAG_BIAS if len(op.weights) > 1 else 0) | (abi.FLAG_RESIDUAL if op.in_place else 0)
@@ -120,7 +120,8 @@ class Lowering:
                           head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), eps=op.attributes["eps"])
         norms = tuple(self._weight(w) for w in op.weights)
         places = (self._at(qkv), ("constants", 0), ("kv", plan.layer_offset(op.attributes["layer"])), *norms)
-        return [Record(f"rope_store_{plan.request.kv}", _text(op), places, tuple(parameters), abi.FLAG_NORM if norms else 0)]
+        flags = abi.FLAG_NORM if norms else 0
+        return [Record(f"rope_store_{plan.request.kv}", _text(op), places, tuple(parameters), flags)]
 
     def _attention(self, op: Op) -> list[Record]:
         c, plan, (qkv,), (out,) = self.graph.config, self.plan, op.inputs, op.outputs

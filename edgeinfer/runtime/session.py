@@ -120,8 +120,8 @@ class Session:
         most = self.config.max_sequences
         if not 1 <= len(sequences) <= most or len(sequences) != len(ids):
             raise RequestError(
-                f"{len(sequences)} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to {most} "
-                "sequences at once, set by max_sequences."
+                f"{len(sequences)} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to "
+                f"{most} sequences at once, set by max_sequences."
             )
         if len({id(s) for s in sequences}) != len(sequences):
             raise RequestError("A sequence takes part twice in one decode walk; fork it.")
@@ -169,7 +169,8 @@ class Session:
             highest = self._tables.write(distinct, sequences, ids, outputs)
             split = len(ids) <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
             for index, value in ((abi.COUNT_TOKENS, len(ids)), (abi.COUNT_OUTPUTS, len(outputs)),
-                                 (abi.COUNT_MERGE, len(ids) if split else 0)):
+                                 (abi.COUNT_MERGE, len(ids) if split else 0),
+                                 (abi.COUNT_MANY, len(ids) if len(ids) > 1 or self.executor.check else 0)):
                 self.executor.set_count(index, value)
             self.executor.run()
             for sequence, token in zip(sequences, ids, strict=True):
@@ -189,8 +190,8 @@ class Session:
         if len(sequence) + len(ids) > ctx:
             before = f" after {len(sequence)} tokens" if len(sequence) else ""
             raise RequestError(
-                f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx (the model "
-                f"allows {self.model.max_position_embeddings})."
+                f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx (the "
+                f"model allows {self.model.max_position_embeddings})."
             )
 
     def _fill_constants(self, region: NDArray[np.uint8]) -> None:

@@ -90,7 +90,8 @@ def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Dou
         return view.array(1, np.float32, (tokens, cols), (p.x_stride, 4)).astype(np.float64), w
     blocks = q8_blocks(view.address(1), tokens, p.x_stride, cols, p.x_sums, group, unpack_heights(p.heights))
     codes, scales = read_q8(blocks)
-    return codes.reshape(tokens, cols) * np.repeat(scales.astype(np.float64).reshape(tokens, -1), group, axis=1), w
+    x = codes.reshape(tokens, cols).astype(np.float64)
+    return x * np.repeat(scales.astype(np.float64).reshape(tokens, -1), group, axis=1), w
 
 
 def _bias(view: RecordView, rows: int) -> Doubles | float:
