@@ -1,6 +1,7 @@
 """The kernel ABI: the layout of a record (what never changes) and of the ctx block (all that changes).
 
-``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering, executor and twins share these numbers.
+``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering, executor and twins share these
+numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ FLAG_RESIDUAL = 1
 """linear: add the product to what the output holds."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
+FLAG_OWN_INPUT = 8
+"""linear, gated: where COUNT_MANY is 0, the record before this one was skipped, and each thread does its work for itself."""
 FLAG_NORM = 4
 """rope_store: normalise q and k heads."""
 
@@ -104,6 +107,9 @@ COUNT_TOKENS = 0
 COUNT_OUTPUTS = 1
 COUNT_MERGE = 2
 """Tokens whose attention is computed in splits and merged by the next record; 0 = attention finishes by itself."""
+COUNT_MANY = 6
+"""Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread for itself, which
+costs less than a barrier."""
 COUNT_ACTIVE = 3
 """Active neurons (sparse FFN)."""
 COUNT_TOPN = 4
@@ -148,8 +154,8 @@ def kv_head_bytes(kv: str, head_dim: int) -> int:
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     """Layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 sums), in bytes.
 
-    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are. Rows of several tokens
-    are interleaved, see `token_blocks`. Sums are stored times -8: the start value of products with 4-bit codes.
+    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are. Rows of several
+    tokens are interleaved, see `token_blocks`. Sums are stored times -8: the start value of products with 4-bit codes.
     """
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size
@@ -159,9 +165,9 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
 def token_blocks(n_tokens: int, heights: tuple[int, int]) -> list[tuple[int, int]]:
     """Blocks (first token, tokens) in which n tokens go through matrix products: large ones, small ones, single tokens.
 
-    A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of token j
-    lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and the int32
-    -8 * (sum of the group's values) at base + n * sums + 4 (g n + j).
+    A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of
+    token j lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
+    the int32 -8 * (sum of the group's values) at base + n * sums + 4 (g n + j).
     """
     blocks, start = [], 0
     for height in (*heights, 1):
@@ -182,7 +188,7 @@ def unpack_heights(packed: int) -> tuple[int, int]:
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64
-"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens."""
+"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; its own input row lies behind it."""
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
 

@@ -5,8 +5,8 @@ Places: 0 source, 1 out, 2 weight. Parameters: parameters.ROWS. Twins: reference
 
 from __future__ import annotations
 
-from .abi import CTX_OUTPUTS, TOKEN_ID
-from .common import claim, count, float_parameter, inline, parameter, place, token
+from .abi import CTX_OUTPUTS, FLAG_NORM, TOKEN_ID
+from .common import claim, count, flags, float_parameter, inline, outlined, parameter, place, token
 from .parameters import ROWS
 from .registry import kernel
 from .simd import (
@@ -52,7 +52,7 @@ def block_of(t, tokens):
 
 @inline
 def quantise_row(x, out, t, rows, rec):
-    """Row t of floats to int8 with a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at its width.
+    """Row t of floats to int8 with a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
 
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
@@ -141,6 +141,18 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
     return 0
 
 
+@outlined
+def own_input(rec, ctx, scratch):
+    """What the rms_norm_q8 or quantize record `rec` does for one token, into scratch; returns the address of the q8 row."""
+    source, width = place(rec, ctx, 0), parameter(rec, ROWS.width)
+    if flags(rec) & FLAG_NORM:
+        row = scratch + parameter(rec, ROWS.out_stride)
+        normalise(source, place(rec, ctx, 2), row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+        source = row
+    quantise_row(source, scratch, 0, 1, rec)
+    return scratch
+
+
 @kernel("gather_outputs")
 def gather_outputs(rec, ctx, tid, n_threads):
     """Copy the rows whose logits are wanted (ctx: list of token numbers)."""
@@ -156,7 +168,7 @@ def gather_outputs(rec, ctx, tid, n_threads):
     return 0
 
 
-# -- embedding lookup: one row out of a tile16 table, element by element (a row is 1/16 of each line) -------------------
+# -- embedding lookup: one row out of a tile16 table, element by element (a row is 1/16 of each line) ------------------
 
 
 @inline

@@ -1,16 +1,17 @@
 """Matrix products with weights in tile16 (DESIGN: layouts): `linear_*` is y = x W^T, `gated_*` is act(x G^T) * (x U^T).
 
-A register block holds m row tiles x n tokens of accumulators: each load of activations serves m products and each line of
-weights n. One body serves one token and many, and the operations on a row are the same in the same order in every block,
-so a row of the result has the same bits for any number of tokens.
+A register block holds m row tiles x n tokens of accumulators: each load of activations serves m products and each line
+of weights n. One body serves one token and many, and the operations on a row are the same in the same order in every
+block, so a row of the result has the same bits for any number of tokens.
 
-Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch (gated). Parameters: parameters.LINEAR. Twins: reference/linear.py.
+Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch. Parameters: parameters.LINEAR. Twins: reference/linear.py.
 """
 
 from __future__ import annotations
 
-from .abi import FLAG_BIAS, FLAG_RESIDUAL
+from .abi import COUNT_MANY, FLAG_BIAS, FLAG_OWN_INPUT, FLAG_RESIDUAL, GATED_SCRATCH_BYTES, RECORD_BYTES
 from .common import claim, count, flags, inline, parameter, place
+from .elementwise import own_input
 from .parameters import LINEAR
 from .registry import kernel
 from .simd import (
@@ -98,6 +99,14 @@ def _product_f32(group, m, n):
     return product
 
 
+@inline
+def input_rows(rec, ctx, scratch):
+    """Address of x: the rows that the record before left, or this thread's own row where that record was skipped."""
+    if flags(rec) & FLAG_OWN_INPUT and count(ctx, COUNT_MANY) == 0:
+        return own_input(rec - RECORD_BYTES, ctx, scratch + GATED_SCRATCH_BYTES)
+    return place(rec, ctx, 1)
+
+
 def _block(make_product, group, m, n):
     """Row tiles tile .. tile + m for the n tokens from t on: product, bias, residual, store."""
     product = make_product(group, m, n)
@@ -146,9 +155,9 @@ def _register_linear(name, make_product, group):
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
-        w, x, out, bias = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2), place(rec, ctx, 3)
+        scratch, chunk = place(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch), parameter(rec, LINEAR.chunk)
+        w, x, out, bias = place(rec, ctx, 0), input_rows(rec, ctx, scratch), place(rec, ctx, 2), place(rec, ctx, 3)
         tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
-        chunk = parameter(rec, LINEAR.chunk)
         start = claim(ctx) * chunk
         while start < tiles:
             tile, end = start, min(start + chunk, tiles)
@@ -199,9 +208,9 @@ def _register_gated(name, make_product, group):
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
-        w, x, out, bias = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2), place(rec, ctx, 3)
-        tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
         scratch, chunk = place(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch), parameter(rec, LINEAR.chunk)
+        w, x, out, bias = place(rec, ctx, 0), input_rows(rec, ctx, scratch), place(rec, ctx, 2), place(rec, ctx, 3)
+        tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):

@@ -50,7 +50,11 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
     births: dict[str, int] = {}
     deaths: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
+    made_from: dict[str, tuple[Tensor, ...]] = {}
     for step, op in enumerate(graph.ops):
+        for source in (s for tensor in op.inputs if tensor.dtype == "q8" for s in made_from.get(tensor.name, ())):
+            deaths[source.name] = step  # products of one token quantise their input themselves, a step later
+        made_from[op.outputs[0].name] = op.inputs
         for tensor in (*op.inputs, *op.outputs):
             if tensor.name != graph.logits.name:
                 births.setdefault(tensor.name, step)

@@ -124,7 +124,9 @@ def thread_scratch(graph: Graph) -> int:
     c = graph.config
     attention = abi.attention_scratch_bytes(c.head_dim)
     norm = 4 * round_up(c.hidden_size, 16)
-    return round_up(max(attention, norm, abi.GATED_SCRATCH_BYTES) + 64, 64)
+    widths = {(t.width, t.group_size) for op in graph.ops for t in op.outputs if t.dtype == "q8"}
+    own_input = max((abi.q8_row_bytes(*width)[0] for width in widths), default=0)
+    return round_up(max(attention, abi.GATED_SCRATCH_BYTES + own_input + norm) + 64, 64)
 
 
 def _types(graph: Graph) -> str:

@@ -32,6 +32,7 @@ class Lowering:
 
     def __init__(self, graph: Graph, plan: MemoryPlan, offsets: Mapping[str, int], heights: tuple[int, int]):
         self.graph, self.plan, self.offsets, self.heights = graph, plan, offsets, abi.pack_heights(heights)
+        self._producers = {op.outputs[0].name: op for op in graph.ops if not op.in_place}
 
     def program(self) -> Program:
         """All records."""
@@ -60,6 +61,15 @@ class Lowering:
     def _scratch(self) -> Place:
         return "scratch", 0
 
+    def _is_own_input(self, x: Tensor) -> bool:
+        """Whether a product's threads quantise x for themselves when there is one token: the operation that makes x stands
+        directly before its only reader."""
+        if x.dtype != "q8" or x.rows != "tokens":
+            return False
+        at = self.graph.ops.index(self._producers[x.name])
+        readers = [i for i, op in enumerate(self.graph.ops) if any(t.name == x.name for t in op.inputs)]
+        return readers == [at + 1]
+
     def _row_parameters(self, op: Op, x: Tensor, out: Tensor, **more: int | float) -> tuple[int, ...]:
         if out.dtype == "q8":
             _, scales, sums = abi.q8_row_bytes(out.width, out.group_size)
@@ -81,12 +91,15 @@ class Lowering:
         (x,), (out,), (weight,) = op.inputs, op.outputs, op.weights
         places = (self._at(x), self._at(out), self._weight(weight), self._scratch())
         more = {"eps": op.attributes["eps"], "scratch": self.plan.thread_scratch_bytes}
+        quantised = out.dtype == "q8"
         return [Record(f"rms_norm_{out.dtype}", _text(op), places, self._row_parameters(op, x, out, **more),
-                       bytes_read=4 * weight.shape[0])]
+                       abi.FLAG_NORM if quantised else 0, abi.COUNT_MANY if self._is_own_input(out) else None,
+                       4 * weight.shape[0])]
 
     def _quantize(self, op: Op) -> list[Record]:
         (x,), (out,) = op.inputs, op.outputs
-        return [Record("quantize", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out))]
+        return [Record("quantize", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out),
+                       predicate=abi.COUNT_MANY if self._is_own_input(out) else None)]
 
     def _gather(self, op: Op) -> list[Record]:
         (x,), (out,) = op.inputs, op.outputs
@@ -109,6 +122,7 @@ class Lowering:
                           scratch=self.plan.thread_scratch_bytes, heights=self.heights, **more)
         bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
         flags = (abi.FLAG_BIAS if len(op.weights) > 1 else 0) | (abi.FLAG_RESIDUAL if op.in_place else 0)
+        flags |= abi.FLAG_OWN_INPUT if self._is_own_input(x) else 0
         places = (self._weight(weight), self._at(x), self._at(out), bias, self._scratch())
         return [Record(f"{op.kind}_{_suffix(stored)}", _text(op), places, tuple(parameters), flags,
                        abi.COUNT_OUTPUTS if x.rows == "outputs" else None, tiles * size)]

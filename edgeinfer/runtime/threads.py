@@ -9,7 +9,7 @@ import sys
 
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """Linux system call numbers of futex."""
-SPINS, SPINS_CROWDED = 4000, 100
+SPINS, SPINS_CROWDED = 1000, 50
 """Turns of the spin loop before sleeping: with a core per thread, and with more threads than cores."""
 
 
