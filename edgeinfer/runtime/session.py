@@ -19,7 +19,7 @@ from edgeinfer.memory_planner import SPLIT_TOKENS, Request, check_budget, defaul
 
 from .executor import Executor
 from .lowering import Lowering
-from .memory import allocate
+from .memory import allocate, read_in
 from .sequence import KVCache, Sequence
 
 DEFAULT_CTX = 4096
@@ -35,6 +35,8 @@ class Session:
     config : RuntimeConfig
     progress : callable, optional
         Called with (done, total, name) while kernels compile on the first run.
+    loading : callable, optional
+        Called with (bytes done, bytes in all, file name) while the weights are read in.
 
     Raises
     ------
@@ -43,7 +45,8 @@ class Session:
     """
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
-                 progress: Callable[[int, int, str], None] | None = None):
+                 progress: Callable[[int, int, str], None] | None = None,
+                 loading: Callable[[int, int, str], None] | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         self.config = resolve(config or RuntimeConfig(), self.model)
@@ -56,6 +59,7 @@ class Session:
         regions = {name: allocate(self.plan.region(name).nbytes)
                    for name in ("kv", "activations", "logits", "constants", "scratch")}
         regions["weights"] = bundle.weights
+        read_in(bundle.weights, bundle.weights_path, loading)
         self._fill_constants(regions["constants"])
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         self.program = Lowering(self.graph, self.plan, offsets, kernels.isa.heights).program()
