@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from edgeinfer.errors import RequestError
 
 
@@ -52,3 +54,14 @@ class BlockPool:
         self._holders[block] -= 1
         if self._holders[block] == 0:
             self._free.append(block)
+
+    def recount(self, tables: Iterable[list[int]]) -> None:
+        """Count the holders anew from all block tables there are: frees what no table names.
+
+        For sequences that were forgotten without being released, and after an interruption.
+        """
+        holders = [0] * self.n_blocks
+        for table in tables:
+            for block in table:
+                holders[block] += 1
+        self._free, self._holders = [block for block, held in enumerate(holders) if not held][::-1], holders

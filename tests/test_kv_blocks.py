@@ -163,6 +163,17 @@ def test_an_exhausted_pool_is_said_and_nothing_is_lost(path: Path) -> None:
         assert opened.decode([first], tokens(40)[39:])[0].tobytes() == logits.tobytes()
 
 
+def test_forgotten_sequences_give_their_blocks_back_when_they_are_needed(path: Path) -> None:
+    with session(path, ctx=64, max_sequences=2) as opened:
+        kept = opened.new_sequence()
+        opened.prefill(kept, tokens(40))
+        twin = opened.fork(kept)
+        for _ in range(20):
+            opened.prefill(opened.new_sequence(), tokens(50))
+        expected = alone(opened, [*tokens(40), 3])
+        assert [opened.decode([s], [3])[0].tobytes() for s in (kept, twin)] == [expected] * 2
+
+
 def test_every_slot_of_the_context_can_be_used(path: Path) -> None:
     """To the last token, with a context that is no multiple of a block, also by all forks at once."""
     with session(path, ctx=43, max_sequences=4) as opened:

@@ -153,7 +153,8 @@ def test_a_cache_longer_than_the_context_is_refused(saved: Path, models: Path) -
 
 def test_a_cache_that_finds_no_room_takes_none(saved: Path, models: Path) -> None:
     with session(write_model(models), ctx=64) as opened:
-        opened.prefill(opened.new_sequence(), tokens(10))
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, tokens(10))
         refused(opened, saved, "^All 4 KV blocks", RequestError)
 
 

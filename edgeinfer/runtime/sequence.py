@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,24 +52,44 @@ class KVCache:
         self.pool = BlockPool(plan.kv_blocks)
         size = plan.kv_blocks * plan.kv_block_bytes
         self._layers = [region[plan.layer_offset(i) :][:size].reshape(plan.kv_blocks, -1) for i in range(layers)]
+        self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
+
+    # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
+    # free while a block table names it; what was lost comes back when the pool is empty.
 
     def extend(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make room for n more tokens: a shared last block is copied, new blocks are taken."""
+        """Make room for n more tokens: a shared last block is copied, new blocks are taken.
+
+        Raises
+        ------
+        RequestError
+            If all blocks are held.
+        """
+        self.trim(sequence)
+        self._living.add(sequence)
         blocks, used = sequence.blocks, len(sequence.tokens)
-        if used % abi.BLOCK_TOKENS and self.pool.is_shared(blocks[-1]):
-            copy = self.pool.take()
+        if used % abi.BLOCK_TOKENS and self.pool.is_shared(shared := blocks[-1]):
+            copy = self._take()
             for layer in self._layers:
-                layer[copy] = layer[blocks[-1]]
-            self.pool.drop(blocks[-1])
+                layer[copy] = layer[shared]
             blocks[-1] = copy
+            self.pool.drop(shared)
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
-            blocks.append(self.pool.take())
+            blocks.append(self._take())
+
+    def _take(self) -> int:
+        """A block of one's own; if none is free, those that no living sequence names are."""
+        if not self.pool.n_free:
+            self.pool.recount(sequence.blocks for sequence in self._living)
+        return self.pool.take()
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A sequence with the same tokens that shares all blocks until one of the two writes."""
         for block in sequence.blocks:
             self.pool.share(block)
-        return Sequence(list(sequence.tokens), list(sequence.blocks))
+        copy = Sequence(list(sequence.tokens), list(sequence.blocks))
+        self._living.add(copy)
+        return copy
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""
@@ -80,9 +101,10 @@ class KVCache:
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks past the last token (after a cancelled walk, too)."""
         keep = -(-len(sequence.tokens) // abi.BLOCK_TOKENS)
-        for block in sequence.blocks[keep:]:
-            self.pool.drop(block)
+        gone = sequence.blocks[keep:]
         del sequence.blocks[keep:]
+        for block in gone:
+            self.pool.drop(block)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -1,0 +1,225 @@
+"""What tests run in a process of its own, because it would fail by hanging or crashing.
+
+``python -m tests.stress MODE BUNDLE``
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.errors import CancelledError, EdgeInferError
+from edgeinfer.kernels import Kernels, choose
+from edgeinfer.runtime import Program, Record, Sequence, Session
+from edgeinfer.runtime.executor import Executor
+from tests.sessions import free_blocks, logits_of, session, tokens
+
+SECONDS = 5.0
+"""Of the modes that go on for long on a busy machine."""
+N_CHUNKS, CHUNK_BYTES, N_RECORDS = 11, 256, 3
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """This machine's, linked once."""
+    return Kernels(choose())
+
+
+class Sums:
+    """An executor whose records add up the same numbers in chunks that threads claim: each chunk must count once."""
+
+    def __init__(self, threads: int):
+        self.data = aligned(N_CHUNKS * CHUNK_BYTES)
+        self.data[:] = np.random.default_rng(0).integers(0, 256, self.data.size)
+        self.out = aligned(N_RECORDS * threads * 64)
+        records = tuple(
+            Record("stream_read", "sum", (("weights", 0), ("scratch", i * threads * 64)), (CHUNK_BYTES, N_CHUNKS))
+            for i in range(N_RECORDS)
+        )
+        self.executor = Executor(Program(records), kernels(), threads, {"weights": self.data, "scratch": self.out})
+
+    def run(self) -> None:
+        self.out[:] = 255
+        self.executor.run()
+        sums = self.out.view(np.int32).reshape(N_RECORDS, -1, 16)[:, :, 0].sum(axis=1, dtype=np.int32)
+        expected = self.data.view(np.int32).sum(dtype=np.int32)
+        assert (sums == expected).all(), f"{sums} instead of {expected}"
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Bytes at an address that is a multiple of 64."""
+    whole = np.zeros(nbytes + 64, np.uint8)
+    return whole[-whole.ctypes.data % 64 :][:nbytes]
+
+
+def walks(bundle: Path) -> None:
+    """Thousands of short walks, back to back and after pauses, by fewer and more threads than cores."""
+    rng = np.random.default_rng(0)
+    for threads, n in ((1, 3000), (2, 2000), (3, 1000), (7, 500)):
+        sums, end = Sums(threads), time.perf_counter() + SECONDS / 3
+        for i in range(n):
+            sums.run()
+            if i % 10 == 0:
+                time.sleep(rng.uniform(0, 4e-4))  # some threads spin still, some sleep already
+            if time.perf_counter() > end:
+                break
+        sums.executor.close()
+
+
+def open_close(bundle: Path) -> None:
+    """Executors and sessions opened, used and closed, at once or after a pause."""
+    before = threading.active_count()
+    for i in range(100):
+        sums = Sums(7)
+        for _ in range(i % 21):
+            sums.run()
+        if i % 5 == 0:
+            time.sleep(1e-3)
+        sums.executor.close()
+    ids, expected = tokens(20), None
+    for i in range(30):
+        with session(bundle, threads=1 + i % 7, prefill_chunk=6) as opened:
+            logits = logits_of(opened, ids, n_decoded=i % 3).tobytes()[-4 * opened.model.vocab_size :]
+        expected = expected or logits
+        assert logits == expected
+    assert threading.active_count() == before
+
+
+def drop(bundle: Path) -> None:
+    """Sessions that are forgotten while their threads still spin: the threads end, their memory stays until then."""
+    before = threading.active_count()
+    for i in range(60):
+        opened: Any = _open(bundle, threads=1 + i % 4)
+        logits_of(opened, tokens(5))
+        opened = None
+        assert threading.active_count() == before
+
+
+def leave(bundle: Path) -> None:
+    """Python exits right after a walk, nothing closed."""
+    opened = _open(bundle, threads=3)
+    logits_of(opened, tokens(5))
+    sys.modules["kept"] = opened  # type: ignore[assignment]  # until modules are torn down
+
+
+def fork(bundle: Path) -> None:
+    """A forked child has no threads: it says so, and its end does not touch its parent's."""
+    with session(bundle, threads=2) as opened:
+        expected = logits_of(opened, tokens(20)).tobytes()
+        child = os.fork()
+        if child == 0:
+            try:
+                opened.prefill(opened.new_sequence(), [1])
+            except EdgeInferError as error:
+                sys.exit(0 if "was forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert logits_of(opened, tokens(20)).tobytes() == expected
+
+
+class Interruption(BaseException):
+    """Raised by a signal handler, as KeyboardInterrupt is."""
+
+
+def interrupts(bundle: Path) -> None:
+    """Signals at any moment of a prefill and a few decode steps; every third time two of them, 30 us apart."""
+    signals, end = 0, time.perf_counter() + SECONDS
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal signals
+        if signals:  # one may arrive late, by way of another thread
+            signals -= 1
+            if signals:
+                signal.setitimer(signal.ITIMER_REAL, 3e-5)
+            raise Interruption
+
+    def attempt(opened: Session, sequence: Sequence, delay: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        opened.prefill(sequence, ids[:prompt])
+        for token in ids[prompt:-1]:
+            opened.decode([sequence], [token])
+
+    signal.signal(signal.SIGALRM, interrupt)
+    rng, prompt, ids, hits, times = np.random.default_rng(1), 40, tokens(60), 0, []
+    with session(bundle, threads=2, prefill_chunk=7, ctx=80) as opened:
+        for _ in range(9):
+            begin = time.perf_counter()
+            expected = logits_of(opened, ids, n_decoded=20)[-1].tobytes()
+            times.append(time.perf_counter() - begin)
+        for i in range(600):
+            sequence, signals = opened.new_sequence(), 2 if i % 3 == 0 else 1
+            try:
+                try:
+                    attempt(opened, sequence, rng.uniform(1e-6, min(times)))
+                except Interruption:
+                    hits += 1
+                while signals == 1 and i % 3 == 0:
+                    time.sleep(1e-5)
+            except Interruption:  # the second one
+                pass
+            signals = 0
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert sequence.tokens == ids[: len(sequence)]
+            assert opened.prefill(sequence, ids[len(sequence) :]).tobytes() == expected, f"after interruption {i}"
+            opened.release(sequence)
+            if time.perf_counter() > end:
+                break
+        assert hits > i / 2, hits
+        assert opened.plan.kv_blocks - free_blocks(opened) <= 4, "signals lose few blocks, and those come back"
+        opened.prefill(opened.new_sequence(), tokens(80))
+
+
+def ctrl_c(bundle: Path) -> None:
+    """SIGINT inside a long prompt raises KeyboardInterrupt within 100 ms, and the session goes on."""
+    ids = tokens(1500)
+    with session(bundle, threads=2, prefill_chunk=512) as opened:
+        expected = logits_of(opened, ids[:30]).tobytes()
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, ids[:30])
+        for delay in (0.02, 0.05, 0.08):
+            sent = []
+
+            def press(delay: float = delay, sent: list[float] = sent) -> None:
+                time.sleep(delay)
+                sent.append(time.perf_counter())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            try:
+                opened.prefill(sequence, ids)
+                raise AssertionError("the prompt is too short for this test")
+            except KeyboardInterrupt:
+                late = time.perf_counter() - sent[0]
+            thread.join()
+            print(f"{1000 * late:.1f} ms")
+            assert late < 0.1
+            opened.truncate(sequence, 30)
+        assert logits_of(opened, ids[:30]).tobytes() == expected
+        try:
+            opened.cancel()
+            opened.prefill(sequence, [1])
+        except CancelledError:
+            return
+        raise AssertionError("a cancellation got lost")
+
+
+def _open(bundle: Path, **options: Any) -> Session:
+    from edgeinfer.bundle import Bundle
+    from edgeinfer.config import RuntimeConfig
+
+    return Session(Bundle.open(bundle), RuntimeConfig(**options))
+
+
+MODES = {f.__name__: f for f in (walks, open_close, drop, leave, fork, interrupts, ctrl_c)}
+
+if __name__ == "__main__":
+    MODES[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,387 @@
+"""The executor: every thread runs every record once, in order; skip, cancel and error reach all; threads come and go.
+
+Kernels here are mostly Python functions behind addresses: the executor calls whatever a record points to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
+from edgeinfer.graph import ModelConfig
+from edgeinfer.kernels import Kernels, abi, choose
+from edgeinfer.runtime import Program, Record
+from edgeinfer.runtime.executor import Executor
+from tests.sessions import free_blocks, logits_of, session, tokens, write_model
+
+ROOT = Path(__file__).resolve().parents[1]
+WORD = ctypes.c_int64
+ENTRY = ctypes.CFUNCTYPE(WORD, WORD, WORD, WORD, WORD)
+LONG = ModelConfig(
+    "llama", vocab_size=2000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=2048,
+)
+"""100 million weights: a prompt takes long enough to be interrupted."""
+
+
+@functools.cache
+def real() -> Kernels:
+    return Kernels(choose())
+
+
+class PythonKernels:
+    """Stands in for Kernels: Python functions (record number, thread) -> status, and the real inner half."""
+
+    def __init__(self, **functions: Callable[[int, int], int | None]):
+        self.base = 0
+        self._entries = {name: ENTRY(functools.partial(self._call, f)) for name, f in functions.items()}
+
+    def _call(self, function: Callable[[int, int], int | None], rec: int, ctx: int, tid: int, n_threads: int) -> int:
+        return function((rec - self.base) // abi.RECORD_BYTES, tid) or 0
+
+    def addresses(self, names: tuple[str, ...]) -> dict[str, int]:
+        return {name: ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0 for name in names}
+
+    def function(self, name: str) -> Callable[[int, int, int, int], int]:
+        return real().function(name)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Executor]]:
+    """Make executors of records given as names, or (name, predicate); they are closed at the end."""
+    opened: list[Executor] = []
+
+    def build(records: list[Any], threads: int, **functions: Callable[[int, int], int | None]) -> Executor:
+        named = [record if isinstance(record, tuple) else (record, None) for record in records]
+        kernels: Any = PythonKernels(**functions)
+        program = Program(tuple(Record(name, "test", predicate=predicate) for name, predicate in named))
+        executor = Executor(program, kernels, threads, {})
+        kernels.base = program.words.ctypes.data
+        opened.append(executor)
+        return executor
+
+    yield build
+    for executor in opened:
+        executor.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+# -- walking -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_every_thread_runs_every_record_once_and_in_order(make: Callable[..., Executor], threads: int) -> None:
+    """Some threads dawdle; nobody starts a record before all have ended the one before."""
+    log: list[tuple[str, int, int]] = []
+    rng = np.random.default_rng(threads)
+    pauses = iter(rng.choice([0, 0, 0, 2e-4], 100_000))
+
+    def work(record: int, tid: int) -> None:
+        log.append(("begin", record, tid))
+        if pause := next(pauses):
+            time.sleep(pause)
+        log.append(("end", record, tid))
+
+    executor = make(["work"] * 5, threads, work=work)
+    for _ in range(30):
+        log.clear()
+        executor.run()
+        assert len(log) == 2 * 5 * threads
+        for record in range(5):
+            part = log[2 * threads * record : 2 * threads * (record + 1)]
+            for what in ("begin", "end"):
+                assert sorted(x for x in part if x[0] == what) == [(what, record, tid) for tid in range(threads)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_records_are_skipped_where_their_count_is_zero(make: Callable[..., Executor], threads: int) -> None:
+    """A record may set the count that the next one depends on: the decision falls at the barrier between them."""
+    ran: list[int] = []
+
+    def log(record: int, tid: int) -> None:
+        if tid == 0:
+            ran.append(record)
+
+    def set_kept(record: int, tid: int) -> None:
+        log(record, tid)
+        if tid == 0:
+            executor.set_count(abi.COUNT_KEPT, kept)
+
+    executor = make(
+        [("log", abi.COUNT_MERGE), ("set_kept", None), ("log", abi.COUNT_KEPT), ("log", abi.COUNT_MERGE),
+         ("log", abi.COUNT_TOKENS)], threads, log=log, set_kept=set_kept,
+    )  # fmt: skip
+    for merge, kept, n_tokens, expected in [  # noqa: B007
+        (0, 0, 0, [1]), (0, 1, 0, [1, 2]), (7, 0, 0, [0, 1, 3]), (-1, 5, 9, [0, 1, 2, 3, 4]), (0, 0, 1, [1, 4]),
+    ]:  # fmt: skip
+        executor.set_count(abi.COUNT_MERGE, merge)
+        executor.set_count(abi.COUNT_TOKENS, n_tokens)
+        ran.clear()
+        executor.run()
+        assert ran == expected
+
+
+def test_a_walk_in_which_all_is_skipped_ends(make: Callable[..., Executor]) -> None:
+    ran: list[int] = []
+    executor = make([("log", abi.COUNT_TOKENS)] * 3, 2, log=lambda record, tid: ran.append(record))
+    for n in (0, 0, 1, 0, 1):
+        executor.set_count(abi.COUNT_TOKENS, n)
+        ran.clear()
+        executor.run()
+        assert ran == [0, 0, 1, 1, 2, 2] * n
+
+
+def test_a_program_without_records_ends(make: Callable[..., Executor]) -> None:
+    executor = make([], 2)
+    executor.run()
+
+
+def test_a_kernel_that_fails_ends_the_walk(make: Callable[..., Executor]) -> None:
+    """One thread's status is enough; the next walk is as good as the first."""
+    ran: list[int] = []
+    fails = [True]
+
+    def work(record: int, tid: int) -> int:
+        ran.append(record)
+        return 5 if fails[0] and (record, tid) == (1, 2) else 0
+
+    executor = make(["work"] * 4, 3, work=work)
+    for fails[0], n in ((True, 2), (False, 4), (True, 2), (True, 2), (False, 4)):
+        ran.clear()
+        if fails[0]:
+            with pytest.raises(KernelError, match=r"^A kernel failed with status 5\.$"):
+                executor.run()
+        else:
+            executor.run()
+        assert sorted(ran) == sorted(3 * list(range(n)))
+
+
+def test_a_ticket_is_waited_for(make: Callable[..., Executor]) -> None:
+    ran: list[int] = []
+    executor = make(["work"] * 2, 2, work=lambda record, tid: ran.append(record))
+    executor.program.words.view(np.int32)[1, abi.REC_TICKET // 4] = 1 + 3
+    redeem = threading.Timer(0.05, executor.set, (abi.CTX_TICKETS + 8 * 3, 1))
+    redeem.start()
+    begin = time.perf_counter()
+    executor.run()
+    assert time.perf_counter() - begin > 0.04
+    assert ran == [0, 0, 1, 1]
+    executor.set(abi.CTX_TICKETS + 8 * 3, 0)
+    cancel = threading.Timer(0.05, executor.cancel)
+    cancel.start()
+    with pytest.raises(CancelledError):
+        executor.run()
+    assert ran == [0, 0, 1, 1, 0, 0]
+    redeem.join(), cancel.join()
+
+
+# -- cancelling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_walk_ends_at_the_barrier(make: Callable[..., Executor]) -> None:
+    ran: list[int] = []
+    cancels = [1]
+
+    def work(record: int, tid: int) -> None:
+        ran.append(record)
+        if (record, tid) == (cancels[0], 1):
+            executor.cancel()
+
+    executor = make(["work"] * 4, 2, work=work)
+    for cancels[0], expected in ((1, [0, 0, 1, 1]), (-1, [0, 0, 1, 1, 2, 2, 3, 3]), (3, [0, 0, 1, 1, 2, 2, 3, 3])):
+        ran.clear()
+        if cancels[0] < 0:
+            executor.run()
+        else:
+            with pytest.raises(CancelledError, match=r"^The run was cancelled\.$"):
+                executor.run()
+        assert ran == expected
+
+
+def test_a_cancellation_that_comes_first_holds_unless_it_is_forgotten(make: Callable[..., Executor]) -> None:
+    ran: list[int] = []
+    executor = make(["work"], 2, work=lambda record, tid: ran.append(record))
+    executor.cancel()
+    with pytest.raises(CancelledError):
+        executor.run()
+    assert ran == []
+    executor.cancel()
+    executor.forget_cancel()
+    executor.run()
+    assert ran == [0, 0]
+
+
+def test_a_kernel_of_many_chunks_stops_within(make: Callable[..., Executor]) -> None:
+    """A record that was left half done counts as cancelled even if the wish is forgotten meanwhile."""
+    data = np.zeros(1 << 20, np.uint8)
+    executor = Executor(
+        Program((Record("stream_read", "sum", (("weights", 0), ("scratch", 0)), (256, 4096)),)), real(), 2,
+        {"weights": data[-data.ctypes.data % 64 :][: 1 << 19], "scratch": np.zeros(4096, np.uint8)},
+    )  # fmt: skip
+    executor.set(abi.CTX_ERROR, abi.ABANDONED)  # as `claim` leaves it
+    with pytest.raises(CancelledError):
+        executor.run()
+    executor.close()
+
+
+def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
+    """From another thread; the chunk that was cut leaves no trace, and what came before it stays."""
+    path, ids = write_model(models, LONG), tokens(1500, vocab_size=LONG.vocab_size)
+    with session(path, threads=2, prefill_chunk=512, kv="f16") as opened:
+        expected = logits_of(opened, ids[:40]).tobytes()
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, ids[:20])
+        for delay in (0.001, 0.02, 0.05, 0.1):
+            sent: list[float] = []
+
+            def cancel(delay: float = delay, sent: list[float] = sent) -> None:
+                time.sleep(delay)
+                sent.append(time.perf_counter())
+                opened.cancel()
+
+            thread = threading.Thread(target=cancel)
+            thread.start()
+            with pytest.raises(CancelledError):
+                opened.prefill(sequence, ids[20:])
+            late = time.perf_counter() - sent[0]
+            thread.join()
+            assert late < 0.1
+            done = len(sequence)
+            assert done % 512 == 20 and sequence.tokens == ids[:done]
+            assert opened.plan.kv_blocks - free_blocks(opened) == len(sequence.blocks) == -(-done // 16)
+            opened.truncate(sequence, 20)
+        assert opened.prefill(sequence, ids[20:40]).tobytes() == expected
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["walks", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c"])
+def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
+    """See tests/stress.py: a barrier that strands a thread shows as a timeout, memory that is gone as a crash."""
+    if mode in ("fork", "interrupts", "ctrl_c") and os.name != "posix":
+        pytest.skip("needs POSIX signals and fork")
+    path = write_model(models, LONG) if mode == "ctrl_c" else write_model(models)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_idle_threads_sleep(models: Path, threads: int) -> None:
+    with session(write_model(models), threads=threads) as opened:
+        logits_of(opened, tokens(40), n_decoded=3)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.05
+
+
+def test_closing_twice_and_using_what_is_closed(make: Callable[..., Executor], models: Path) -> None:
+    executor = make(["work"], 2, work=lambda record, tid: 0)
+    executor.run()
+    before = threading.active_count()
+    with executor:
+        executor.run()
+    assert threading.active_count() == before - 2
+    executor.close()
+    with pytest.raises(ClosedError, match=r"^The model was closed; open it again\.$"):
+        executor.run()
+    with session(write_model(models)) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, tokens(20))
+        opened.close()
+        opened.close()
+        for use in (lambda: opened.prefill(sequence, [1]), lambda: opened.decode([sequence], [1]),
+                    lambda: next(opened.score(sequence, [1]))):  # fmt: skip
+            with pytest.raises(ClosedError):
+                use()
+
+
+def test_closing_gives_the_memory_back_to_whoever_keeps_the_session(models: Path) -> None:
+    import psutil
+
+    process = psutil.Process()
+    with session(write_model(models), ctx=1024, kv="f32", max_sequences=64) as opened:
+        nbytes = opened.plan.region("kv").nbytes
+        assert nbytes > 30e6
+        before = process.memory_info().rss
+        opened.close()
+        assert before - process.memory_info().rss > 0.8 * nbytes
+
+
+def test_closing_from_another_thread_cancels_what_runs(make: Callable[..., Executor]) -> None:
+    executor = make(["work"] * 1000, 2, work=lambda record, tid: time.sleep(1e-3))
+    close = threading.Timer(0.05, executor.close)
+    close.start()
+    with pytest.raises((CancelledError, ClosedError)):
+        executor.run()
+    close.join()
+
+
+def test_threads_that_the_system_refuses(make: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+    start, n = threading.Thread.start, [0]
+
+    def refuse(self: threading.Thread) -> None:
+        n[0] += 1
+        if n[0] > 2:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    before = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(EdgeInferError, match=r"^The system refuses 4 threads \(can't start new thread\); lower --thr"):
+        make(["work"], 4, work=lambda record, tid: 0)
+    assert threading.active_count() == before
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_has_the_time_of_each_record(make: Callable[..., Executor]) -> None:
+    executor = make(
+        ["quick", "slow", ("slow", abi.COUNT_MERGE), "quick"], 2, quick=lambda record, tid: 0,
+        slow=lambda record, tid: time.sleep(5e-3),
+    )  # fmt: skip
+    executor.run()
+    executor.start_profile()
+    begin = time.perf_counter_ns()
+    for _ in range(4):
+        executor.run()
+    wall = time.perf_counter_ns() - begin
+    profile = executor.stop_profile()
+    assert profile.shape == (4,)
+    assert profile[1] >= 4 * 5e6 and profile[2] == 0
+    assert profile[0] > 0 and profile[3] > 0
+    assert profile.sum() <= wall
+    assert profile.sum() > 0.5 * wall
+    executor.run()
+    assert executor.stop_profile().size == 0
+
+
+def test_the_profile_of_a_model(models: Path) -> None:
+    with session(write_model(models), ctx=300) as opened:
+        opened.executor.start_profile()
+        begin = time.perf_counter_ns()
+        logits_of(opened, tokens(200))
+        wall = time.perf_counter_ns() - begin
+        profile = opened.executor.stop_profile()
+        merge = np.array([record.kernel == "attention_merge" for record in opened.program.records])
+        assert (profile[~merge] > 0).all() and not profile[merge].any()
+        assert profile.sum() < wall
