@@ -12,9 +12,9 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
-    "evaluate": "evaluating",
+    "evaluate": "evaluating", "write": "writing random weights", "measure": "measuring",
 }
-IN_BYTES = ("download", "convert", "verify")
+IN_BYTES = ("download", "convert", "verify", "write")
 REPEAT_SECONDS = 0.1
 SILENT_SECONDS = 0.3
 """What takes no longer is not worth a line."""

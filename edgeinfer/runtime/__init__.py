@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .completion import Choice, Completion, TokenLogprob
     from .generation import Generation
+    from .probe import Probe
     from .program import Program, Record
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Choice": "completion", "Completion": "completion", "TokenLogprob": "completion", "Generation": "generation",
     "Request": "requests", "RequestQueue": "requests", "Stream": "requests",
-    "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling", "Sequence": "sequence",
+    "Probe": "probe", "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling", "Sequence": "sequence",
     "Session": "session", "ChatTemplate": "text", "StopStrings": "text", "StreamDecoder": "text", "Tokenizer": "text",
 }
-__all__ = ["ChatTemplate", "Choice", "Completion", "Generation", "Program", "Record", "Request",
+__all__ = ["ChatTemplate", "Choice", "Completion", "Generation", "Probe", "Program", "Record", "Request",
            "RequestQueue", "Sampled", "Sampler", "Sequence", "Session", "StopStrings", "Stream", "StreamDecoder",
            "TokenLogprob", "Tokenizer"]
 

@@ -1,0 +1,140 @@
+"""Repetitions that alternate with readings of the machine, so that each has its own reading before and after it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .profile import make_profile
+from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
+from .traffic import bytes_per_token, operations_per_token
+
+if TYPE_CHECKING:
+    from ..runtime import Probe, Sequence, Session
+
+WARM_UP_TOKENS = 16
+"""Tokens generated before the clock runs; prompts are processed whole."""
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, item)."""
+
+
+def measure(session: Session, probe: Probe, cases: list[Case], repetitions: int, profile: bool = False,
+            progress: Progress | None = None) -> Measurement:
+    """Run every test several times, and the probe between.
+
+    Parameters
+    ----------
+    session : Session
+        With a context long enough for all tests.
+    probe : Probe
+        With the session's threads.
+    cases : list of Case
+        Those of one depth follow each other, so that its context is processed once.
+    repetitions : int
+    profile : bool
+        Afterwards run each test once more with a clock per record.
+    progress : callable, optional
+    """
+    run = _Run(session, probe, progress, len(cases) * (repetitions + 1 + profile))
+    rows, profiles = [], []
+    for case in cases:
+        rows.append(run.row(case, repetitions))
+        if profile:
+            profiles.append(run.profile(case))
+    run.finish()
+    return Measurement(tuple(rows), tuple(run.bandwidth), tuple(run.int8_peak), tuple(profiles))
+
+
+class _Run:
+    """A sequence that is filled to each depth once, and the readings so far."""
+
+    def __init__(self, session: Session, probe: Probe, progress: Progress | None, total: int):
+        self.session, self.probe = session, probe
+        self.sequence: Sequence = session.new_sequence()
+        self.bandwidth: list[float] = []
+        self.int8_peak: list[float] = []
+        self._ids = token_ids(session.model.vocab_size)
+        self._progress, self._done, self._total = progress, 0, total
+
+    def row(self, case: Case, repetitions: int) -> Row:
+        self._tell(f"{case.name} warm-up")
+        self._fill(case.depth)
+        self._once(_warm_up(case))
+        samples, around, peaks = [], [], []
+        before = self._read()
+        for i in range(repetitions):
+            self._tell(f"{case.name} {i + 1}/{repetitions}")
+            peak = self._peak() if case.kind == PROMPT else None
+            samples.append(case.tokens / self._once(case))
+            if peak is not None:
+                peaks.append((peak + self._peak()) / 2)
+            after = self._read()
+            around.append((before + after) / 2)
+            before = after
+        return Row(case, tuple(samples), tuple(around), tuple(peaks), bytes_per_token(self.session, case),
+                   operations_per_token(self.session, case))
+
+    def finish(self) -> None:
+        """Take the reading that tests without prompts leave out, and give the blocks back."""
+        if not self.int8_peak:
+            self._peak()
+        self.session.release(self.sequence)
+
+    def profile(self, case: Case) -> Profile:
+        self._tell(f"{case.name} profile")
+        self._fill(case.depth)
+        executor = self.session.executor
+        executor.start_profile()
+        try:
+            self._once(case)
+        finally:
+            nanoseconds = executor.stop_profile()
+        return make_profile(self.session, case, [int(ns) for ns in nanoseconds])
+
+    def _once(self, case: Case) -> float:
+        """Seconds of one repetition; the sequence is as long as before afterwards."""
+        session, sequence = self.session, self.sequence
+        ids = [next(self._ids) for _ in range(case.tokens)]
+        began = time.perf_counter()
+        if case.kind == PROMPT:
+            session.prefill(sequence, ids)
+        else:
+            for token in ids:
+                session.decode([sequence], [token])
+        seconds = time.perf_counter() - began
+        session.truncate(sequence, case.depth)
+        return seconds
+
+    def _fill(self, depth: int) -> None:
+        if depth < len(self.sequence):
+            self.session.truncate(self.sequence, depth)
+        if depth > len(self.sequence):
+            self.session.prefill(self.sequence, [next(self._ids) for _ in range(depth - len(self.sequence))])
+
+    def _read(self) -> float:
+        self.bandwidth.append(self.probe.read_gbs())
+        return self.bandwidth[-1]
+
+    def _peak(self) -> float:
+        self.int8_peak.append(self.probe.int8_gops())
+        return self.int8_peak[-1]
+
+    def _tell(self, item: str) -> None:
+        if self._progress:
+            self._progress(self._done, self._total, item)
+        self._done += 1
+
+
+def _warm_up(case: Case) -> Case:
+    return Case(case.kind, min(case.tokens, WARM_UP_TOKENS) if case.kind == GENERATE else case.tokens, case.depth)
+
+
+def token_ids(vocab_size: int) -> Iterator[int]:
+    """Token ids that repeat after the whole vocabulary: a fixed sequence without visible order."""
+    step = next(n for n in range(vocab_size * 5 // 8, 2 * vocab_size) if math.gcd(n, vocab_size) == 1)
+    state = 0
+    while True:
+        state = (state + step) % vocab_size
+        yield state

@@ -1,0 +1,68 @@
+"""The time a user waits from pressing return to the first token, measured on processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import EdgeInferError
+
+if TYPE_CHECKING:
+    from ..runtime import Tokenizer
+
+PROMPT_TOKENS = 8
+ANSWER_TOKENS = 4
+"""Enough that some text appears: a token may hold half a letter."""
+TIMEOUT_SECONDS = 600
+
+
+def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...], threads: int, kv: str,
+                   repetitions: int = 3) -> float:
+    """Median milliseconds from the start of ``edgeinfer run`` to its first text, with a prompt of 8 tokens.
+
+    Raises
+    ------
+    EdgeInferError
+        The run fails or prints nothing.
+    """
+    command = [sys.executable, "-m", "edgeinfer", "run", str(bundle), prompt_of(tokenizer), "--raw", "--json",
+               "-n", str(ANSWER_TOKENS), "--temp", "0", "-t", str(threads), "--kv", kv]
+    for token in eos_ids:
+        command += ["--logit-bias", f"{token}=-inf"]
+    return statistics.median(_first_ms(command) for _ in range(repetitions))
+
+
+def prompt_of(tokenizer: Tokenizer, n_tokens: int = PROMPT_TOKENS) -> str:
+    """A text of so many tokens, that of the beginning included; of fewer where the attempts step over the number."""
+    text, length = "a", len(tokenizer.encode("a"))
+    while length < n_tokens:
+        longer = [(len(tokenizer.encode(text + tail)), text + tail) for tail in (*" aeiou", " a", " the", ".", ", and")]
+        better = [item for item in longer if length < item[0] <= n_tokens]
+        if not better:
+            break
+        length, text = min(better)
+    return text
+
+
+def _first_ms(command: list[str]) -> float:
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]  # also where edgeinfer runs from a checkout
+    try:
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True,
+                              text=True, encoding="utf-8", timeout=TIMEOUT_SECONDS)
+        first = json.loads(done.stdout).get("ttft_process_ms")
+    except subprocess.TimeoutExpired:
+        raise EdgeInferError(
+            f"A process that was to print its first token has not done so in {TIMEOUT_SECONDS} s; use --no-startup."
+        ) from None
+    except ValueError:
+        first = None
+    if not isinstance(first, float):
+        said = done.stderr.strip().splitlines()
+        raise EdgeInferError(f"A process that was to print its first token failed: {said[-1] if said else 'no text'}.")
+    return first

@@ -1,0 +1,213 @@
+"""`edgeinfer bench`: tokens per second beside what the machine could give."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import GROUP_SIZES, WEIGHT_TYPES, RuntimeConfig
+from ..errors import EdgeInferError, UsageError
+from ..process import peak_rss_bytes
+from ..sizes import parse_size
+from .bench_report import bench_object, print_report
+from .options import Budget, Json, Kv, Threads
+from .output import print_json, say
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..bench import Case, Measurement
+    from ..bundle import Bundle
+    from ..runtime import Session
+
+SHAPE_CTX = 1 << 17
+"""Context that bundles of random weights allow: no training limits them."""
+READ_BYTES, SMALL_READ_BYTES = 1 << 30, 256 << 20
+"""Memory to read for the bandwidth: many times any cache; the second where less than four times the first is free."""
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="What to measure, as for run; or --shape.", show_default=False),
+    ] = None,
+    prompt: Annotated[str, typer.Option("-p", metavar="TOKENS,...", help="Prompt lengths; 0 for none.")] = "512",
+    generate: Annotated[
+        str, typer.Option("-n", metavar="TOKENS,...", help="Numbers of tokens to generate; 0 for none.")
+    ] = "128",
+    depth: Annotated[
+        str, typer.Option("-d", metavar="TOKENS,...", help="Tokens of context before each test.")
+    ] = "0",
+    repetitions: Annotated[int, typer.Option("-r", metavar="N", help="Repetitions of each test.")] = 5,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Random weights of a known shape, written once into the cache."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(WEIGHT_TYPES), help="With --shape: type of the weights.  [default: q4]"),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(metavar="|".join(map(str, GROUP_SIZES)), help="With --shape: weights per scale.  [default: 32]"),
+    ] = None,
+    threads: Threads = None,
+    kv: Kv = "int8",
+    budget: Budget = None,
+    prefill_chunk: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
+    ] = RuntimeConfig().prefill_chunk,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
+    ] = False,
+    no_startup: Annotated[
+        bool, typer.Option("--no-startup", help="Do not start processes to time their first token.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure speed, beside the limits of this machine.
+
+    Tests are named as in llama-bench: pp512 processes a prompt of 512 tokens, tg128 generates 128 tokens, tg128 @ d4096
+    does so after 4096 tokens of context. Between repetitions the machine's read bandwidth is measured (1 GiB read by
+    all threads) and, beside prompts, the int8 operations that its units do from registers; shares refer to
+    these.
+
+    \b
+    Examples:
+      edgeinfer bench demo -p 256 -n 64
+      edgeinfer bench ./my-bundle -d 0,4096 --profile
+      edgeinfer bench --shape llama-2-7b -r 3 --json
+    """
+    from ..bench import make_cases
+
+    tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
+    check_request(model, shape, weights, group_size, repetitions)
+    limit = None if budget is None else parse_size(budget)
+    config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk)
+    with ProgressLine() as progress:
+        path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
+        report, measured = run_tests(path, config, tests, repetitions, profile, progress)
+        report["model"] = model or shape
+        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv)
+    out = bench_object(report, measured)
+    if json:
+        print_json(out)
+    else:
+        print_report(out, measured)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list like ``0,4096``."""
+    if not re.fullmatch(r"-?\d{1,12}(,-?\d{1,12})*", text, re.ASCII):
+        raise UsageError(f"{option} {text!r} cannot be read; write a number of tokens, or several as in 128,512.")
+    return [int(number) for number in text.split(",")]
+
+
+def check_request(
+    model: str | None, shape: str | None, weights: str | None, group_size: int | None, repetitions: int
+) -> None:
+    """Refuse what is wrong before anything is loaded or written."""
+    if not 1 <= repetitions <= 1000:
+        raise UsageError(f"-r {repetitions} is out of range; it must be from 1 to 1000 repetitions.")
+    if (model is None) == (shape is None):
+        raise UsageError("Give either MODEL or --shape, as in: edgeinfer bench --shape llama-2-7b.")
+    if shape is None:
+        for option, value in (("--weights", weights), ("--group-size", group_size)):
+            if value is not None:
+                raise UsageError(f"{option} belongs to --shape; a model is measured as it is stored.")
+        return
+    if weights is not None and weights not in WEIGHT_TYPES:
+        raise UsageError(f"--weights {weights!r} is no type; choose one of {', '.join(WEIGHT_TYPES)}.")
+    if group_size is not None and group_size not in GROUP_SIZES:
+        raise UsageError(f"--group-size {group_size} is not offered; choose one of {', '.join(map(str, GROUP_SIZES))}.")
+    from ..converters import SHAPES
+
+    if shape not in SHAPES:
+        near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
+        names = " or ".join(repr(name) for name in near)
+        hint = f"did you mean {names}?" if near else f"shapes are {', '.join(sorted(SHAPES))}."
+        raise UsageError(f"There is no shape {shape!r}; {hint}")
+
+
+def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:
+    """Return the model's bundle, or one with random weights of the shape, which is made unless the cache has it."""
+    if shape is None:
+        from ..models import resolve
+
+        return resolve(model or "", progress)
+    from ..bundle import FORMAT_VERSION, is_bundle
+    from ..cache import cache_root
+    from ..converters import SHAPES, write_random_bundle
+
+    group = f"-g{group_size}" if weights in ("q4", "int8") else ""
+    path = cache_root() / "bundles" / f"random-{shape}-{weights}{group}-v{FORMAT_VERSION}"
+    if not is_bundle(path):
+        config = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX)
+        write_random_bundle(config, path, weights, group_size, progress=partial(progress, "write"))
+    return path
+
+
+def run_tests(
+    path: Path, config: RuntimeConfig, tests: list[Case], repetitions: int, profile: bool, progress: ProgressLine
+) -> tuple[dict[str, Any], Measurement]:
+    """Open the bundle and run the tests; returns what is known beside the figures."""
+    from ..bench import measure, needed_ctx
+    from ..bundle import Bundle
+    from ..memory_planner import available_bytes, default_threads
+    from ..runtime import Probe
+
+    with Bundle.open(path) as bundle:
+        config = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
+    threads = config.threads or default_threads()
+    read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
+    with Probe(threads, read_bytes, partial(progress, "compile")) as probe:
+        session, bundle, load_ms = open_session(path, replace(config, threads=threads))
+        try:
+            measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
+            peak = peak_rss_bytes()
+            return {
+                "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
+                "peak_rss_bytes": None if peak is None else peak - probe.read_bytes, "probe_bytes": probe.read_bytes,
+                "isa": session.isa, "threads": threads, "kv": config.kv, "ctx": config.ctx,
+                "weights_bytes": bundle.weights_bytes, "weights": bundle.quantisation.weights,
+                "group_size": bundle.quantisation.group_size,
+            }, measured
+        finally:
+            session.close()
+
+
+def open_session(path: Path, config: RuntimeConfig) -> tuple[Session, Bundle, float]:
+    """Open a bundle; returns the milliseconds that it took, too."""
+    from ..bundle import Bundle
+    from ..runtime import Session
+
+    began = time.perf_counter()
+    bundle = Bundle.open(path)
+    try:
+        session = Session(bundle, config)
+    except BaseException:
+        bundle.close()
+        raise
+    return session, bundle, 1000 * (time.perf_counter() - began)
+
+
+def first_token(path: Path, threads: int, kv: str) -> float | None:
+    """Milliseconds from the start of a process to its first token; None, with a remark, where that cannot be had."""
+    from ..bench import first_token_ms
+    from ..bundle import Bundle
+    from ..runtime import Tokenizer
+
+    try:
+        with Bundle.open(path) as bundle:
+            eos = bundle.config.eos_token_ids
+            tokenizer = Tokenizer.open(path, {"bos_token_id": bundle.config.bos_token_id})
+        return first_token_ms(path, tokenizer, eos, threads, kv)
+    except EdgeInferError as error:
+        say(f"Time to the first token of a new process is not measured: {error}")
+        return None

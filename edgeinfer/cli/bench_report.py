@@ -1,0 +1,106 @@
+"""What `edgeinfer bench` reports: its JSON object, and the same as tables."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from ..sizes import format_size
+from .output import table
+
+if TYPE_CHECKING:
+    from ..bench import Measurement, OperationTime, Profile, Row
+
+MOST_OPERATIONS = 16
+"""Lines of a profile on the screen; JSON has all."""
+
+
+def bench_object(report: dict[str, Any], measured: Measurement) -> dict[str, Any]:
+    """The JSON object of a run."""
+    out = {
+        **report, "rows": [row_object(row, measured) for row in measured.rows],
+        "bandwidth_gbs": measured.bandwidth_gbs, "bandwidth_low_gbs": min(measured.bandwidth),
+        "bandwidth_high_gbs": max(measured.bandwidth), "bandwidth_readings": len(measured.bandwidth),
+        "int8_peak_gops": measured.int8_peak_gops,
+    }
+    if measured.profiles:
+        out["profile"] = [profile_object(profile, measured) for profile in measured.profiles]
+    return out
+
+
+def row_object(row: Row, measured: Measurement) -> dict[str, Any]:
+    """One test."""
+    return {
+        "test": row.case.name, "t_per_s": row.t_per_s, "stddev": row.stddev, "samples": list(row.samples),
+        "bytes_per_token": round(row.bytes_per_token), "mbu": measured.mbu(row), "mbu_paired": row.mbu_paired,
+        "bandwidth_gbs": statistics.median(row.bandwidth), "operations_per_token": round(row.operations_per_token),
+        "int8_share": row.int8_share,
+    }
+
+
+def profile_object(profile: Profile, measured: Measurement) -> dict[str, Any]:
+    """One test's profile; times are per token for tg and per prompt for pp."""
+    return {
+        "test": profile.test, "ms": 1000 * profile.seconds,
+        "operations": [_operation_object(item, profile, measured) for item in profile.operations],
+        "records": [_operation_object(item, profile, measured) for item in profile.records],
+    }
+
+
+def _operation_object(item: OperationTime, profile: Profile, measured: Measurement) -> dict[str, Any]:
+    gbs = item.bytes_read / item.seconds / 1e9 if item.seconds else 0.0
+    gops = item.operations / item.seconds / 1e9 if item.seconds else 0.0
+    return {
+        "operation": item.operation, "kernel": item.kernel, "records": item.records, "ms": 1000 * item.seconds,
+        "share": item.seconds / profile.seconds if profile.seconds else 0.0, "bytes_read": round(item.bytes_read),
+        "gbs": gbs, "bandwidth_share": gbs / measured.bandwidth_gbs, "gops": gops,
+        "int8_share": gops / measured.int8_peak_gops,
+    }
+
+
+def print_report(out: dict[str, Any], measured: Measurement) -> None:
+    """Print the report for people."""
+    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
+    print(f"{out['model']}: {out['weights']}{group}, {format_size(out['weights_bytes'])}; KV {out['kv']}; "
+          f"{out['isa']}, {out['threads']} threads\n")
+    rows = [("test", "tokens/s", "bytes/token", "of read bandwidth", "of int8 peak")]
+    for row in out["rows"]:
+        share = "" if row["int8_share"] is None or not row["test"].startswith("pp") else f"{row['int8_share']:.0%}"
+        rows.append((row["test"], f"{row['t_per_s']:.2f} ± {row['stddev']:.2f}", format_size(row["bytes_per_token"]),
+                     f"{row['mbu_paired']:.0%}", share))
+    for line in table(rows, right=[1, 2, 3, 4]):
+        print(line)
+    print()
+    for line in table(_figures(out)):
+        print(line)
+    for profile in out.get("profile", []):
+        _print_profile(profile)
+
+
+def _figures(out: dict[str, Any]) -> list[tuple[str, str]]:
+    low, high, n = out["bandwidth_low_gbs"], out["bandwidth_high_gbs"], out["bandwidth_readings"]
+    first = out["ttft_process_ms"]
+    peak = "not known here" if out["peak_rss_bytes"] is None else format_size(out["peak_rss_bytes"])
+    return [
+        ("read bandwidth", f"{out['bandwidth_gbs']:.1f} GB/s ({low:.1f} to {high:.1f}, {n} readings of "
+                           f"{format_size(out['probe_bytes'])})"),
+        ("int8 peak", f"{out['int8_peak_gops']:.0f} GOPS"),
+        ("loading", f"{out['load_ms']:.0f} ms"),
+        ("first token", "not measured" if first is None else f"{first:.0f} ms after the start of a process"),
+        ("peak memory", f"{peak} of {format_size(out['planned_bytes'])} planned"),
+    ]
+
+
+def _print_profile(profile: dict[str, Any]) -> None:
+    """Print where a test's time goes."""
+    per = "prompt" if profile["test"].startswith("pp") else "token"
+    print(f"\n{profile['test']}: {profile['ms']:.3f} ms per {per} in the program's records\n")
+    rows = [("operation", "kernel", "records", "ms", "share", "GB/s", "of bandwidth", "of int8 peak")]
+    for item in profile["operations"][:MOST_OPERATIONS]:
+        rows.append((item["operation"], item["kernel"], f"{item['records']}", f"{item['ms']:.3f}",
+                     f"{item['share']:.1%}",
+                     f"{item['gbs']:.1f}" if item["bytes_read"] else "",
+                     f"{item['bandwidth_share']:.0%}" if item["bytes_read"] else "",
+                     f"{item['int8_share']:.0%}" if item["gops"] and per == "prompt" else ""))
+    for line in table(rows, right=[2, 3, 4, 5, 6, 7]):
+        print(line)
