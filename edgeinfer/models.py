@@ -187,7 +187,7 @@ def _unknown(name: str) -> str:
     known = ", ".join((DEMO, *KNOWN_NAMES))
     return (
         f"Unknown model {name!r}: no such directory and no known name; known names are {known}; or give "
-        " the directory of a bundle or checkpoint, or an id on the hub such as owner/name."
+        "the directory of a bundle or checkpoint, or an id on the hub such as owner/name."
     )
 
 

@@ -14,6 +14,8 @@ from . import bench, cache, convert, eval, info, run, verify, warmup
 from .output import print_json, say
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+TYPER_INTERRUPTED = 130
+"""What newer versions of typer make of Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
 HELP = """Run language models on this machine.
 
 \b
@@ -69,6 +71,8 @@ def execute(arguments: list[str]) -> int:
     try:
         result = command.main(args=arguments, prog_name="edgeinfer", standalone_mode=False)
         sys.stdout.flush()
+        if result == TYPER_INTERRUPTED:
+            raise KeyboardInterrupt
     except BaseException as error:
         if os.environ.get("EDGEINFER_DEBUG") == "1" and not isinstance(error, SystemExit):
             import traceback
@@ -117,8 +121,8 @@ def _usage_sentence(error: Any, command: Any) -> str:
     """Return typer's message as one sentence with the nearest name and where to read more."""
     message = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
-    name = getattr(error, "option_name", None)
-    if name:
+    if type(error).__name__ == "NoSuchOption":
+        name = error.option_name
         known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
         near = difflib.get_close_matches(name, known, n=1)
         message = f"There is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")

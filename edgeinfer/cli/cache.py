@@ -13,15 +13,31 @@ from ..sizes import format_size
 from .options import Json
 from .output import print_json, table
 
+JSON_FIELDS = {
+    "cache list": {
+        "directory": "the cache",
+        "bundles": "converted checkpoints: `name`, `path`, `bytes`",
+        "kernels": "sets of compiled kernels, likewise",
+        "total_bytes": "sum",
+    },
+    "cache clear": {
+        "directory": "the cache",
+        "bundles": "converted checkpoints that were deleted",
+        "kernels": "sets of compiled kernels that were deleted",
+        "total_bytes": "their sum",
+        "freed_bytes": "bytes deleted",
+    },
+}
+"""Fields of the JSON object, by command."""
 app = typer.Typer(
-    help="Converted checkpoints and compiled kernels: list them, delete them.", no_args_is_help=True,
+    help="List or delete converted checkpoints and kernels.", no_args_is_help=True,
     rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.command("list")
 def list_entries(json: Json = False) -> None:
-    """List converted checkpoints and compiled kernels with their sizes."""
+    """List converted checkpoints and compiled kernels."""
     entries = cache_entries()
     if json:
         print_json(_report(entries))
@@ -40,7 +56,10 @@ def clear(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Delete converted checkpoints and compiled kernels; both are made again when they are needed."""
+    """Delete converted checkpoints and compiled kernels.
+
+    Both are made again when they are needed.
+    """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"There is no part {kind!r} of the cache; choose one of {', '.join(KINDS)}.")
     entries = cache_entries(KINDS if kind is None else (kind,))

@@ -16,6 +16,22 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..converters import ConversionReport
 
+JSON_FIELDS = {
+    "convert": {
+        "destination": "the bundle",
+        "source_bytes": "bytes of the tensors read",
+        "bundle_bytes": "bytes of the weights written",
+        "seconds": "duration",
+        "error_mean": "squared error of a tensor / its squared norm, mean over the tensors that were rounded",
+        "error_worst": "the largest of them",
+        "error_worst_tensor": "its tensor; null if nothing was rounded",
+        "gain": "share of the squared error of scales by the largest weight that searching removed",
+        "remarks": "sentences about what was left out or missing",
+        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def convert(
     source: Annotated[

@@ -21,6 +21,23 @@ if TYPE_CHECKING:
     from ..evaluate import Evaluation
     from ..runtime import Session
 
+JSON_FIELDS = {
+    "eval": {
+        "perplexity": "exp of `nll_per_token`",
+        "nll_per_token": "mean negative log-likelihood in nats",
+        "bits_per_byte": "bits needed for a byte of the text",
+        "kld_mean": "mean KL(reference, model) in nats; null without a reference, as the next three",
+        "kld_p99": "its 99th percentile",
+        "same_top": "share of tokens where both find the same token likeliest",
+        "reference_perplexity": "of the reference",
+        "tokens": "tokens counted",
+        "text_bytes": "UTF-8 bytes of their text",
+        "planned_bytes": "the memory plan's total, both models together",
+        "peak_rss_bytes": "as for run",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def evaluate(
     model: Model,
@@ -48,7 +65,9 @@ def evaluate(
     budget: Budget = None,
     json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text: perplexity, bits per byte.
+    """Measure how well a model predicts a text.
+
+    Reports perplexity and bits per byte.
 
     Documents, each begun with the beginning-of-text token if the model has one, make one stream of tokens. It is cut
     into windows that do not overlap, and the model predicts what follows each token from what stands before it in its

@@ -18,6 +18,23 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..bundle import Bundle
 
+JSON_FIELDS = {
+    "info": {
+        "path": "the bundle",
+        "format_version": "of the bundle",
+        "made_by": "program and version that wrote it",
+        "source": "where the weights came from",
+        "parameters": "number of weights",
+        "config": "architecture and its sizes",
+        "quantisation": "storage that was asked for",
+        "weights_bytes": "length of weights.bin",
+        "files": "per file `name`, `bytes`",
+        "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
+        "program": "with --program: per record `record`, `kernel`, `operation`, `bytes_read`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def info(
     model: Model,

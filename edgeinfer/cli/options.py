@@ -69,7 +69,8 @@ MinP = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed", envvar="EDGEINFER_SEED", metavar="N", help="Seed of the random choices.  [default: drawn and reported]"
+        "--seed", envvar="EDGEINFER_SEED", metavar="N",
+        help="Seed of the random choices.  [default: drawn, and reported]",
     ),
 ]
 Stop = Annotated[

@@ -10,6 +10,33 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from ..runtime import Choice, Completion, TokenLogprob
 
+JSON_FIELDS = {
+    "run": {
+        "model": "as given",
+        "text": "generated text of the first sample",
+        "token_ids": "its tokens, without the end token",
+        "prompt_tokens": "tokens of the prompt, with the beginning-of-text token",
+        "cached_tokens": "how many of them came from the prompt cache",
+        "completion_tokens": "generated tokens of all samples, without end tokens",
+        "finish_reason": "stop, length (max tokens or full context) or cancelled",
+        "seed": "of the random choices; the same seed gives the same text",
+        "ttft_ms": "from the request to the first token; null without one",
+        "tpot_ms": "time per token after the first; null under 2 tokens",
+        "tok_per_s": "tokens per second after the first, all samples together; null under 2 tokens",
+        "load_ms": "opening the model",
+        "ttft_process_ms": "from the start of the process to the first text; null with several samples",
+        "planned_bytes": "the memory plan's total",
+        "peak_rss_bytes": "most memory that the process held; null where the system does not say",
+        "isa": "instruction set",
+        "threads": "worker threads",
+        "ctx": "context in tokens",
+        "kv": "type of the KV cache",
+        "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
+        "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float | None) -> dict[str, Any]:
     """The JSON object of a run; `first_ms` is the age of the process when the first text was there."""

@@ -33,12 +33,13 @@ from .options import (
 )
 from .output import figures, print_json
 from .progress import ProgressLine
-from .report import run_object
+from .report import JSON_FIELDS, run_object
 
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..runtime import Completion
 
+__all__ = ["JSON_FIELDS", "run"]
 _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
 
 

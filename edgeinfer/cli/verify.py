@@ -9,6 +9,17 @@ from .options import Json, Model
 from .output import print_json
 from .progress import ProgressLine
 
+JSON_FIELDS = {
+    "verify": {
+        "path": "the bundle",
+        "ok": "true; damage is an error",
+        "tensors": "tensors compared",
+        "files": "files compared",
+        "bytes": "bytes read",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def verify(model: Model, json: Json = False) -> None:
     """Read a whole bundle and compare every checksum.

@@ -12,6 +12,16 @@ from .options import Json
 from .output import print_json
 from .progress import ProgressLine
 
+JSON_FIELDS = {
+    "warmup": {
+        "isa": "instruction set",
+        "directory": "where its kernels are",
+        "compiled": "kernels compiled now",
+        "seconds": "duration",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def warmup(
     isa: Annotated[
@@ -19,7 +29,9 @@ def warmup(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compile the kernels of this machine into the cache, if they are not there yet.
+    """Compile the kernels of this machine now.
+
+    They go into the cache; what is there already is kept. Without this the first run compiles them.
 
     \b
     Example:

@@ -1,0 +1,70 @@
+"""Run the command line in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = [sys.executable, "-m", "edgeinfer"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one object on standard output."""
+        return json.loads(self.out)
+
+    @property
+    def sentence(self) -> str:
+        """The one line on standard error, without the program's name."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("edgeinfer: "), self.err
+        assert lines[0].endswith((".", "?")), lines[0]
+        return lines[0].removeprefix("edgeinfer: ")
+
+
+def edgeinfer(*arguments: object, stdin: bytes = b"") -> Outcome:
+    """Run a command in this process; standard input is a pipe."""
+    from edgeinfer.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdin = before
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process' environment without our variables but the cache, and with the checkout on the path."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEINFER_")}
+    if "EDGEINFER_CACHE" in os.environ:
+        kept["EDGEINFER_CACHE"] = os.environ["EDGEINFER_CACHE"]
+    return kept | {"PYTHONPATH": str(ROOT), **variables}
+
+
+def process(*arguments: object, stdin: bytes = b"", **variables: str) -> Outcome:
+    """Run a command in a process of its own."""
+    command = [*PYTHON, *map(str, arguments)]
+    done = subprocess.run(command, input=stdin, capture_output=True, env=environment(**variables), timeout=120)
+    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -1,0 +1,247 @@
+"""The command line on a terminal: chat, Ctrl-C, progress. A pseudo-terminal stands for the person."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.converters import convert
+from tests.checkpoints import make_checkpoint
+from tests.command_line import PYTHON, environment
+from tests.slow_model import CTX, write_slow_bundle
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
+
+CANCEL_MS = 100
+BUSY_MS = 1500
+"""Room for a machine that is busy with something else; the time itself is printed."""
+NEVER_ENDS = "2=-inf"
+"""Forbids the slow model's end token."""
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *arguments: object, **variables: str):
+        import pty
+
+        self.master, slave = pty.openpty()
+        self.child = subprocess.Popen(
+            [*PYTHON, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
+            env=environment(TERM="dumb", **variables), start_new_session=True, preexec_fn=self._own_terminal(slave),
+        )
+        os.close(slave)
+        self.shown = ""
+        self._read = 0
+
+    @staticmethod
+    def _own_terminal(slave: int) -> object:
+        def make() -> None:  # so that the terminal turns Ctrl-C into a signal for this program
+            import fcntl
+            import termios
+
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+        return make
+
+    def type(self, text: str) -> None:
+        """Type a text."""
+        os.write(self.master, text.encode())
+
+    def prompted(self) -> None:
+        """Wait for the prompt, and a moment more: what is typed before the line editor listens may be lost."""
+        self.expect("> ")
+        time.sleep(0.3)
+
+    def expect(self, pattern: str, limit_s: float = 60) -> str:
+        """Wait until the program shows something new that matches; gives what it showed until then."""
+        end = time.monotonic() + limit_s
+        while True:
+            if match := re.search(pattern, self.shown[self._read :]):
+                text = self.shown[self._read : self._read + match.end()]
+                self._read += match.end()
+                return text
+            if time.monotonic() > end or not self._more(end):
+                raise AssertionError(f"{pattern!r} did not come; shown: {self.shown[self._read :]!r}")
+
+    def _more(self, end: float) -> bool:
+        ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
+        try:
+            data = os.read(self.master, 65536) if ready else b""
+        except OSError:  # Linux reports the end of a terminal's last program as an error
+            return False
+        self.shown += data.decode("utf-8", "replace").replace("\r\n", "\n")
+        return bool(data)
+
+    def ended(self, limit_s: float = 30) -> int:
+        """Wait for the program's end; gives its exit code."""
+        end = time.monotonic() + limit_s
+        while self.child.poll() is None and time.monotonic() < end:
+            self._more(time.monotonic() + 0.05)
+        return self.child.wait(1)
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+            self.child.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for terminal in opened:
+        terminal.close()
+
+
+@pytest.fixture(scope="module")
+def chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat")
+    source = make_checkpoint(directory / "checkpoint")
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    convert(source, directory / "bundle", weights="f32")
+    return directory / "bundle"
+
+
+@pytest.fixture(scope="module")
+def slow_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle")
+
+
+def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", chat_bundle, "-n", 8, "--temp", 0, "-t", 1, "--system", "be kind")
+    terminals.append(terminal)
+    terminal.expect("/help lists commands, Ctrl-D leaves")
+    terminal.expect("> ")
+    terminal.type("/stats\n")
+    terminal.expect("No answer yet.")
+    terminal.type("hello\n")
+    terminal.expect("\n> ")
+    terminal.type("/stats\n")
+    first = terminal.expect(r"(\d+) \+ \d tokens.*memory.*\n")
+    terminal.type("and again\n")
+    terminal.expect("\n> ")
+    terminal.type("/stats\n")
+    second = terminal.expect(r"(\d+) \((\d+) cached\) \+ \d tokens.*\n")
+    prompt, cached = map(int, re.findall(r"(\d+) \((\d+) cached\)", second)[0])
+    assert cached >= int(re.findall(r"(\d+) \+", first)[0]) - 1 and prompt > cached
+    terminal.type("/help\n")
+    for command in ("/clear", "/stats", "/exit", "Ctrl-C"):
+        terminal.expect(command)
+    terminal.type("/clera\n")
+    terminal.expect(r"There is no command /clera; did you mean /clear\?")
+    terminal.type("/zzz\n")
+    terminal.expect("There is no command /zzz; /help lists the commands.")
+    terminal.type("/clear\n")
+    terminal.expect("The conversation starts anew.")
+    terminal.type("hello\n")
+    terminal.expect("\n> ")
+    terminal.type("/stats\n")
+    assert re.findall(r"(\d+) \(", terminal.expect(r"tokens.*\n"))[0] == re.findall(r"(\d+) \+", first)[0]
+    terminal.type("/exit\n")
+    assert terminal.ended() == 0
+
+
+def test_chat_without_a_template_continues_one_text(terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", "demo", "-n", 12, "--temp", 0, "-t", 1)
+    terminals.append(terminal)
+    terminal.expect(r"continues your text \(no chat template\); /help lists commands")
+    terminal.expect("> ")
+    terminal.type("Once upon a time\n")
+    assert ", there was a little girl" in terminal.expect("\n> ")
+    terminal.type("She said\n")
+    terminal.expect("\n> ")
+    terminal.type("/stats\n")
+    terminal.expect(r"2\d \(1\d cached\) \+ 12 tokens")
+    terminal.type("x" * 3000 + "\n")
+    terminal.expect(r"more than the context of 1024; .* /clear forgets the conversation\.", 20)
+    terminal.prompted()
+    terminal.type("\x04")
+    assert terminal.ended() == 0
+
+
+def test_a_system_message_needs_a_template(terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", "demo", "--system", "be kind")
+    terminals.append(terminal)
+    terminal.expect("--system cannot be used without a chat template; say it in your first message.")
+    assert terminal.ended() == 2
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(slow_bundle: Path, terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", slow_bundle, "-n", CTX, "-c", CTX, "-t", 1, "--logit-bias", NEVER_ENDS)
+    terminals.append(terminal)
+    terminal.prompted()
+    terminal.type("\x03")
+    terminal.expect(r"\(Ctrl-D or /exit leaves\)")
+    terminal.prompted()
+    for _ in range(2):
+        terminal.type("hello\n")
+        terminal.expect("hello\n")
+        time.sleep(0.4)
+        began = time.monotonic()
+        terminal.type("\x03")
+        terminal.expect(r"\(stopped\)")
+        elapsed_ms = 1000 * (time.monotonic() - began)
+        print(f"the answer stopped {elapsed_ms:.0f} ms after Ctrl-C")
+        assert elapsed_ms < BUSY_MS
+        terminal.prompted()
+    terminal.type("/exit\n")
+    assert terminal.ended() == 0
+
+
+@pytest.mark.parametrize("during", ["prompt", "answer"])
+def test_ctrl_c_ends_a_run_with_what_there_is(slow_bundle: Path, during: str) -> None:
+    prompt = "a" * (CTX - 2000) if during == "prompt" else "a"
+    command = [*PYTHON, "run", str(slow_bundle), "-n", str(CTX), "-c", str(CTX), "--json", "-t", "1"]
+    command += ["--logit-bias", NEVER_ENDS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        child.stdin.write(prompt.encode())
+        child.stdin.close()
+        time.sleep(2.0)
+        assert child.poll() is None, child.stderr.read()
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        report = json.loads(child.stdout.readline())
+        elapsed_ms = 1000 * (time.monotonic() - began)
+        print(f"during the {during}: reported {elapsed_ms:.0f} ms after Ctrl-C (the promise is {CANCEL_MS})")
+        assert elapsed_ms < BUSY_MS
+        assert report["finish_reason"] == "cancelled"
+        assert (report["completion_tokens"] == 0) == (during == "prompt")
+        assert child.wait(30) == 1 and child.stderr.read() == b""
+
+
+def test_ctrl_c_during_a_conversion_leaves_nothing(tmp_path: Path, terminals: list[Terminal]) -> None:
+    source = make_checkpoint(tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=3)
+    terminal = Terminal("convert", source, tmp_path / "bundle")
+    terminals.append(terminal)
+    terminal.expect(r"converting +\d+ %")
+    terminal.type("\x03")
+    terminal.expect(r"edgeinfer: Interrupted\.")
+    assert terminal.ended() == 1 and "Traceback" not in terminal.shown
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_clearing_the_cache_asks(tmp_path: Path, terminals: list[Terminal]) -> None:
+    (tmp_path / "bundles" / "tiny").mkdir(parents=True)
+    for answer, code in [("n", 1), ("y", 0)]:
+        terminal = Terminal("cache", "clear", EDGEINFER_CACHE=str(tmp_path))
+        terminals.append(terminal)
+        terminal.expect(r"Delete 1 entries \(0 B\) of .*\? \[y/N\] ")
+        terminal.type(f"{answer}\n")
+        assert terminal.ended() == code
+        assert (tmp_path / "bundles" / "tiny").exists() == (answer == "n")

@@ -1,0 +1,116 @@
+"""One model, several threads: requests wait for each other, and can be cancelled and closed from outside."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from edgeinfer import LLM
+from edgeinfer.errors import ClosedError
+from tests.slow_model import CTX, write_slow_bundle
+
+PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
+LIMIT_S = 2.0
+"""Cancelling takes 100 ms; the rest is for a machine that is busy with something else."""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle"), ctx=CTX) as llm:
+        yield llm
+
+
+def within(limit_s: float, condition: Callable[[], bool]) -> bool:
+    """Wait until the condition holds."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_threads_get_what_they_would_get_alone() -> None:
+    options = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
+    with LLM("demo", ctx=256, threads=1) as llm:
+        alone = [llm.generate(prompt, **options) for prompt in PROMPTS]
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda prompt: llm.generate(prompt, **options), PROMPTS * 6))
+        streamed: list[str] = [""] * len(PROMPTS)
+
+        def stream(i: int) -> None:
+            for piece in llm.stream(PROMPTS[i], **options):
+                streamed[i] += piece
+
+        threads = [threading.Thread(target=stream, args=(i,)) for i in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+    assert together == alone * 6
+    assert streamed == alone
+
+
+def test_cancel_ends_a_running_prefill_and_a_running_answer(slow: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(slow.complete, [7] * (CTX - 100), max_tokens=50, ignore_eos=True)
+        time.sleep(0.3)
+        began = time.monotonic()
+        slow.cancel()
+        done = prefill.result()
+        assert time.monotonic() - began < LIMIT_S
+        assert done.finish_reason == "cancelled" and done.completion_tokens == 0 and done.ttft_ms is None
+        answer = pool.submit(slow.complete, [7, 8, 9], max_tokens=CTX, ignore_eos=True)
+        time.sleep(0.3)
+        slow.cancel()
+        done = answer.result()
+        assert done.finish_reason == "cancelled" and done.completion_tokens > 0
+    slow.cancel()  # nothing runs: nothing happens, and the next request is not touched
+    assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
+    assert slow.session.kv.pool.n_free == slow.session.kv.pool.n_blocks
+
+
+def test_cancel_from_inside_the_loop(slow: LLM) -> None:
+    stream = slow.stream([7, 8, 9], max_tokens=CTX, ignore_eos=True)
+    for n, _piece in enumerate(stream):
+        if n == 3:
+            slow.cancel()
+    assert stream.completion.finish_reason == "cancelled" and stream.completion.completion_tokens < 50
+
+
+def test_close_ends_what_runs_and_refuses_what_waits(tmp_path: Path) -> None:
+    llm = LLM(write_slow_bundle(tmp_path / "bundle"), ctx=CTX)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(llm.complete, [7] * (CTX - 100), max_tokens=50, ignore_eos=True)
+        time.sleep(0.3)
+        waiting = pool.submit(llm.complete, [7, 8], max_tokens=5, ignore_eos=True)
+        time.sleep(0.1)
+        began = time.monotonic()
+        llm.close()
+        assert time.monotonic() - began < LIMIT_S
+        assert running.result().finish_reason == "cancelled"
+        with pytest.raises(ClosedError, match="The model was closed; open it again"):
+            waiting.result()
+
+
+def test_closing_ends_the_threads_and_gives_memory_back(tmp_path: Path) -> None:
+    from edgeinfer.process import peak_rss_bytes
+
+    bundle = write_slow_bundle(tmp_path / "bundle")
+    before = threading.active_count()
+    for _ in range(5):
+        with LLM(bundle, ctx=CTX) as llm:
+            llm.complete([7, 8, 9], max_tokens=2, ignore_eos=True)
+    assert within(LIMIT_S, lambda: threading.active_count() == before)
+    peak = peak_rss_bytes()
+    for _ in range(20):
+        with LLM(bundle, ctx=CTX) as llm:
+            llm.complete([7, 8, 9], max_tokens=2, ignore_eos=True)
+    if peak is not None:
+        assert (peak_rss_bytes() or 0) - peak < llm.plan.region("kv").bytes  # not one pool was left behind

@@ -1,0 +1,138 @@
+"""What MODEL may be: directories, names, hub ids; conversion into the cache; the cache itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.bundle import is_bundle
+from edgeinfer.cache import cache_entries, cache_root, clear_cache
+from edgeinfer.errors import DestinationError, ModelNotFoundError
+from edgeinfer.models import checkpoint_path, demo_path, resolve
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "cache"
+
+
+def test_the_demo_is_a_bundle_in_the_package() -> None:
+    assert resolve("demo") == demo_path()
+    assert is_bundle(demo_path())
+
+
+def test_a_folder_named_as_a_known_model_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert resolve("demo") == demo_path()
+    make_checkpoint(tmp_path / "demo")
+    assert resolve("demo").name.startswith("demo-")
+
+
+def test_a_checkpoint_is_converted_once(tmp_path: Path, cache: Path) -> None:
+    source = make_checkpoint(tmp_path / "tiny model")
+    told: list[tuple[str, int, int, str]] = []
+    first = resolve(source, lambda *step: told.append(step))
+    assert is_bundle(first) and first.parent == cache / "bundles" and first.name.startswith("tiny--model-")
+    assert told and {stage for stage, *_ in told} == {"convert"} and told[-1][1] == told[-1][2]
+    told.clear()
+    assert resolve(f"{source}/", lambda *step: told.append(step)) == first
+    assert not told
+
+
+def test_a_checkpoint_that_changed_is_converted_again_and_replaces_the_older_one(tmp_path: Path, cache: Path) -> None:
+    source = make_checkpoint(tmp_path / "tiny")
+    first = resolve(source)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    second = resolve(source)
+    assert second != first and not first.exists() and is_bundle(second)
+
+
+def test_a_checkpoint_is_not_converted_where_that_is_not_wanted(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "tiny")
+    with pytest.raises(ModelNotFoundError, match="is a checkpoint that was not converted yet; use edgeinfer convert"):
+        resolve(source, convert=False)
+    assert resolve(resolve(source), convert=False) == resolve(source, convert=False)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("a file stands where the directory should")
+    with pytest.raises(DestinationError, match=r"The cache .* cannot be written .*; set EDGEINFER_CACHE"):
+        resolve(make_checkpoint(tmp_path / "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("dmeo", r"Unknown model 'dmeo': no such directory and no known name; did you mean 'demo'\?"),
+        ("tinylama", r"did you mean 'tinyllama'\?"),
+        ("zzzzzz", "known names are demo, .*; or give the directory of a bundle or checkpoint, or an id on the hub"),
+        ("no/such/place", "Unknown model 'no/such/place'"),
+        ("/no/such/place", "Unknown model '/no/such/place'"),
+    ],
+)
+def test_an_unknown_name_gives_the_nearest_ones(name: str, sentence: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=sentence):
+        resolve(name)
+    with pytest.raises(ModelNotFoundError, match=sentence):
+        checkpoint_path(name)
+
+
+def test_a_mistyped_path_gives_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "fables-large")
+    with pytest.raises(ModelNotFoundError, match=r"did you mean '.*/fables-large'\?"):
+        resolve(tmp_path / "fables-lrage")
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ModelNotFoundError, match=rf"did you mean '{tmp_path.name}/fables-large'\?"):
+        resolve(f"{tmp_path.name}/fables-larg")  # looks like a hub id, but the folder is here: the hub is not asked
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.bin").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"neither a bundle \(it has no bundle.json\) nor a checkpoint"):
+        resolve(tmp_path / "empty")
+    with pytest.raises(ModelNotFoundError, match="is a file; MODEL is the directory of a bundle or of a checkpoint"):
+        resolve(tmp_path / "file.bin")
+
+
+def test_a_hub_model_is_fetched_and_converted_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(tmp_path / "snapshot")
+    asked: list[str] = []
+
+    def fetch(repo_id: str, revision: str | None = None, progress: object = None) -> Path:
+        asked.append(repo_id)
+        return source
+
+    monkeypatch.setattr("edgeinfer.converters.fetch", fetch, raising=False)
+    first = resolve("someone/a-model")
+    assert first.name.startswith("someone--a-model-") and is_bundle(first)
+    assert resolve("someone/a-model") == resolve("someone/a-model", convert=False) == first
+    assert resolve("tinyllama").name.startswith("TinyLlama--TinyLlama-1.1B-Chat-v1.0-")
+    assert asked == ["someone/a-model", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
+    assert checkpoint_path("someone/another") == source
+    assert checkpoint_path(source) == source
+
+
+def test_the_cache_is_listed_and_cleared(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_entries() == []
+    bundle = resolve(make_checkpoint(tmp_path / "tiny"))
+    (cache / "kernels" / "set").mkdir(parents=True)
+    (cache / "kernels" / "set" / "one.o").write_bytes(b"12345")
+    (cache / "kernels" / "elsewhere").symlink_to(tmp_path / "tiny")
+    entries = cache_entries()
+    assert [(entry.kind, entry.name) for entry in entries] == [("bundles", bundle.name), ("kernels", "set")]
+    assert entries[1].nbytes == 5
+    assert clear_cache(entries) == sum(entry.nbytes for entry in entries)
+    assert cache_entries() == [] and (tmp_path / "tiny" / "config.json").exists()
+    with pytest.raises(DestinationError, match="cannot be deleted: No such file"):
+        clear_cache(entries)
+    monkeypatch.delenv("EDGEINFER_CACHE")
+    assert cache_root().name == "edgeinfer"
