@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from edgeinfer.cli.manual import manual
+import typer
+
+from edgeinfer.cli.app import make_app
+from edgeinfer.cli.manual import commands, json_fields, manual
 from tests.command_line import edgeinfer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
@@ -25,6 +28,11 @@ def test_every_flag_of_help_is_on_the_page() -> None:
         assert shown.code == 0 and shown.err == ""
         flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown.out.split("Options:")[1])) - {"--help", "--json"}
         assert not [flag for flag in flags if flag not in section], name
+
+
+def test_every_command_with_json_names_its_fields() -> None:
+    for name, command in commands(typer.main.get_command(make_app())):
+        assert json_fields(name, command) or "--json" not in {flag for p in command.params for flag in p.opts}, name
 
 
 def test_shared_flags_have_their_variables() -> None:

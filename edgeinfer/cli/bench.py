@@ -31,6 +31,27 @@ SHAPE_CTX = 1 << 17
 READ_BYTES, SMALL_READ_BYTES = 1 << 30, 256 << 20
 """Memory to read for the bandwidth: many times any cache; the second where less than four times the first is free."""
 
+JSON_FIELDS = {
+    "bench": {
+        "model": "model or shape, as given",
+        "rows": "per test `test` (pp512, tg128, tg128 @ d4096), `t_per_s`, `stddev`, `samples`, `bytes_per_token`, "
+        "`mbu` (share of the bandwidth), `mbu_paired` (of the readings beside the test), `bandwidth_gbs` (their median), "
+        "`operations_per_token`, `int8_share` (of the int8 peak)",
+        "bandwidth_gbs": "read bandwidth of all threads, GB = 1e9; with `bandwidth_low_gbs`, `bandwidth_high_gbs`, "
+        "`bandwidth_readings`",
+        "int8_peak_gops": "int8 operations from registers, 1e9 a second",
+        "load_ms": "opening the model",
+        "ttft_process_ms": "from the start of a process to its first token; null with --no-startup",
+        "planned_bytes": "the memory plan's total",
+        "peak_rss_bytes": "most memory that the process held, without the probe's; null where the system does not say",
+        "probe_bytes": "memory read to measure the bandwidth",
+        "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
+        "isa": "instruction set; with `threads`, `kv`, `ctx`",
+        "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
 
 def bench(
     model: Annotated[
