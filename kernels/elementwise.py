@@ -16,7 +16,7 @@ from .simd import (
     keep_first,
     load_f32,
     load_f32x16,
-    load_i8,
+    load_i32,
     load_i64,
     load_u16,
     max_f32,
@@ -168,59 +168,86 @@ def gather_outputs(rec, ctx, tid, n_threads):
     return 0
 
 
-# -- embedding lookup: one row out of a tile16 table, element by element (a row is 1/16 of each line) ------------------
+# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line) ---------------------------------------
 
 
 @inline
-def element_q4(tile, lane, k, group):
-    """Weight (lane, k) of a tile: code and scale."""
-    record, inside = tile + (k // (2 * group)) * (16 * group + 64), k % (2 * group)
-    part, c = inside // group, inside % group
-    byte = load_i8(record + part * group * 8 + (c // 8) * 64 + lane * 4 + (c % 4))
-    code = ((byte >> 4) & 15 if c % 8 >= 4 else byte & 15) - 8
-    return f32_of(code) * f32_from_f16_bits(load_u16(record + 16 * group + 32 * part + 2 * lane))
+def four_columns(word, scale, out, k, width):
+    """Store columns k .. k + 3, the bytes of `word` as int8 times the scale, as far as the row goes."""
+    for j in range(min(4, width - k)):
+        code = (word << (56 - 8 * j)) >> 56  # byte j, sign extended
+        store_f32(out + 4 * (k + j), f32_of(code) * scale)
 
 
-@inline
-def element_int8(tile, lane, k, group):
-    """Weight (lane, k) of a tile: code and scale."""
-    record, inside = tile + (k // (2 * group)) * (32 * group + 64), k % (2 * group)
-    part, c = inside // group, inside % group
-    code = load_i8(record + part * group * 16 + (c // 4) * 64 + lane * 4 + (c % 4))
-    return f32_of(code) * f32_from_f16_bits(load_u16(record + 32 * group + 32 * part + 2 * lane))
+def _row_q4(group):
+    @inline
+    def row(tile, lane, out, width):
+        k = 0
+        while k < width:
+            for part in range(2):
+                scale = f32_from_f16_bits(load_u16(tile + 16 * group + 32 * part + 2 * lane))
+                for line in range(group // 8):
+                    word = load_i32(tile + (part * (group // 8) + line) * 64 + 4 * lane)
+                    for high in range(2):
+                        codes = (word >> (4 * high)) & 0x0F0F0F0F
+                        if k < width:  # in each byte: (code + 0x78) ^ 0x80 = code - 8, without a borrow
+                            four_columns((codes + 0x78787878) ^ 0x80808080, scale, out, k, width)
+                        k += 4
+            tile += 16 * group + 64
+
+    return row
 
 
-@inline
-def element_f16(tile, lane, k, group):
-    """Weight (lane, k) of a tile."""
-    return f32_from_f16_bits(load_u16(tile + k * 32 + 2 * lane))
+def _row_int8(group):
+    @inline
+    def row(tile, lane, out, width):
+        k = 0
+        while k < width:
+            for part in range(2):
+                scale = f32_from_f16_bits(load_u16(tile + 32 * group + 32 * part + 2 * lane))
+                for line in range(group // 4):
+                    if k < width:
+                        word = load_i32(tile + (part * (group // 4) + line) * 64 + 4 * lane)
+                        four_columns(word, scale, out, k, width)
+                    k += 4
+            tile += 32 * group + 64
+
+    return row
 
 
-@inline
-def element_f32(tile, lane, k, group):
-    """Weight (lane, k) of a tile."""
-    return load_f32(tile + k * 64 + 4 * lane)
+def _row_f16(group):
+    @inline
+    def row(tile, lane, out, width):
+        for k in range(width):
+            store_f32(out + 4 * k, f32_from_f16_bits(load_u16(tile + 32 * k + 2 * lane)))
+
+    return row
 
 
-def _register_embed(name, element, group):
+def _row_f32(group):
+    @inline
+    def row(tile, lane, out, width):
+        for k in range(width):
+            store_f32(out + 4 * k, load_f32(tile + 64 * k + 4 * lane))
+
+    return row
+
+
+def _register_embed(name, row):
     @kernel(name)
     def embed(rec, ctx, tid, n_threads):
         table, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
-        width = parameter(rec, ROWS.width)
         t = claim(ctx)
         while t < rows:
-            row = token(ctx, t, TOKEN_ID)
-            tile = table + (row >> 4) * parameter(rec, ROWS.tile_bytes)
-            target = out + t * parameter(rec, ROWS.out_stride)
-            for k in range(width):
-                store_f32(target + 4 * k, element(tile, row & 15, k, group))
+            number = token(ctx, t, TOKEN_ID)
+            tile = table + (number >> 4) * parameter(rec, ROWS.tile_bytes)
+            row(tile, number & 15, out + t * parameter(rec, ROWS.out_stride), parameter(rec, ROWS.width))
             t = claim(ctx)
         return 0
 
 
 for _group in (32, 64, 128):
-    _register_embed(f"embed_q4_g{_group}", element_q4, _group)
-    _register_embed(f"embed_int8_g{_group}", element_int8, _group)
-_register_embed("embed_f16", element_f16, 0)
-_register_embed("embed_f32", element_f32, 0)
-
+    _register_embed(f"embed_q4_g{_group}", _row_q4(_group))
+    _register_embed(f"embed_int8_g{_group}", _row_int8(_group))
+_register_embed("embed_f16", _row_f16(0))
+_register_embed("embed_f32", _row_f32(0))
