@@ -3,7 +3,7 @@
 `worker` is each thread's life: sleep until the epoch changes, run the record that `CTX_FIRST` names, meet at the
 barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end) and says so in `CTX_PC`.
 `submit` starts a walk, `wait` waits for its end with a time limit, so that Python stays able to see Ctrl-C. Threads
-spin for CTX_SPINS turns, then sleep in a futex; where there is none they give the core away.
+spin for at most CTX_SPINS turns, then sleep in a futex; where there is none they give the core away.
 
 Why no thread is stranded and none runs a record twice:
 
@@ -79,18 +79,24 @@ def wake_all(ctx, word):
 
 
 @inline
-def await_change(ctx, word, seen, sleepers):
-    """Return when the word no longer holds `seen`: spin first, then sleep, counted in the word `sleepers`."""
-    turns = load_i64(ctx + CTX_SPINS)
+def await_change(ctx, word, seen, sleepers, turns):
+    """Wait until the word no longer holds `seen`: spin `turns` times, then sleep, counted in the word `sleepers`.
+
+    Returns the turns for the next time: fewer if spinning was in vain (the thread that is waited for may need this very
+    core), more if it was not.
+    """
+    left = turns
     while atomic_load(word) == seen:
-        if turns > 0:
-            turns -= 1
+        if left > 0:
+            left -= 1
             pause()
         else:
             atomic_add(sleepers, 1)  # before the last look at the word: whoever changes it looks here after
             if atomic_load(word) == seen:
                 sleep_on(ctx, word, seen, 0)
             atomic_add(sleepers, -1)
+    most = load_i64(ctx + CTX_SPINS)
+    return min(2 * turns, most) if left > 0 else max(turns >> 1, most >> 6)
 
 
 @inline
@@ -139,8 +145,8 @@ def advance(ctx, pc):
 
 
 @inline
-def barrier(ctx, pc, n_threads):
-    """Wait for all threads; the last to arrive decides what comes next."""
+def barrier(ctx, pc, n_threads, turns):
+    """Wait for all threads; the last to arrive decides what comes next. Takes and gives turns as `await_change`."""
     generation = atomic_load(ctx + CTX_GENERATION)
     if atomic_add(ctx + CTX_ARRIVED, 1) == n_threads - 1:
         store_i64(ctx + CTX_ARRIVED, 0)
@@ -152,16 +158,17 @@ def barrier(ctx, pc, n_threads):
         if following < 0:
             atomic_store(ctx + CTX_DONE, epoch)
             wake_all(ctx, ctx + CTX_DONE)
-    else:
-        await_change(ctx, ctx + CTX_GENERATION, generation, ctx + CTX_SLEEPERS)
+        return turns
+    return await_change(ctx, ctx + CTX_GENERATION, generation, ctx + CTX_SLEEPERS, turns)
 
 
 @kernel("worker")
 def worker(rec, ctx, tid, n_threads):
     """A thread's life; `rec` is the epoch at which it starts waiting. Returns when CTX_STOP is set."""
     seen = rec
+    between_walks = between_records = load_i64(ctx + CTX_SPINS)
     while True:
-        await_change(ctx, ctx + CTX_EPOCH, seen, ctx + CTX_PARKED)
+        between_walks = await_change(ctx, ctx + CTX_EPOCH, seen, ctx + CTX_PARKED, between_walks)
         seen = atomic_load(ctx + CTX_EPOCH)
         if atomic_load(ctx + CTX_STOP):
             return 0
@@ -171,7 +178,7 @@ def worker(rec, ctx, tid, n_threads):
             status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
             if status:
                 atomic_store(ctx + CTX_ERROR, status)
-            barrier(ctx, pc, n_threads)
+            between_records = barrier(ctx, pc, n_threads, between_records)
             pc = load_i64(ctx + CTX_PC)
 
 
