@@ -21,6 +21,7 @@ from .elementwise import (
 )
 from .expected import Expected, compare
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
+from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
 from .tolerances import TOLERANCES
 from .view import RecordView
@@ -50,12 +51,16 @@ __all__ = [
     "TOLERANCES",
     "TWINS",
     "Expected",
+    "Q8Block",
     "RecordView",
     "attend",
     "compare",
     "gated_reference",
     "linear_reference",
+    "q8_blocks",
     "quantise_rows",
+    "read_q8",
     "rms_norm",
     "rotate",
+    "write_q8",
 ]

@@ -91,7 +91,7 @@ def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Dou
     blocks = q8_blocks(view.address(1), tokens, p.x_stride, cols, p.x_sums, group, unpack_heights(p.heights))
     codes, scales = read_q8(blocks)
     x = codes.reshape(tokens, cols).astype(np.float64)
-    return x * np.repeat(scales.astype(np.float64).reshape(tokens, -1), group, axis=1), w
+    return x * np.repeat(scales.astype(np.float64).reshape(tokens, cols // group), group, axis=1), w
 
 
 def _bias(view: RecordView, rows: int) -> Doubles | float:

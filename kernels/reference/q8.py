@@ -63,7 +63,7 @@ def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, heights: tup
     """Rows of codes (T, values, padding included) and scales (T, groups) as memory: uint8 (T, row bytes)."""
     stride, padded, sums = q8_row_bytes(codes.shape[1], group)
     out = np.zeros((len(codes), stride), np.uint8)
-    totals = codes.reshape(len(codes), -1, group).sum(axis=2).astype(np.int32)
+    totals = codes.reshape(len(codes), padded // group, group).sum(axis=2).astype(np.int32)
     for block in q8_blocks(out.ctypes.data, len(codes), stride, padded, sums, group, heights):
         rows = slice(block.first, block.first + len(block.codes))
         block.codes[:] = codes[rows].reshape(block.codes.shape)
