@@ -1,22 +1,24 @@
 """Runs one kernel on memory of its own: ctx, a record and regions in NumPy arrays, and its twin beside it.
 
 Memory that nobody has filled holds 0xFF bytes: read as a float that is NaN, so that a kernel which lets padding into
-a result shows it. After a run everything outside the twin's arrays and the scratch must be as it was.
+a result shows it. After a run everything outside the twin's arrays and the threads' scratch must be as it was.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from edgeinfer.kernels import Isa, Kernels, abi, available
-from edgeinfer.kernels.reference import TWINS, RecordView, compare
+from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, write_q8
 
 ISAS = [isa.name for isa in available()]
 SLACK_BYTES = 256
+Earlier = tuple[Sequence[int], Sequence[int], int]
+"""Places, parameters and flags of the record before."""
 
 
 @functools.cache
@@ -28,6 +30,20 @@ def function(isa: str, name: str):
 def kernels(isa: str) -> Kernels:
     found: Isa = next(i for i in available() if i.name == isa)
     return Kernels(found)
+
+
+def heights(isa: str) -> tuple[int, int]:
+    """Tokens of an instruction set's large and small blocks: activations are interleaved in these."""
+    return next(i.heights for i in available() if i.name == isa)
+
+
+def q8_memory(codes: np.ndarray, scales: np.ndarray, group: int, isa: str) -> np.ndarray:
+    """Rows of activations as an instruction set's kernels read them, bytes (T, row bytes); 0xFF behind each block."""
+    data = write_q8(codes, scales, group, heights(isa))
+    used, flat = codes.shape[1] + 8 * scales.shape[1], data.reshape(-1)
+    for first, n in abi.token_blocks(len(codes), heights(isa)):
+        flat[first * data.shape[1] + n * used : (first + n) * data.shape[1]] = 0xFF
+    return data
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -43,6 +59,7 @@ class Bench:
     def __init__(self) -> None:
         self.regions = {name: aligned(1 << 16) for name in abi.REGIONS}
         self.used = dict.fromkeys(abi.REGIONS, 0)
+        self._scratch: list[tuple[int, int, int]] = []
         self.counts = np.zeros(16, np.int64)
         self._tokens = np.zeros((0, abi.TOKEN_BYTES // 8), np.int64)
         self._tables: list[np.ndarray] = []
@@ -57,6 +74,12 @@ class Bench:
             bigger[: len(self.regions[region])] = self.regions[region]
             self.regions[region] = bigger
         return abi.REGIONS.index(region) << abi.REGION_SHIFT | start
+
+    def scratch(self, nbytes: int, threads: int = 1) -> int:
+        """Take scratch of so many bytes for each thread; gives its place. Nothing else of the region may be written."""
+        place = self.reserve("scratch", nbytes * threads)
+        self._scratch.append((place & ((1 << abi.REGION_SHIFT) - 1), nbytes, threads))
+        return place
 
     def put(self, region: str, data: np.ndarray) -> int:
         """Copy an array into a region; gives its place."""
@@ -84,33 +107,44 @@ class Bench:
 
     def run(
         self, isa: str, name: str, places: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
-        keep: bool = False, twin: bool = True,
+        keep: bool = False, twin: Callable[[RecordView], list[Expected]] | None = None, earlier: Earlier | None = None,
     ) -> dict[str, np.ndarray]:
         """Run a kernel, compare with its twin, see that nothing else changed; gives what the twin's arrays hold.
 
-        Memory is put back afterwards unless `keep`.
+        Arrays of one name (blocks of tokens) come as one, block after block. Memory is put back afterwards unless
+        `keep`. `earlier` lies before the record, as in a program; `twin` stands in for the kernel's own.
         """
-        record, ctx, alive = self._record(places, parameters, flags), self._ctx(), self.regions
+        record, ctx, alive = self._record(places, parameters, flags, earlier), self._ctx(), self.regions
         before = {region: data.copy() for region, data in alive.items()}
-        expected = TWINS[name](RecordView(record.ctypes.data, ctx.ctypes.data)) if twin else []
+        expected = (twin or TWINS[name])(RecordView(record.ctypes.data, ctx.ctypes.data))
         self._call(function(isa, name), record, ctx, threads)
         message = compare(expected)
         assert message is None, f"{name} on {isa}: {message}"
-        if twin:
-            self._check_untouched(before, [one.where for one in expected])
-        found = {one.name: one.where.copy() for one in expected}
+        self._check_untouched(before, [one.where for one in expected], threads)
+        blocks: dict[str, list[np.ndarray]] = {}
+        for one in expected:
+            blocks.setdefault(one.name, []).append(one.where)
+        found = {name: np.concatenate(arrays) for name, arrays in blocks.items()}
         if not keep:
             for region, data in before.items():
                 alive[region][:] = data
         return found
 
-    def _record(self, places: Sequence[int], parameters: Sequence[int], flags: int) -> np.ndarray:
-        record = aligned(abi.RECORD_BYTES)
+    def _record(
+        self, places: Sequence[int], parameters: Sequence[int], flags: int, earlier: Earlier | None
+    ) -> np.ndarray:
+        both = aligned(2 * abi.RECORD_BYTES).reshape(2, -1)
+        if earlier:
+            self._fill(both[0], *earlier)
+        self._fill(both[1], places, parameters, flags)
+        return both[1]
+
+    @staticmethod
+    def _fill(record: np.ndarray, places: Sequence[int], parameters: Sequence[int], flags: int) -> None:
         record[:] = 0
         record[abi.REC_FLAGS : abi.REC_FLAGS + 4].view(np.int32)[:] = flags
         record[abi.REC_PLACES : abi.REC_PLACES + 8 * len(places)].view(np.int64)[:] = places
         record[abi.REC_PARAMETERS : abi.REC_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
-        return record
 
     def _ctx(self) -> np.ndarray:
         ctx = aligned(abi.CTX_BYTES)
@@ -140,15 +174,16 @@ class Bench:
             worker.join()
         assert status == [0] * n
 
-    def _check_untouched(self, before: dict[str, np.ndarray], written: list[np.ndarray]) -> None:
-        """Everything outside the `written` views (and the scratch) is as it was."""
+    def _check_untouched(self, before: dict[str, np.ndarray], written: list[np.ndarray], threads: int) -> None:
+        """Everything outside the `written` views, and outside the scratch of these threads, is as it was."""
         for region, data in self.regions.items():
-            if region == "scratch":
-                continue
             start, old = data.ctypes.data, before[region].copy()
             for view in written:
                 at = view.ctypes.data - start
                 if view.size and 0 <= at < len(data):
                     np.ndarray(view.shape, view.dtype, old, at, view.strides)[...] = view
+            for at, nbytes, shares in self._scratch if region == "scratch" else ():
+                end = at + nbytes * min(shares, threads)
+                old[at:end] = data[at:end]
             changed = np.flatnonzero(old != data)
             assert not changed.size, f"{len(changed)} bytes of {region} changed that must not, first at {changed[0]}"

@@ -16,8 +16,6 @@ from tests.kernel_bench import ISAS, Bench
 KV = ("int8", "f16", "f32")
 HEADS = [(1, 1, 6), (4, 2, 8), (6, 2, 10), (8, 1, 64), (3, 3, 128), (16, 2, 16), (2, 1, 40)]
 """(heads, kv_heads, head_dim): MHA, GQA of 2, 3 and 8, MQA."""
-SCRATCH_BYTES = 1 << 17
-"""Of a thread, more than the largest tile here needs."""
 
 
 @dataclass
@@ -53,13 +51,14 @@ class Layer:
         qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
         qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
         self.splits = max(self.positions) // 256 + 1
-        padded, self.scratch_bytes = abi.padded_head_dim(self.head_dim), SCRATCH_BYTES
+        self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim)  # no more: what is written behind it shows
+        partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
         self.places = [
             self.bench.put("activations", qkv),
             self.bench.reserve("activations", tokens * self.out_stride),
             self.bench.put("kv", self._stale_blocks(rng, n_blocks + 3)),
-            self.bench.reserve("scratch", 3 * self.scratch_bytes),
-            self.bench.reserve("scratch", tokens * self.heads * self.splits * (128 + 4 * padded)),
+            self.bench.scratch(self.scratch_bytes, 3),
+            self.bench.scratch(partials),
         ]
         self.norms = [self.bench.put("constants", rng.standard_normal(self.head_dim).astype(np.float32)) for _ in "qk"]
         self.table, self.table_stride = self._table()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from edgeinfer.kernels import abi, layouts
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, fill
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
-from tests.kernel_bench import ISAS, Bench
+from tests.kernel_bench import ISAS, Bench, heights, q8_memory
 from tests.tolerances import ERF, EXP
 
-TOKENS = (1, 2, 3, 7, 9, 33)
+TOKENS = (1, 2, 3, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), ("f16", 0), ("f32", 0)]
 ROWS = {6: 33, 7: 5, 31: 16, 33: 17, 64: 70, 127: 31, 172: 40, 1023: 50}
@@ -31,78 +33,89 @@ def random_weights(rng: np.random.Generator, dtype: str, group: int, rows: int, 
     return layouts.pack_tile16(codes, dtype, group, scales)
 
 
-def activations(x: np.ndarray, group: int) -> tuple[np.ndarray, int, int, int]:
-    """Rows as a product reads them (bytes), their stride and the offsets of scales and sums."""
+class Activations(NamedTuple):
+    """Rows of a product's input, before they are laid out for an instruction set."""
+
+    values: np.ndarray
+    """Codes (T, values) with the padding, or floats (T, padded)."""
+    scales: np.ndarray | None = None
+    """(T, groups) of codes."""
+    group: int = 0
+
+    def layout(self) -> tuple[int, int, int]:
+        """Row bytes, offsets of the scales and the sums."""
+        return abi.q8_row_bytes(self.values.shape[1], self.group) if self.group else (4 * self.values.shape[1], 0, 0)
+
+    def memory(self, isa: str, rows: slice) -> np.ndarray:
+        """Some of the rows as the kernels of an instruction set read them, bytes."""
+        if self.scales is None:
+            return self.values[rows].reshape(-1).view(np.uint8)
+        return q8_memory(self.values[rows], self.scales[rows], self.group, isa).reshape(-1)
+
+
+def activations(x: np.ndarray, group: int) -> Activations:
+    """Floats with zeros up to whole vectors, or quantised in groups."""
     tokens, cols = x.shape
-    if not group:
-        stride = -(-cols // 16) * 64
-        rows = np.zeros((tokens, stride // 4), np.float32)
-        rows[:, :cols] = x
-        return rows.view(np.uint8), stride, 0, 0
-    stride, at_scales, at_sums = abi.q8_row_bytes(cols, group)
-    padded = np.zeros((tokens, at_scales), np.float32)
+    width = abi.q8_row_bytes(cols, group)[1] if group else -(-cols // 16) * 16
+    padded = np.zeros((tokens, width), np.float32)
     padded[:, :cols] = x
+    if not group:
+        return Activations(padded)
     codes, scales = quantise_rows(padded, group)
-    return quantised_rows(np.rint(codes), scales, group, stride), stride, at_scales, at_sums
-
-
-def quantised_rows(codes: np.ndarray, scales: np.ndarray, group: int, stride: int) -> np.ndarray:
-    """q8 rows, bytes."""
-    tokens, values = codes.shape
-    rows = np.full((tokens, stride), 0xFF, np.uint8)
-    rows[:, :values] = codes.astype(np.int8).view(np.uint8)
-    n = 4 * scales.shape[1]
-    rows[:, values : values + n] = scales.astype(np.float32).view(np.uint8)
-    sums = codes.reshape(tokens, -1, group).sum(axis=2).astype(np.int32)
-    rows[:, values + n : values + 2 * n] = sums.view(np.uint8)
-    return rows
+    return Activations(np.rint(codes).astype(np.int8), scales, group)
 
 
 class Product:
     """A bench with one product's operands."""
 
-    def __init__(self, dtype: str, group: int, weights: np.ndarray, rows: int, x, tokens: int, gated: bool = False,
+    def __init__(self, dtype: str, group: int, weights: np.ndarray, rows: int, x: Activations, gated: bool = False,
                  bias: np.ndarray | None = None, out: np.ndarray | None = None, **parameters: int):
-        self.bench, self.tokens, data = Bench(), tokens, x[0]
-        tiles, self.stride = -(-rows // 16), x[1]
+        self.bench, self.x, self.tokens = Bench(), x, len(x.values)
+        tiles, (stride, scales, sums) = -(-rows // 16), x.layout()
         tile_bytes = weights.size // tiles
         line = {"q4": 16 * group + 64, "int8": 32 * group + 64, "f16": 64, "f32": 64}[dtype]
         out_tiles = tiles // 2 if gated else tiles
         self.out_stride, self.width = 64 * out_tiles + 64, 16 * out_tiles
         self.places = [
-            self.bench.put("weights", weights), self.bench.put("activations", data),
-            self.bench.reserve("activations", tokens * self.out_stride),
+            self.bench.put("weights", weights), self.bench.reserve("activations", self.tokens * stride),
+            self.bench.reserve("activations", self.tokens * self.out_stride),
             self.bench.put("constants", np.zeros(16 * tiles, np.float32) if bias is None else bias),
-            self.bench.reserve("scratch", 3 * abi.GATED_SCRATCH_BYTES),
+            self.bench.scratch(abi.GATED_SCRATCH_BYTES, 3) if gated else 0,
         ]
         if out is not None:
             self.out()[:] = out
         self.flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_RESIDUAL * (out is not None)
-        self.parameters = fill(
-            LINEAR, tiles=out_tiles, tile_bytes=tile_bytes, records=tile_bytes // line, x_stride=x[1], x_scales=x[2],
-            x_sums=x[3], out_stride=self.out_stride, rows=abi.COUNT_TOKENS, chunk=3, scratch=abi.GATED_SCRATCH_BYTES,
-        )
-        for name, value in parameters.items():
-            self.parameters[getattr(LINEAR, name)] = value
+        self.values = {
+            "tiles": out_tiles, "tile_bytes": tile_bytes, "records": tile_bytes // line, "x_stride": stride,
+            "x_scales": scales, "x_sums": sums, "out_stride": self.out_stride, "rows": abi.COUNT_TOKENS, "chunk": 3,
+            "scratch": abi.GATED_SCRATCH_BYTES, **parameters,
+        }
         self.name = kernel_name("gated" if gated else "linear", dtype, group)
 
     def out(self) -> np.ndarray:
         return self.bench.array(self.places[2], np.float32, (self.tokens, self.width), (self.out_stride, 4))
 
-    def run(self, isa: str, first: int = 0, tokens: int | None = None, threads: int = 1) -> np.ndarray:
-        """Result of the tokens from `first` on."""
+    def parameters(self, isa: str, **more: int) -> list[int]:
+        return fill(LINEAR, **{**self.values, "heights": abi.pack_heights(heights(isa)), **more})
+
+    def run(
+        self, isa: str, first: int = 0, tokens: int | None = None, threads: int = 1, **parameters: int
+    ) -> np.ndarray:
+        """Result of the tokens from `first` on, whose activations are laid out anew."""
         tokens = self.tokens - first if tokens is None else tokens
         self.bench.tokens([0] * tokens)
         places = list(self.places)
-        places[1] += first * self.stride
         places[2] += first * self.out_stride
-        return self.bench.run(isa, self.name, places, self.parameters, self.flags, threads)["out"]
+        data = self.x.memory(isa, slice(first, first + tokens))
+        x = self.bench.array(places[1], np.uint8, (self.tokens * self.x.layout()[0],))
+        x[:], x[: data.size] = 0xFF, data
+        return self.bench.run(isa, self.name, places, self.parameters(isa, **parameters), self.flags, threads)["out"]
 
 
 def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, **more) -> Product:
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
     weights = random_weights(rng, dtype, group, rows, cols)
-    return Product(dtype, group, weights, rows, activations(x, group), tokens, **more)
+    return Product(dtype, group, weights, rows, activations(x, group), **more)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -113,6 +126,21 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
         product = random_product(rng, dtype, group, ROWS[width], width, tokens)
         for isa in ISAS:
             product.run(isa)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
+    """Blocks of two row tiles, in chunks of any size: odd ones leave a tile that goes alone, with the same bits."""
+    rng = np.random.default_rng(tiles)
+    for tokens in (1, 2, 7, 14):
+        for gated in (False, True):
+            rows = 16 * tiles * (1 + gated)
+            product = random_product(rng, dtype, group, rows, 65, tokens, gated=gated)
+            for isa in ISAS:
+                whole = product.run(isa, chunk=2 * tiles)
+                for chunk in (1, 2, 3, 4, 7):
+                    np.testing.assert_array_equal(product.run(isa, chunk=chunk, threads=1 + chunk % 2), whole)
 
 
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
@@ -139,7 +167,8 @@ def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> None:
     rng = np.random.default_rng(group)
-    for tokens, rows, width in ((1, 32, 31), (2, 64, 6), (9, 96, 172), (33, 32, 65)):
+    sizes = dict(zip(TOKENS, [(32, 31), (64, 6), (32, 33), (32, 64), (96, 127), (32, 7)] * 2, strict=False))
+    for tokens, (rows, width) in {**sizes, 9: (96, 172), 33: (32, 65)}.items():
         bias = rng.standard_normal(rows).astype(np.float32) if tokens % 2 else None
         product = random_product(
             rng, dtype, group, rows, width, tokens, gated=True, bias=bias, activation=ACTIVATIONS[activation])
@@ -150,12 +179,15 @@ def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str, group: int, isa: str) -> None:
+    """Whatever block a token falls into, and whether it went alone."""
     rng = np.random.default_rng(1)
     for more in ({}, {"gated": True, "activation": ACTIVATIONS["silu"]}):
-        product = random_product(rng, dtype, group, 64, 172, 33, **more)
+        product = random_product(rng, dtype, group, 96, 172, 33, chunk=5, **more)
         whole = product.run(isa)
         np.testing.assert_array_equal(product.run(isa, threads=3), whole)
-        for first, tokens in ((0, 1), (13, 1), (32, 1), (5, 2), (3, 7), (1, 29)):
+        alone = [product.run(isa, t, 1) for t in range(33)]
+        np.testing.assert_array_equal(np.concatenate(alone), whole)
+        for first, tokens in ((5, 2), (30, 3), (11, 5), (3, 6), (3, 7), (25, 8), (1, 9), (2, 12), (19, 14), (1, 29)):
             np.testing.assert_array_equal(product.run(isa, first, tokens), whole[first : first + tokens])
 
 
@@ -164,19 +196,19 @@ def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str
 def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: int, extreme: bool) -> None:
     """With scales of 1 the result is an integer below 2^24; extremes are where 16-bit sums would saturate."""
     rng = np.random.default_rng(2)
-    rows, tokens, cols = 16, 9, 4 * group
+    rows, cols = 48, 4 * group
     low, high = (-8, 7) if dtype == "q4" else (-127, 127)
-    w = rng.integers(low, high + 1, (rows, cols))
-    x = rng.integers(-127, 128, (tokens, cols))
-    if extreme:
-        w[:8], w[8:] = low, high
-        x[::2], x[1::2] = 127, -127
-    weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, 4), np.float16))
-    stride, at_scales, at_sums = abi.q8_row_bytes(cols, group)
-    data = quantised_rows(x, np.ones((tokens, 4)), group, stride)
-    product = Product(dtype, group, weights, rows, (data, stride, at_scales, at_sums), tokens)
-    for isa in ISAS:
-        np.testing.assert_array_equal(product.run(isa), x @ w.T)
+    for tokens in TOKENS:
+        w = rng.integers(low, high + 1, (rows, cols))
+        x = rng.integers(-127, 128, (tokens, cols))
+        if extreme:
+            w[0::2], w[1::2] = low, high
+            x[::2], x[1::2] = 127, -127
+        weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, 4), np.float16))
+        ones = np.ones((tokens, 4), np.float32)
+        product = Product(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, group))
+        for isa in ISAS:
+            np.testing.assert_array_equal(product.run(isa), x @ w.T)
 
 
 def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:
@@ -184,7 +216,7 @@ def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:
     x = np.stack([points, np.ones_like(points)], axis=1)
     w = np.zeros((32, 2), np.float32)
     w[:16, 0] = w[16:, 1] = 1
-    product = Product("f32", 0, layouts.pack_tile16(w, "f32"), 32, activations(x, 0), len(points), gated=True,
+    product = Product("f32", 0, layouts.pack_tile16(w, "f32"), 32, activations(x, 0), gated=True,
                       activation=ACTIVATIONS[activation])
     out = product.run(isa)
     assert (out == out[:, :1]).all()

@@ -11,10 +11,9 @@ from edgeinfer.bundle import stored_bytes
 from edgeinfer.kernels import abi, available, find_set, layouts
 from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, quantise_rows, rms_norm
-from tests.kernel_bench import ISAS, Bench
-from tests.test_kernels_linear import WEIGHTS, kernel_name, random_weights
+from tests.kernel_bench import ISAS, Bench, heights
+from tests.test_kernels_linear import TOKENS, WEIGHTS, kernel_name, random_weights
 
-TOKENS = (1, 2, 3, 7, 9, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 GROUPS = (32, 64, 128)
 
@@ -32,36 +31,40 @@ class Rows:
         self.places = [
             self.bench.put("activations", rows), self.bench.reserve("activations", tokens * stride),
             self.bench.put("constants", np.ones(self.width, np.float32) if weight is None else weight),
-            self.bench.reserve("scratch", 3 * 8192),
+            self.bench.scratch(4 * (-(-self.width // 16) * 16), 3),
         ]
-        self.parameters = fill(
-            ROWS, width=self.width, in_stride=self.in_stride, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
-            sums=sums, group=group, padded=scales, eps=eps, scratch=8192,
-        )
+        self.values = {
+            "width": self.width, "in_stride": self.in_stride, "out_stride": stride, "rows": abi.COUNT_TOKENS,
+            "scales": scales, "sums": sums, "group": group, "padded": scales, "eps": eps,
+            "scratch": 4 * (-(-self.width // 16) * 16),
+        }
         self.bench.tokens([0] * tokens)
 
-    def run(self, isa: str, name: str, threads: int = 1, only: int | None = None) -> dict[str, np.ndarray]:
-        """Run over all rows, or one of them."""
-        places, tokens = list(self.places), self.bench.counts[abi.COUNT_TOKENS]
-        if only is not None:
-            places[0] += only * self.in_stride
-            places[1] += only * self.out_stride
-            self.bench.tokens([0])
-        out = self.bench.run(isa, name, places, self.parameters, threads=threads)
-        self.bench.tokens([0] * tokens)
-        return out
+    def run(
+        self, isa: str, name: str, threads: int = 1, first: int = 0, tokens: int | None = None, **parameters: int
+    ) -> dict[str, np.ndarray]:
+        """Run over the rows from `first` on; blocks of tokens come back as rows, codes as (T, values)."""
+        places, whole = list(self.places), int(self.bench.counts[abi.COUNT_TOKENS])
+        places[0] += first * self.in_stride
+        places[1] += first * self.out_stride
+        self.bench.tokens([0] * (whole - first if tokens is None else tokens))
+        values = {**self.values, "heights": abi.pack_heights(heights(isa)), **parameters}
+        out = self.bench.run(isa, name, places, fill(ROWS, **values), threads=threads)
+        self.bench.tokens([0] * whole)
+        return {name: rows.reshape(len(rows), rows[:1].size) for name, rows in out.items()}
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], first: int = 0) -> None:
-    """Equal bits; of the other, the rows from `first` on."""
+    """Equal bits; of the other, as many rows from `first` on."""
+    assert one.keys() == other.keys()
     for name, values in one.items():
-        np.testing.assert_array_equal(values, other[name][first:])
+        np.testing.assert_array_equal(values, other[name][first : first + len(values)], err_msg=name)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_quantize(group: int, width: int) -> None:
-    """Bit for bit, sums included, whatever the instruction set."""
+    """Bit for bit, offsets included, whatever the instruction set and its blocks."""
     rng = np.random.default_rng(width)
     for tokens in TOKENS:
         x = rng.standard_normal((tokens, width)).astype(np.float32) * 10.0 ** rng.integers(-6, 6)
@@ -80,8 +83,8 @@ def test_quantize_rounds_ties_to_even_and_zeros_to_zero() -> None:
         out = Rows(x, 128).run(isa, "quantize")
         np.testing.assert_array_equal(out["codes"][0, 1:128], np.rint(ties))
         assert out["scales"][0, 0] == 1
-        assert out["sums"][0, 0] == np.rint(x[0]).sum()
-        assert not out["codes"][1].any() and not out["scales"][1].any() and not out["sums"][1].any()
+        assert out["offsets"][0, 0] == -8 * np.rint(x[0]).sum()
+        assert not out["codes"][1].any() and not out["scales"][1].any() and not out["offsets"][1].any()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -95,7 +98,21 @@ def test_rms_norm(width: int) -> None:
             for isa in ISAS:
                 whole = rows.run(isa, name)
                 same(whole, rows.run(isa, name, threads=3))
-                same(rows.run(isa, name, only=tokens - 1), whole, tokens - 1)
+                for t in {0, tokens // 2, tokens - 1}:
+                    same(rows.run(isa, name, first=t, tokens=1), whole, t)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_q8"])
+def test_a_quantised_row_has_the_same_bits_in_any_block(name: str, group: int, isa: str) -> None:
+    rng = np.random.default_rng(group)
+    rows = Rows(rng.standard_normal((33, 172)).astype(np.float32), group, rng.standard_normal(172).astype(np.float32))
+    whole = rows.run(isa, name)
+    same(whole, rows.run(isa, name, threads=3))
+    for tokens in TOKENS:
+        for first in range(33 - tokens + 1) if tokens == 1 else (0, 33 - tokens):
+            same(rows.run(isa, name, first=first, tokens=tokens), whole, first)
 
 
 @pytest.mark.parametrize("name", ["quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"])
@@ -183,6 +200,37 @@ def test_every_kernel_of_the_program_has_a_twin() -> None:
     assert set(TWINS) <= there
 
 
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_peak_stores_all_it_has_computed(isa: str, threads: int) -> None:
+    """16 vectors (1024 bytes) a thread: start + rounds x line . 4 values, times the line read as floats."""
+    rng, bench, rounds = np.random.default_rng(0), Bench(), 5
+    line = rng.integers(0, 64, 64, dtype=np.uint8)
+    places = [bench.put("weights", line), bench.reserve("activations", 1024 * threads)]
+    dots = line.reshape(16, 4).astype(np.int64)
+    sums = line.view(np.int32).astype(np.int64)[:, None] + rounds * dots @ dots.T  # (value, lane)
+    want = sums.astype(np.float32) * line.view(np.float32)[:, None]
+
+    def twin(view: RecordView) -> list[Expected]:
+        return [Expected("out", view.array(1, np.float32, (threads, 16, 16)), np.stack([want] * threads))]
+
+    bench.run(isa, "int8_peak", places, [rounds], threads=threads, twin=twin)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_stream_read_adds_up_all_that_it_reads(isa: str) -> None:
+    bench, data = Bench(), np.random.default_rng(0).integers(-(2**31), 2**31, 7 * 512 // 4, dtype=np.int32)
+    places = [bench.put("weights", data), bench.reserve("activations", 64)]
+
+    def twin(view: RecordView) -> list[Expected]:
+        return [Expected("sum", view.array(1, np.int32, (1,)), data.sum(dtype=np.int32, keepdims=True))]
+
+    bench.run(isa, "stream_read", places, [512, 7], twin=twin)
+
+
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
@@ -240,3 +288,13 @@ def test_the_bench_notices_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -
     sentence = "its twin gives 2" if fault == "value" else "bytes of activations changed that must not"
     with pytest.raises(AssertionError, match=sentence):
         Rows(np.ones((2, 64), np.float32), eps=0.0).run(ISAS[0], "rms_norm_f32")
+
+
+def test_the_bench_notices_other_blocks_and_too_little_scratch() -> None:
+    x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    with pytest.raises(AssertionError, match=r"quantize on .*: codes\["):
+        Rows(x, 32).run(ISAS[0], "quantize", heights=abi.pack_heights((3, 2)))
+    rows = Rows(x, 32)
+    rows.bench._scratch[0] = rows.bench._scratch[0][0], 64 * 4 - 16, 3
+    with pytest.raises(AssertionError, match="bytes of scratch changed that must not"):
+        rows.run(ISAS[0], "rms_norm_q8")
