@@ -183,6 +183,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--system", "s"], 2, "--system cannot be used: demo has no chat template"),
         (["rnu"], 2, "There is no command 'rnu'; did you mean run? See 'edgeinfer --help'."),
         (["zzzz"], 2, "There is no command 'zzzz'; commands are bench, cache, convert, eval,"),
+        (["cache"], 2, "Missing command. See 'edgeinfer cache --help'."),
         (["cache", "lst"], 2, "There is no command 'lst'; did you mean list? See 'edgeinfer cache --help'."),
         (["convert", "demo"], 2, "See 'edgeinfer convert --help'."),
         (["convert", "no-such-checkpoint", "dst"], 1, "Unknown model 'no-such-checkpoint'"),
@@ -199,7 +200,7 @@ def test_a_wrong_use_gets_one_sentence(arguments: list[str], code: int, sentence
     assert done.out == "" and sentence in done.sentence
     assert done.code == code
     machine = edgeinfer(*arguments, "--json")
-    if "--logprobs" not in arguments and arguments[-1] != "-n":  # whose meaning --json changes
+    if "--logprobs" not in arguments and arguments[-1] not in ("-n", "cache"):  # --json changes what these mean
         assert machine.code == code and set(machine.json) == {"error"}
         assert set(machine.json["error"]) == {"code", "message"} and sentence in machine.json["error"]["message"]
 
@@ -335,7 +336,7 @@ def test_the_program_runs_as_a_module() -> None:
 
     assert process("--version") == Outcome(0, f"edgeinfer {__version__}\n", "")
     assert "Exit codes: 0 done" in process("--help").out
-    assert process().code in (0, 2)  # help; typer's versions differ in the code
+    assert process() == process("--help")
 
 
 def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

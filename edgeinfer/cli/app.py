@@ -34,7 +34,7 @@ Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the m
 def make_app() -> typer.Typer:
     """Return the application with all its commands."""
     app = typer.Typer(
-        name="edgeinfer", help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=False, rich_markup_mode=None,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_program)
@@ -69,7 +69,7 @@ def execute(arguments: list[str]) -> int:
     """Run the command that the arguments name and return its exit code."""
     command = typer.main.get_command(make_app())
     try:
-        result = command.main(args=arguments, prog_name="edgeinfer", standalone_mode=False)
+        result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
         sys.stdout.flush()
         if result == TYPER_INTERRUPTED:
             raise KeyboardInterrupt

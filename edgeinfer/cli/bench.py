@@ -35,8 +35,8 @@ JSON_FIELDS = {
     "bench": {
         "model": "model or shape, as given",
         "rows": "per test `test` (pp512, tg128, tg128 @ d4096), `t_per_s`, `stddev`, `samples`, `bytes_per_token`, "
-        "`mbu` (share of the bandwidth), `mbu_paired` (of the readings beside the test), `bandwidth_gbs` (their median), "
-        "`operations_per_token`, `int8_share` (of the int8 peak)",
+        "`mbu` (share of the bandwidth), `mbu_paired` (of the readings beside the test), `bandwidth_gbs` (their "
+        "median), `operations_per_token`, `int8_share` (of the int8 peak)",
         "bandwidth_gbs": "read bandwidth of all threads, GB = 1e9; with `bandwidth_low_gbs`, `bandwidth_high_gbs`, "
         "`bandwidth_readings`",
         "int8_peak_gops": "int8 operations from registers, 1e9 a second",

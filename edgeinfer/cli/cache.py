@@ -30,8 +30,8 @@ JSON_FIELDS = {
 }
 """Fields of the JSON object, by command."""
 app = typer.Typer(
-    help="List or delete converted checkpoints and kernels.", no_args_is_help=True,
-    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
+    help="List or delete converted checkpoints and kernels.", rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

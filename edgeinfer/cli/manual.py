@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 INTRODUCTION = """# Command line
 
@@ -61,8 +61,9 @@ def _section(name: str, command: Any) -> Iterator[str]:
     yield f"## {' '.join(['edgeinfer', name, *words, *needed])}\n"
     yield from _paragraphs(inspect.cleandoc(command.callback.__doc__ or ""))
     yield "| argument or option | meaning | default | variable |\n|---|---|---|---|"
+    hints = get_type_hints(command.callback, include_extras=True)
     for parameter in (*arguments, *options):
-        yield _row(parameter)
+        yield _row(parameter, getattr(hints.get(parameter.name), "__metadata__", [parameter])[0].help or "")
     yield ""
     fields = json_fields(name, command)
     if fields:
@@ -86,12 +87,13 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield paragraph + "\n"
 
 
-def _row(parameter: Any) -> str:
+def _row(parameter: Any, text: str) -> str:
+    """One line of the table; `text` is the help as declared, since older versions of typer lose that of arguments."""
     if parameter.param_type_name == "argument":
         name = parameter.metavar
     else:
         name = ", ".join(parameter.opts) + ("" if parameter.is_flag else f" {parameter.metavar}")
-    text, _, default = (parameter.help or "").partition("  [default: ")
+    text, _, default = text.partition("  [default: ")
     text, _, variable = text.partition("  [env var: ")
     default = default.rstrip("]") or _default(parameter)
     variable = variable.split(",")[0].rstrip("]") or (parameter.envvar or "")
