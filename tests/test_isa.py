@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.kernels import LADDER, available, choose, isa, machine
+from edgeinfer.kernels import LADDER, abi, available, choose, isa, machine
 
 X86 = frozenset({"avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512vnni"})
 
@@ -68,6 +68,15 @@ def test_each_rung_needs_what_it_is_compiled_for() -> None:
         covered = set(rung.needs).union(*(implied.get(feature, set()) for feature in rung.needs))
         covered |= everywhere_with_avx2 | {"avx2"} if rung.needs else set()
         assert compiled <= covered, rung.name
+
+
+def test_register_blocks_of_each_rung() -> None:
+    """A large block, a small one and single tokens; heights fit in their parameter, a gated tile in its scratch."""
+    for rung in LADDER:
+        large, small = rung.heights
+        assert 1 < small < large < 256 and rung.row_tiles >= 1, rung.name
+        assert abi.unpack_heights(abi.pack_heights(rung.heights)) == rung.heights
+        assert 2 * 64 * large <= abi.GATED_SCRATCH_BYTES, rung.name
 
 
 def test_forced_by_the_environment(host, monkeypatch: pytest.MonkeyPatch) -> None:
