@@ -372,6 +372,13 @@ def test_what_the_system_says_is_one_sentence(
     assert done.code == 1 and done.err.splitlines()[-1] == f"edgeinfer: {sentence}"
 
 
+def test_an_output_that_cannot_show_a_character_shows_another() -> None:
+    """Token 198 is the byte 0xC3, half a character."""
+    arguments = ("run", "demo", "x", "-n", 2, "--temp", 0, "--no-stats", "--logit-bias", "198=1e9")
+    assert process(*arguments, PYTHONIOENCODING="utf-8").out == "\ufffd\ufffd\n"
+    assert process(*arguments, PYTHONIOENCODING="ascii") == Outcome(0, "??\n", "")
+
+
 def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
     command = [*PYTHON, "run", "demo", PROMPT, "-n", "900", "--no-stats", "-t", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:

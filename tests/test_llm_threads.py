@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +85,25 @@ def test_cancel_from_inside_the_loop(slow: LLM) -> None:
         if n == 3:
             slow.cancel()
     assert stream.completion.finish_reason == "cancelled" and stream.completion.completion_tokens < 50
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to oneself are POSIX")
+def test_ctrl_c_in_somebodys_program_leaves_the_model_usable(slow: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for request in (
+            lambda: slow.generate([7] * (CTX - 100), max_tokens=5),
+            lambda: list(slow.stream([7, 8, 9], max_tokens=CTX, ignore_eos=True)),
+        ):
+            timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                request()
+            timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert slow.session.kv.pool.n_free == slow.session.kv.pool.n_blocks
+    assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
 
 
 def test_close_ends_what_runs_and_refuses_what_waits(tmp_path: Path) -> None:

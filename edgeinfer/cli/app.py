@@ -68,6 +68,8 @@ def _program(
 def execute(arguments: list[str]) -> int:
     """Run the command that the arguments name and return its exit code."""
     command = typer.main.get_command(make_app())
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character must not end the answer
+        sys.stdout.reconfigure(errors="replace")
     try:
         result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
         sys.stdout.flush()
