@@ -149,18 +149,16 @@ def run(
 
 
 def over_bounds(rows: list[Row], bounds: dict[str, float]) -> list[str]:
-    """A sentence for each row whose change is over its bound; coarser groups than 32 have none."""
-    changes = {(row.text, row.variant): row.change for row in rows}
+    """A sentence for each row whose change is over its bound: one storage at a time, 4 bits in groups of 32."""
     found = []
-    for (text, variant), change in changes.items():
-        bound = None
+    for row in rows:
+        variant, bound = row.variant, None
         if variant.kv == "f32" and (variant.group_size == 32 or variant.weights == "int8"):
             bound = bounds.get(variant.weights)
-        elif variant.kv == "int8":  # the cache's own share: beside the same weights on a float32 cache
-            alone = changes.get((text, Variant(variant.weights, variant.group_size, "f32")), 0.0)
-            change, bound = (1 + change) / (1 + alone) - 1, bounds["kv"]
-        if bound is not None and change > bound:
-            found.append(f"{text}: {variant.name} with {variant.kv} KV changes the perplexity by {change:+.2%}, "
+        elif variant.weights == "f32":
+            bound = bounds["kv"]
+        if bound is not None and row.change > bound:
+            found.append(f"{row.text}: {variant.name} with {variant.kv} KV changes the perplexity by {row.change:+.2%}, "
                          f"more than {bound:.2%}.")
     return found
 

@@ -25,11 +25,13 @@ REFINEMENTS = 2
 FP16_MAX = 65504.0
 
 GRIDS = {"q4": (-8, 7), "int8": (-127, 127)}
-# The code that the weight of largest magnitude is put on, before rounding and clipping. The first is the usual choice.
+# The code that the weight of largest magnitude is put on, before rounding and clipping. The first is the usual choice;
+# the best of each group's fan then gets neighbours on both sides.
 FANS: dict[str, tuple[float, ...]] = {
     "q4": (-8.0, *np.linspace(-9.2, -4.5, 19).tolist(), *np.linspace(4.2, 8.2, 15).tolist()),
     "int8": (127.0, 126.5, 126.0, 125.0, 124.0, 122.0, 120.0, 117.0, 114.0),
 }
+NEIGHBOURS = {"q4": (-0.2, -0.15, -0.1, -0.05, 0.05, 0.1, 0.15, 0.2), "int8": (-0.25, 0.25)}
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _quantise_block(
     first = np.empty_like(w)
     scale, error = _round(w, start, low, high, first)
     max_based = float(error.sum(dtype=np.float64))
-    candidate = _search(w, largest, FANS[dtype], low, high)
+    candidate = _search(w, largest, dtype)
     q = np.empty_like(w)
     for _ in range(REFINEMENTS):
         rounded, new_error = _round(w, candidate, low, high, q)
@@ -160,13 +162,16 @@ def _quantise_block(
     return ErrorSums(float(error.sum(dtype=np.float64)), max_based, float(norm))
 
 
-def _search(w: Floats, largest: Floats, fan: tuple[float, ...], low: int, high: int) -> Floats:
-    """The best scale of the fan for each column of w, refined by least squares."""
+def _search(w: Floats, largest: Floats, dtype: str) -> Floats:
+    """The best scale of the fan, then of its neighbours, for each column of w, refined by least squares."""
+    low, high = GRIDS[dtype]
     inverse = _inverse(largest)
-    best, scale = np.full(w.shape[1], -1.0, np.float32), np.zeros(w.shape[1], np.float32)
+    n = w.shape[1]
+    best, scale, targets = np.full(n, -1.0, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
     q = np.empty_like(w)
-    for target in fan:
-        np.multiply(w, inverse * np.float32(target), out=q)
+
+    def attempt(target: Floats | np.float32) -> None:
+        np.multiply(w, inverse * target, out=q)
         np.clip(np.rint(q, out=q), low, high, out=q)
         wq, qq = np.einsum("gn,gn->n", w, q), np.einsum("gn,gn->n", q, q)
         np.maximum(qq, 1, out=qq)  # q are integers: 0 only where all are
@@ -174,6 +179,13 @@ def _search(w: Floats, largest: Floats, fan: tuple[float, ...], low: int, high: 
         better = score > best
         np.copyto(best, score, where=better)
         np.copyto(scale, wq / qq, where=better)
+        np.copyto(targets, target, where=better)
+
+    for target in FANS[dtype]:
+        attempt(np.float32(target))
+    centres = targets.copy()
+    for offset in NEIGHBOURS[dtype]:
+        attempt(centres + np.float32(offset))
     return scale
 
 
