@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from edgeinfer.errors import BudgetError
 from edgeinfer.graph import Graph
 
+from . import cgroup
 from .plan import MemoryPlan, make_plan
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
     """Memory that the system can really give now: free and reclaimable, and not above the container's limit."""
     import psutil
 
-    available = psutil.virtual_memory().available
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return int(available)
+    available = int(psutil.virtual_memory().available)
+    left = cgroup.memory_left()
+    return available if left is None else min(available, left)
 
 
 def default_threads() -> int:
@@ -31,13 +28,8 @@ def default_threads() -> int:
 
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        if quota != "max":
-            threads = min(threads, -(-int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no control group: nothing limits the process further
-    return max(1, threads)
+    quota = cgroup.cpu_quota()
+    return max(1, threads if quota is None else min(threads, math.ceil(quota)))
 
 
 def check_budget(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget_bytes: int | None) -> int:
@@ -64,8 +56,9 @@ def check_budget(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget_bytes
     options = alternatives(graph, plan, weight_bytes, budget)
     advice = " Fits: " + "; ".join(options) + "." if options else \
         " Nothing smaller in this model fits; convert it with fewer bits per weight or take a smaller model."
-    needs = f"The run needs {plan.total_bytes / 1e9:.2f} GB and the budget is {budget / 1e9:.2f} GB."
-    raise BudgetError(needs + advice, plan)
+    needs, has = next((needs, has) for digits in (2, 3, 6, 9)
+                      if (needs := f"{plan.total_bytes / 1e9:.{digits}f}") != (has := f"{budget / 1e9:.{digits}f}"))
+    raise BudgetError(f"The run needs {needs} GB and the budget is {has} GB.{advice}", plan)
 
 
 def alternatives(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget: int) -> list[str]:
@@ -84,21 +77,13 @@ def alternatives(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget: int)
 
 
 def _largest_ctx(graph: Graph, plan: MemoryPlan, weight_bytes: int, budget: int, kv: str) -> int:
-    """Largest context (a multiple of 256, below the one asked for) that fits, or 0."""
-    low, high = 0, plan.request.ctx // 256
+    """Largest context below the one asked for that fits, or 0: a multiple of 256, or of 16 where it is short."""
+    low, high = 0, (plan.request.ctx - 1) // 16
     while low < high:
         middle = (low + high + 1) // 2
-        request = replace(plan.request, ctx=256 * middle, kv=kv)
+        request = replace(plan.request, ctx=16 * middle, kv=kv)
         if make_plan(graph, request, weight_bytes).total_bytes <= budget:
             low = middle
         else:
             high = middle - 1
-    return 256 * low
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    return 16 * low if low < 64 else 256 * (low // 16)

@@ -104,6 +104,7 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     logits_stride = 4 * round_up(c.vocab_size, 16)
     layers = c.num_hidden_layers
     tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8) + abi.RECORD_BYTES * (len(graph.ops) + layers)
+    tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
     regions = (
         Region("weights", weight_bytes, f"mapped from the bundle, {_types(graph)}"),
         Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
