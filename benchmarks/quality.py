@@ -158,8 +158,8 @@ def over_bounds(rows: list[Row], bounds: dict[str, float]) -> list[str]:
         elif variant.weights == "f32":
             bound = bounds["kv"]
         if bound is not None and row.change > bound:
-            found.append(f"{row.text}: {variant.name} with {variant.kv} KV changes the perplexity by {row.change:+.2%}, "
-                         f"more than {bound:.2%}.")
+            stored = f"{variant.name} with {variant.kv} KV"
+            found.append(f"{row.text}: {stored} changes the perplexity by {row.change:+.2%}, more than {bound:.2%}.")
     return found
 
 

@@ -61,7 +61,7 @@ def test_gain_on_normal_weights(dtype: str, group: int, gain: float) -> None:
 
 
 def test_4_bits_are_near_the_best_scale() -> None:
-    """Within 1 % of an exhaustive search over 4000 scales of both signs."""
+    """Within 0.1 % of an exhaustive search over 4000 scales of both signs."""
     weights = np.random.default_rng(6).standard_normal((40, 32)).astype(np.float32)
     best = 0.0
     for row in weights:
@@ -69,7 +69,7 @@ def test_4_bits_are_near_the_best_scale() -> None:
         scales = scales[scales != 0][:, None]
         codes = np.clip(np.rint(row / scales), -8, 7)
         best += float(((row - codes * scales) ** 2).sum(axis=1).min())
-    assert quantise(weights, "q4", 32)[2].squared_error < 1.01 * best
+    assert quantise(weights, "q4", 32)[2].squared_error < 1.001 * best
 
 
 def test_exact_weights_stay_exact() -> None:
