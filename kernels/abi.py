@@ -34,7 +34,7 @@ FLAG_RESIDUAL = 1
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
 FLAG_OWN_INPUT = 8
-"""linear, gated: where COUNT_MANY is 0, the record before this one was skipped, and each thread does its work for itself."""
+"""linear, gated: where COUNT_MANY is 0, the record before this one was skipped, and each thread does its work alone."""
 FLAG_NORM = 4
 """rope_store: normalise q and k heads."""
 
@@ -108,8 +108,8 @@ COUNT_OUTPUTS = 1
 COUNT_MERGE = 2
 """Tokens whose attention is computed in splits and merged by the next record; 0 = attention finishes by itself."""
 COUNT_MANY = 6
-"""Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread for itself, which
-costs less than a barrier."""
+"""Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread alone,
+which costs less than a barrier."""
 COUNT_ACTIVE = 3
 """Active neurons (sparse FFN)."""
 COUNT_TOPN = 4
@@ -188,7 +188,7 @@ def unpack_heights(packed: int) -> tuple[int, int]:
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64
-"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; its own input row lies behind it."""
+"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; its own input row lies behind."""
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
 

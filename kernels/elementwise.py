@@ -52,7 +52,7 @@ def block_of(t, tokens):
 
 @inline
 def quantise_row(x, out, t, rows, rec):
-    """Row t of floats to int8 with a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
+    """Row t of floats to int8, a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
 
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
@@ -143,7 +143,7 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
 
 @outlined
 def own_input(rec, ctx, scratch):
-    """What the rms_norm_q8 or quantize record `rec` does for one token, into scratch; returns the address of the q8 row."""
+    """What the rms_norm_q8 or quantize record `rec` does for one token, into scratch; returns the q8 row's address."""
     source, width = place(rec, ctx, 0), parameter(rec, ROWS.width)
     if flags(rec) & FLAG_NORM:
         row = scratch + parameter(rec, ROWS.out_stride)
@@ -168,7 +168,7 @@ def gather_outputs(rec, ctx, tid, n_threads):
     return 0
 
 
-# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line) ---------------------------------------
+# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line) --------------------------------------
 
 
 @inline

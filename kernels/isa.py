@@ -35,12 +35,13 @@ _AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse3,+ssse3,+sse4.1,+s
 _AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,-prefer-256-bit"
 
 LADDER = (
-    Isa("avx512vnni", "x86_64", "x86-64", _AVX512, frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2)),
+    Isa("avx512vnni", "x86_64", "x86-64", _AVX512,
+        frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2)),
     Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, (4, 2)),
     Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, (4, 2)),
     Isa("generic", "aarch64", "generic", "-sve,-sve2", frozenset(), 1, (4, 2)),
 )
-"""Best first, per machine. `generic` uses no target intrinsics and specifies the others bit for bit in the integer part."""
+"""Best first, per machine. `generic` uses no target intrinsics and specifies the others' integers bit for bit."""
 
 
 def machine() -> str:
@@ -72,13 +73,15 @@ def choose(name: str | None = None) -> Isa:
     name = name or os.environ.get("EDGEINFER_ISA")
     there = available()
     if not there:
-        raise UsageError(f"No kernels exist for this machine's architecture, {machine()!r}; x86_64 and aarch64 are supported.")
+        raise UsageError(f"No kernels exist for this machine's architecture, {machine()!r}; x86_64 and aarch64 are "
+                         "supported.")
     if not name:
         return there[0]
     for isa in there:
         if isa.name == name:
             return isa
-    raise UsageError(f"Instruction set {name!r} is not available here; choose one of {', '.join(i.name for i in there)}.")
+    names = ", ".join(i.name for i in there)
+    raise UsageError(f"Instruction set {name!r} is not available here; choose one of {names}.")
 
 
 def page_bytes() -> int:

@@ -158,8 +158,8 @@ class Kernels:
         if missing:
             objects = read_set(self._directory, missing, self._sources)
             if objects is None:
-                names = ", ".join(missing)
-                raise KernelError(f"The kernels in {self._directory} do not hold {names}; delete the directory and run "
+                absent = ", ".join(missing)
+                raise KernelError(f"The kernels in {self._directory} do not hold {absent}; delete the directory and run "
                                   "again to compile them.")
             self._link(objects)
         return self._addresses

@@ -1,7 +1,7 @@
 """The operations that differ between instruction sets. A rung of the ladder is this file's branches, nothing else.
 
-`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so a new rung
-is new features in `isa.py` and, where it has a better instruction, one more branch here.
+`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so a new
+rung is new features in `isa.py` and, where it has a better instruction, one more branch here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numba.extending import intrinsic
 from .isa import Isa
 from .simd import (
     F32,
+    I8,
+    I16,
     I32,
     I64,
     VB,
     VF,
     VI,
     F32x16,
-    I8,
-    I16,
     I32x16,
     Tile,
     _tile_shape,
@@ -182,8 +182,8 @@ def _maddubs_signed(b, w, x):
 def _dot_tile(dot):
     """Intrinsic ``(block, lines, x)``: the dot products of m lines with 4 activations each of n tokens.
 
-    The block holds m x n accumulators, row tile by row tile; `lines` is one line (m = 1) or a tile of m; the 4 activations of
-    token t lie at x + 4 t (interleaved). Each load of activations serves m products, each line n.
+    The block holds m x n accumulators, row tile by row tile; `lines` is one line (m = 1) or a tile of m; the 4
+    activations of token t lie at x + 4 t (interleaved). Each load of activations serves m products, each line n.
     """
 
     @intrinsic
@@ -213,8 +213,11 @@ dot_s8 = _dot_tile(_dot_s8)
 
 
 def _start(shift_of):
-    """Intrinsic ``(m, n, offsets)``: start of m x n accumulators; the int32 at offsets + 4 t is -8 x the sum of token t's
-    activations of the group, and `shift_of()` says by which power of two more the weights are offset (None: not at all)."""
+    """Intrinsic ``(m, n, offsets)``: start of m x n accumulators.
+
+    The int32 at offsets + 4 t is -8 x the sum of token t's activations of the group, and `shift_of()` says by which
+    power of two more the weights are offset (None: not at all).
+    """
 
     @intrinsic(prefer_literal=True)
     def start(context, m, n, offsets):
@@ -253,7 +256,8 @@ def load_scales(context, m, address, stride):
 
     def lower(context, b, sig, args):
         def step(b, v, i):
-            return emit_widen_f16(b, b.load(pointer(b, row(b, args[1], args[2], i)), typ=ir.VectorType(I16, 16), align=2))
+            bits = b.load(pointer(b, row(b, args[1], args[2], i)), typ=ir.VectorType(I16, 16), align=2)
+            return emit_widen_f16(b, bits)
 
         return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
 
@@ -262,7 +266,7 @@ def load_scales(context, m, address, stride):
 
 @intrinsic
 def scale_add(context, acc, ints, w_scales, x_scales):
-    """acc + ints * (w_scale of the row tile * x_scale of the token): one group's contribution, rounded alike everywhere.
+    """acc + ints * (w_scale of the row tile * x_scale of the token): one group's share, rounded alike everywhere.
 
     `w_scales` is one vector or a tile of m; the f32 scale of token t lies at x_scales + 4 t.
     """

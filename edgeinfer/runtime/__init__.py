@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Choice": "completion", "Completion": "completion", "TokenLogprob": "completion", "Generation": "generation",
     "Request": "requests", "RequestQueue": "requests", "Stream": "requests",
-    "Probe": "probe", "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling", "Sequence": "sequence",
+    "Probe": "probe", "Program": "program", "Record": "program", "Sampled": "sampling", "Sampler": "sampling",
+    "Sequence": "sequence",
     "Session": "session", "ChatTemplate": "text", "StopStrings": "text", "StreamDecoder": "text", "Tokenizer": "text",
 }
 __all__ = ["ChatTemplate", "Choice", "Completion", "Generation", "Probe", "Program", "Record", "Request",

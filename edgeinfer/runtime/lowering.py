@@ -62,8 +62,8 @@ class Lowering:
         return "scratch", 0
 
     def _is_own_input(self, x: Tensor) -> bool:
-        """Whether a product's threads quantise x for themselves when there is one token: the operation that makes x stands
-        directly before its only reader."""
+        """Whether a product's threads quantise x for themselves when there is one token: the operation that makes x
+        stands directly before its only reader."""
         if x.dtype != "q8" or x.rows != "tokens":
             return False
         at = self.graph.ops.index(self._producers[x.name])

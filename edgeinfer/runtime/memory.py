@@ -53,7 +53,7 @@ _POPULATE_READ = 22  # Linux 5.14: map pages for reading, all at once
 def read_in(weights: NDArray[np.uint8], path: Path, progress: Callable[[int, int, str], None] | None = None) -> None:
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
-    Page faults read a cold file 5-8 times slower than the disk can (facts: llama.cpp issue 9244), and one by one they cost
+    Page faults read a cold file 5-8 times slower than the disk can (llama.cpp issue 9244), and one by one they cost
     0.1-0.25 us even when it is cached. Where the system lacks these calls the pages come as they are touched.
 
     Parameters
