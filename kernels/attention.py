@@ -27,6 +27,7 @@ from .abi import (
     TOKEN_SEQUENCE,
 )
 from .common import claim, count, float_parameter, inline, outlined, parameter, place, round_up_16, token
+from .dots import dot_s8, scale_add, start_s8
 from .parameters import ATTENTION
 from .registry import kernel
 from .simd import (
@@ -62,7 +63,7 @@ from .simd import (
     vmax,
     zero_tile,
 )
-from .targets import dot_s8, fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16, scale_add, start_s8
+from .targets import fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16
 from .vecmath import exp
 
 LOWEST = -1e30

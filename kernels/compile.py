@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from .elf import undefined_symbols
-from .isa import LADDER, Isa
+from .isa import LADDER, Isa, triple
 
 ALLOWED = {"memset", "memcpy", "memmove"}
 
 
-def cross(machine: str) -> None:
-    """Make Numba generate code for another architecture; must run before Numba is imported, nothing is called after."""
+def aim(machine: str) -> None:
+    """Make Numba generate code for `triple(machine)`; must run before Numba is imported, nothing is called after."""
     import llvmlite.binding as llvm
     from llvmlite.binding import targets
 
-    triple = f"{machine}-unknown-linux-gnu"
+    aimed = triple(machine)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     for module in (llvm, targets):
-        module.get_process_triple = module.get_default_triple = lambda: triple
+        module.get_process_triple = module.get_default_triple = lambda: aimed
     from_triple = targets.Target.from_triple
-    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(triple))
+    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(aimed))
 
 
 def load_kernels(isa: Isa) -> dict[str, Any]:
@@ -118,10 +118,7 @@ def main(arguments: list[str]) -> None:
     """``compile MACHINE ISA OUT SHARE SHARES [NAME ...]``: prints ``name total`` for each object it has written."""
     machine, isa_name, out, share, shares = arguments[:5]
     isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
-    from .isa import machine as host
-
-    if machine != host():
-        cross(machine)
+    aim(machine)
     kernels = load_kernels(isa)
     only_translate()
     want_assembly = bool(os.environ.get("EDGEINFER_ASSEMBLY"))

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
@@ -34,14 +35,24 @@ class Isa:
 _AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2"
 _AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,-prefer-256-bit"
 
+_ARM = "-sve,-sve2,+reserve-x18"  # LLVM 22 gets sums of int8 wrong on wide SVE; x18 is the system's on macOS
+_DOTPROD = "+neon,+dotprod,+lse," + _ARM  # every core with dotprod has LSE: FEAT_DotProd needs Armv8.1
+_I8MM = _DOTPROD + ",+i8mm"
+_NOT_IMPLIED = ",-altnzcv,-bf16,-complxnum,-flagm,-fptoint,-fullfp16,-jsconv,-mte,-pauth,-rcpc,-rcpc-immo"
+
 LADDER = (
     Isa("avx512vnni", "x86_64", "x86-64", _AVX512,
         frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2)),
+    Isa("avxvnni", "x86_64", "x86-64", _AVX2 + ",+avxvnni", frozenset({"avxvnni", "avx2", "fma", "f16c"}), 1, (4, 2)),
     Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, (4, 2)),
     Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, (4, 2)),
-    Isa("generic", "aarch64", "generic", "-sve,-sve2", frozenset(), 1, (4, 2)),
+    # neoverse-n2 for its scheduling, which keeps accumulators in registers; what else it implies is taken away
+    Isa("neon_i8mm", "aarch64", "neoverse-n2", _I8MM + _NOT_IMPLIED, frozenset({"dotprod", "i8mm"}), 1, (4, 2)),
+    Isa("neon_dotprod", "aarch64", "generic", _DOTPROD, frozenset({"dotprod"}), 1, (4, 2)),
+    Isa("neon", "aarch64", "generic", "+neon," + _ARM, frozenset(), 1, (4, 2)),
+    Isa("generic", "aarch64", "generic", _ARM, frozenset(), 1, (4, 2)),
 )
-"""Best first, per machine. `generic` uses no target intrinsics and specifies the others' integers bit for bit."""
+"""Best first, per machine. `generic` uses no target intrinsics; the others equal it bit for bit in the integer part."""
 
 
 def machine() -> str:
@@ -50,9 +61,22 @@ def machine() -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
+def triple(machine: str) -> str:
+    """What kernels of an architecture are compiled and linked as here: ELF, which LLVM's linker loads on every system.
+
+    Kernels take and return int64 alone, so Linux' convention is that of macOS as well (x18 stays free), but not that of
+    Windows; there llvmlite adds the "-elf" itself.
+    """
+    return f"{machine}-pc-windows-msvc" if sys.platform == "win32" else f"{machine}-unknown-linux-gnu"
+
+
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Features of the host CPU that the ladder asks for (x86: cpuid through LLVM; elsewhere the baseline)."""
+    """Features of the host CPU that the ladder asks for (x86: cpuid through LLVM; ARM: the operating system)."""
+    if machine() == "aarch64":
+        from .detect import arm_features
+
+        return arm_features()
     if machine() != "x86_64":
         return frozenset()
     import llvmlite.binding as llvm
@@ -73,14 +97,14 @@ def choose(name: str | None = None) -> Isa:
     name = name or os.environ.get("EDGEINFER_ISA")
     there = available()
     if not there:
-        raise UsageError(f"No kernels exist for this machine's architecture, {machine()!r}; x86_64 and aarch64 are "
-                         "supported.")
+        raise UsageError(f"No kernels exist for this machine's architecture, {machine()!r}; "
+                         "x86_64 and aarch64 are supported.")
     if not name:
         return there[0]
     for isa in there:
         if isa.name == name:
             return isa
-    names = ", ".join(i.name for i in there)
+    names = ", ".join(isa.name for isa in there)
     raise UsageError(f"Instruction set {name!r} is not available here; choose one of {names}.")
 
 

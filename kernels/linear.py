@@ -11,63 +11,54 @@ from __future__ import annotations
 
 from .abi import COUNT_MANY, FLAG_BIAS, FLAG_OWN_INPUT, FLAG_RESIDUAL, GATED_SCRATCH_BYTES, RECORD_BYTES
 from .common import claim, count, flags, inline, parameter, place
+from .dots import dot_int8, dot_q4, in_rows, scale_add, start_int8, start_q4, zero_products
 from .elementwise import own_input
 from .parameters import LINEAR
 from .registry import kernel
-from .simd import (
-    add_block,
-    high_nibbles,
-    load_f32x16,
-    load_lines,
-    low_nibbles,
-    store_block,
-    store_f32x16,
-    zero_tile,
-)
-from .targets import block_heights, dot_s8, dot_u8, fma_splat, load_f16x16, load_scales, scale_add, start_s8, start_u4
+from .simd import add_block, load_f32x16, load_lines, store_block, store_f32x16, zero_tile
+from .targets import block_heights, fma_splat, load_f16x16, load_scales
 from .vecmath import activate
 
 
 def _product_q4(group, m, n):
-    lines, row_tiles_x_tokens = group // 8, m * n
+    lines = group // 8
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
-        acc = zero_tile(row_tiles_x_tokens)
+        acc = zero_products(m, n)
         for _r in range(records):
             for part in range(2):
-                ints = start_u4(m, n, offsets)
+                ints = start_q4(m, n, offsets)
                 for line in range(lines):
-                    codes = load_lines(m, w + 64 * (part * lines + line), tile_bytes)
-                    ints = dot_u8(ints, low_nibbles(codes), x)
-                    ints = dot_u8(ints, high_nibbles(codes), x + 4 * n)
+                    ints = dot_q4(ints, load_lines(m, w + 64 * (part * lines + line), tile_bytes), x)
                     x += 8 * n
                 acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
                 scales += 4 * n
                 offsets += 4 * n
             w += 128 * lines + 64
-        return acc
+        return in_rows(acc)
 
     return product
 
 
 def _product_int8(group, m, n):
-    lines, row_tiles_x_tokens = group // 4, m * n
+    lines = group // 4
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
-        acc = zero_tile(row_tiles_x_tokens)
+        acc = zero_products(m, n)
         for _r in range(records):
             for part in range(2):
-                ints = start_s8(m, n, offsets)
-                for line in range(lines):
-                    ints = dot_s8(ints, load_lines(m, w + 64 * (part * lines + line), tile_bytes), x)
-                    x += 4 * n
+                ints = start_int8(m, n, offsets)
+                for pair in range(lines // 2):
+                    line = w + 64 * (part * lines + 2 * pair)
+                    ints = dot_int8(ints, load_lines(m, line, tile_bytes), load_lines(m, line + 64, tile_bytes), x)
+                    x += 8 * n
                 acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
                 scales += 4 * n
                 offsets += 4 * n
             w += 128 * lines + 64
-        return acc
+        return in_rows(acc)
 
     return product
 
@@ -173,8 +164,8 @@ def _register_linear(name, make_product, group):
 
 
 def _pair(make_product, group, n):
-    """Tiles 2 tile (gate) and 2 tile + 1 (up) for n tokens: one block of two row tiles, or two products."""
-    together = group > 0
+    """Tiles 2 tile (gate) and 2 tile + 1 (up) for n tokens: one block of two row tiles if registers hold it."""
+    together = group > 0 and (n == 1 or block_heights()[0] > 1)
     product = make_product(group, 2 if together else 1, n)
 
     @inline

@@ -14,10 +14,10 @@ from typing import Any
 from edgeinfer.errors import KernelError
 
 from . import abi
-from .isa import Isa
+from .isa import Isa, triple
 
-_COMPILED = ("abi", "attention", "common", "compile", "elementwise", "isa", "linear", "parameters", "probe", "registry",
-             "rope", "simd", "targets", "vecmath", "walk")
+_COMPILED = ("abi", "attention", "common", "compile", "dots", "elementwise", "isa", "linear", "neon", "parameters",
+             "probe", "registry", "rope", "simd", "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 
 
@@ -60,7 +60,8 @@ def set_directory(root: Path, isa: Isa, released: bool = False) -> Path:
     key = source_hash()
     if not released:
         key = hashlib.sha256(json.dumps([key, compiler_versions()]).encode()).hexdigest()
-    return root / f"{isa.machine}-{isa.name}-{key[:16]}"
+    system = "windows-" if "windows" in triple(isa.machine) else ""  # its calls differ; elsewhere they are the same
+    return root / f"{system}{isa.machine}-{isa.name}-{key[:16]}"
 
 
 def write_manifest(directory: Path, isa: Isa) -> None:
@@ -177,7 +178,7 @@ class Kernels:
         if self._engine is None:
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
-            machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+            machine = llvm.Target.from_triple(triple(self.isa.machine)).create_target_machine(jit=True)
             self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for code in objects.values():
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .common import claim, parameter, place
+from .dots import dot_u8, scale_add, start_u4
 from .registry import kernel
 from .simd import (
     VI,
@@ -17,7 +18,6 @@ from .simd import (
     sum_lanes_i32,
     zero_tile,
 )
-from .targets import dot_u8, scale_add, start_u4
 
 
 @define(I32x16, I8x64)

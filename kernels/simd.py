@@ -330,34 +330,6 @@ def scatter_f32(b, address, v, stride):
     emit_scatter(b, address, v, stride)
 
 
-def _low_nibbles(b, line):
-    return b.and_(line, constant(VB, 15))
-
-
-def _high_nibbles(b, line):
-    words = ir.VectorType(I16, 32)  # shifted as 16-bit lanes: x86 has no shift of bytes
-    return b.and_(b.bitcast(b.lshr(b.bitcast(line, words), constant(words, 4)), VB), constant(VB, 15))
-
-
-def _on_lines(step, name, doc):
-    """Intrinsic that applies a step to one line or to each line of a tile."""
-
-    def typed(context, lines):
-        def lower(context, b, sig, args):
-            if isinstance(lines, Tile):
-                return per_row(b, lines, args[0], lambda b, v, i: step(b, v))
-            return step(b, args[0])
-
-        return lines(lines), lower
-
-    typed.__name__, typed.__doc__ = name, doc
-    return intrinsic(typed)
-
-
-low_nibbles = _on_lines(_low_nibbles, "low_nibbles", "Byte & 15.")
-high_nibbles = _on_lines(_high_nibbles, "high_nibbles", "Byte >> 4.")
-
-
 # -- scalars -----------------------------------------------------------------------------------------------------------
 
 

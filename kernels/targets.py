@@ -1,7 +1,7 @@
-"""The operations that differ between instruction sets. A rung of the ladder is this file's branches, nothing else.
+"""The operations that differ between instruction sets. A rung is the branches here and in `dots.py`, no more.
 
-`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so a new
-rung is new features in `isa.py` and, where it has a better instruction, one more branch here.
+`use(isa)` is called once, before any kernel compiles. A branch asks for a feature, never for a rung's name, so that
+a new rung is new features in `isa.py` and, where it has a better instruction, one more branch here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ from .simd import (
     I16,
     I32,
     I64,
-    VB,
     VF,
     VI,
     F32x16,
-    I32x16,
     Tile,
     _tile_shape,
     call,
     constant,
     define,
     emit_scatter,
-    half,
-    join,
     per_row,
     pointer,
     row,
@@ -129,120 +125,6 @@ def f32_from_f16_bits(b, bits):
     return b.extract_element(wide, ir.Constant(I32, 0))
 
 
-# -- int8 dot products: 16 rows x 4 columns of weights (one line) times 4 activations ----------------------------------
-
-
-def _dot_u8(b, acc, w, x):
-    """Unsigned bytes (0..15) times signed activations, exact: acc + the sum of each lane's four products."""
-    if has("avx512vnni"):
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, w, x)
-    if has("avx2"):
-        return b.add(acc, _by_halves(b, _maddubs, w, x))
-    return _dot_plain(b, acc, w, x)  # 0..15 reads the same signed
-
-
-def _dot_s8(b, acc, w, x):
-    """Signed bytes in [-127, 127] times signed activations, exact; `start_s8` undoes the offset of VNNI."""
-    if has("avx512vnni"):  # the instruction takes unsigned weights: flipping the sign bit adds 128
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, b.xor(w, constant(VB, -128)), x)
-    if has("avx2"):  # |w| * sign(w) x never saturates the 16-bit sums of two: 2 * 127 * 127 < 2^15
-        return b.add(acc, _by_halves(b, _maddubs_signed, w, x))
-    return _dot_plain(b, acc, w, x)
-
-
-def _dot_plain(b, acc, w, x):
-    """The specification: four shifted bytes of each 32-bit lane, multiplied as integers."""
-    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
-    for j in range(4):
-        up, down = constant(VI, 24 - 8 * j), constant(VI, 24)
-        acc = b.add(acc, b.mul(b.ashr(b.shl(w, up), down), b.ashr(b.shl(x, up), down)))
-    return acc
-
-
-_YB = ir.VectorType(I8, 32)
-_YW = ir.VectorType(I16, 16)
-_YI = ir.VectorType(I32, 8)
-
-
-def _by_halves(b, product, w, x):
-    """Apply a 32-byte product to both halves of a line."""
-    return join(b, *(product(b, half(b, w, start, 32), half(b, x, start, 32)) for start in (0, 32)))
-
-
-def _maddubs(b, w, x):
-    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
-    return call(b, "llvm.x86.avx2.pmadd.wd", _YI, pairs, constant(_YW, 1))
-
-
-def _maddubs_signed(b, w, x):
-    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
-    return _maddubs(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
-
-
-def _dot_tile(dot):
-    """Intrinsic ``(block, lines, x)``: the dot products of m lines with 4 activations each of n tokens.
-
-    The block holds m x n accumulators, row tile by row tile; `lines` is one line (m = 1) or a tile of m; the 4
-    activations of token t lie at x + 4 t (interleaved). Each load of activations serves m products, each line n.
-    """
-
-    @intrinsic
-    def dot_tile(context, block, lines, x):
-        if not isinstance(block, Tile):
-            return None
-        m = lines.n if isinstance(lines, Tile) else 1
-        n = block.n // m
-
-        def lower(context, b, sig, args):
-            out = args[0]
-            for t in range(n):
-                four = splat(b, b.load(pointer(b, args[2], 4 * t), typ=I32, align=4), VI)
-                for i in range(m):
-                    line = b.extract_value(args[1], i) if isinstance(lines, Tile) else args[1]
-                    k = i * n + t
-                    out = b.insert_value(out, dot(b, b.extract_value(out, k), line, b.bitcast(four, VB)), k)
-            return out
-
-        return block(block, lines, x), lower
-
-    return dot_tile
-
-
-dot_u8 = _dot_tile(_dot_u8)
-dot_s8 = _dot_tile(_dot_s8)
-
-
-def _start(shift_of):
-    """Intrinsic ``(m, n, offsets)``: start of m x n accumulators.
-
-    The int32 at offsets + 4 t is -8 x the sum of token t's activations of the group, and `shift_of()` says by which
-    power of two more the weights are offset (None: not at all).
-    """
-
-    @intrinsic(prefer_literal=True)
-    def start(context, m, n, offsets):
-        row_tiles, tokens = _tile_shape(m), _tile_shape(n)
-        if row_tiles is None or tokens is None:
-            return None
-        tile, shift = Tile(I32x16, row_tiles * tokens), shift_of()
-
-        def lower(context, b, sig, args):
-            def step(b, v, k):
-                offset = splat(b, b.load(pointer(b, args[2], 4 * (k % tokens)), typ=I32, align=4), VI)
-                return b.shl(offset, constant(VI, shift)) if shift else offset
-
-            zero = ir.Constant(tile.llvm, None)
-            return zero if shift is None else per_row(b, tile, zero, step)
-
-        return tile(m, n, offsets), lower
-
-    return start
-
-
-start_u4 = _start(lambda: 0)
-start_s8 = _start(lambda: 4 if has("avx512vnni") else None)
-
-
 # -- float steps on tiles ----------------------------------------------------------------------------------------------
 
 
@@ -262,31 +144,6 @@ def load_scales(context, m, address, stride):
         return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
 
     return tile(m, address, stride), lower
-
-
-@intrinsic
-def scale_add(context, acc, ints, w_scales, x_scales):
-    """acc + ints * (w_scale of the row tile * x_scale of the token): one group's share, rounded alike everywhere.
-
-    `w_scales` is one vector or a tile of m; the f32 scale of token t lies at x_scales + 4 t.
-    """
-    if not isinstance(acc, Tile):
-        return None
-    m = w_scales.n if isinstance(w_scales, Tile) else 1
-    n = acc.n // m
-
-    def lower(context, b, sig, args):
-        out = args[0]
-        for t in range(n):
-            scale = splat(b, b.load(pointer(b, args[3], 4 * t), typ=F32, align=4), VF)
-            for i in range(m):
-                w = b.extract_value(args[2], i) if isinstance(w_scales, Tile) else args[2]
-                k = i * n + t
-                whole = b.sitofp(b.extract_value(args[1], k), VF)
-                out = b.insert_value(out, emit_fma(b, whole, b.fmul(w, scale), b.extract_value(out, k)), k)
-        return out
-
-    return acc(acc, ints, w_scales, x_scales), lower
 
 
 @intrinsic

@@ -52,22 +52,22 @@ def test_a_machine_without_vector_extensions_gets_generic(host) -> None:
     host("x86_64")
     assert names() == ["generic"]
     host("aarch64")
-    assert names() == ["generic"]
+    assert names() == ["neon", "generic"]  # every core of that architecture has NEON
     assert choose().machine == "aarch64"
 
 
 def test_each_rung_needs_what_it_is_compiled_for() -> None:
     """Features that LLVM may use imply those of the guard, or the process would die of an illegal instruction."""
-    implied = {"avx512vnni": {"avx512f", "avx512dq"}, "avx2": {"avx"}, "fma": {"avx"}}
-    everywhere_with_avx2 = {"bmi", "bmi2", "lzcnt", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2"}
+    implied = {"avx512vnni": {"avx512f", "avx512dq"}, "avx2": {"avx"}, "fma": {"avx"}, "dotprod": {"lse"}}
+    everywhere = {"x86_64": {"bmi", "bmi2", "lzcnt", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2"}, "aarch64": set()}
+    baseline = {"x86_64": set(), "aarch64": {"neon", "reserve-x18"}}
     for rung in LADDER:
-        if rung.machine != "x86_64":
-            assert "+" not in rung.features
-            continue
         compiled = {feature[1:] for feature in rung.features.split(",") if feature.startswith("+")}
         covered = set(rung.needs).union(*(implied.get(feature, set()) for feature in rung.needs))
-        covered |= everywhere_with_avx2 | {"avx2"} if rung.needs else set()
-        assert compiled <= covered, rung.name
+        covered |= everywhere[rung.machine] | {"avx2"} if rung.needs else set()
+        assert compiled <= covered | baseline[rung.machine], rung.name
+        if rung.machine == "aarch64":
+            assert {"-sve", "-sve2"} <= set(rung.features.split(","))
 
 
 def test_register_blocks_of_each_rung() -> None:
@@ -115,7 +115,8 @@ def test_this_machine() -> None:
     assert done.stdout.strip() == "generic", done.stderr
     assert isa.page_bytes() >= 4096 and isa.pointer_bits() == 64
     try:
-        flags = set(Path("/proc/cpuinfo").read_text().replace("avx512_vnni", "avx512vnni").split())
+        text = Path("/proc/cpuinfo").read_text().replace("avx512_vnni", "avx512vnni").replace("avx_vnni", "avxvnni")
+        flags = set(text.replace("asimddp", "dotprod").split())
     except OSError:
         pytest.skip("no /proc/cpuinfo here")
     for rung in available():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import threading
@@ -15,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import KernelError
-from edgeinfer.kernels import LADDER, Isa, Kernels, available, build, elf, find_set, objects
+from edgeinfer.kernels import Isa, Kernels, available, build, elf, find_set, objects
 
 ROOT = str(Path(edgeinfer.__file__).parents[1])
 ISA = available()[-1]
@@ -205,36 +203,6 @@ def test_linking_needs_neither_numba_nor_a_second_look(real_set: Path) -> None:
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
-
-
-def compile_some(rung: Isa, out: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Compile kernels with assembly, in the environment that builds get."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
-    environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features, "EDGEINFER_ASSEMBLY": "1"}
-    command = [sys.executable, "-m", "edgeinfer.kernels.compile", rung.machine, rung.name, str(out), "0", "1", *names]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-
-
-@pytest.mark.parametrize("rung", [rung for rung in LADDER if rung.machine == "x86_64"], ids=lambda rung: rung.name)
-def test_products_use_the_instructions_of_their_rung(rung: Isa, tmp_path: Path) -> None:
-    done = compile_some(rung, tmp_path, "linear_q4_g32", "linear_int8_g64")
-    assert done.stdout.split() == ["linear_q4_g32", "2", "linear_int8_g64", "2"]
-    for name in ("linear_q4_g32", "linear_int8_g64"):
-        assembly = (tmp_path / f"{name}.s").read_text()
-        used = {"vnni": bool(re.search(r"vpdpbusd\s.*%zmm", assembly)), "avx2": "vpmaddubsw" in assembly,
-                "vex": bool(re.search(r"%[yz]mm", assembly))}
-        assert used == {"vnni": rung.name == "avx512vnni", "avx2": rung.name == "avx2", "vex": rung.name != "generic"}
-        assert elf.undefined_symbols((tmp_path / f"{name}.o").read_bytes()) <= {"memset", "memcpy", "memmove"}
-
-
-def test_cross_compiling_for_aarch64(tmp_path: Path) -> None:
-    rung = next(rung for rung in LADDER if rung.machine == "aarch64")
-    compile_some(rung, tmp_path, "linear_q4_g32", "attention_int8")
-    for name in ("linear_q4_g32", "attention_int8"):
-        code = (tmp_path / f"{name}.o").read_bytes()
-        assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64
-        assert elf.undefined_symbols(code) <= {"memset", "memcpy", "memmove"}
-        assert re.search(r"\tz\d+\.", (tmp_path / f"{name}.s").read_text()) is None  # no SVE
 
 
 def test_a_kernel_that_needs_a_foreign_symbol_is_refused() -> None:

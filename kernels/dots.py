@@ -1,0 +1,322 @@
+"""Integer products of weights in lines (16 rows x 4 columns) with int8 activations, on every instruction set.
+
+Matrices take two lines' worth at a time, 8 columns, because the best instructions do: `smmla` multiplies 2 rows x 8
+columns, plain NEON adds two products of codes before it widens. Accumulators are a block of m row tiles x n tokens,
+row tile by row tile; they start with `start_*`, grow by `dot_*` and are scaled by `scale_add` onto those of
+`zero_products`; `in_rows` gives one vector per row tile and token in the end. The integers are exact, so that no bit
+depends on the path.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, models, register_model
+
+from . import neon
+from .simd import (
+    F32,
+    I8,
+    I16,
+    I32,
+    VB,
+    VF,
+    VI,
+    F32x16,
+    I32x16,
+    Tile,
+    _tile_shape,
+    call,
+    constant,
+    half,
+    join,
+    per_row,
+    pointer,
+    splat,
+)
+from .targets import emit_fma, has
+
+
+class PairTile(types.Type):
+    """A tile whose tokens share vectors two by two, as `smmla` leaves them.
+
+    Of tokens t and t + 1 (t even), vector t holds rows 0 .. 7 and vector t + 1 rows 8 .. 15: (row 0, token t),
+    (row 0, token t + 1), (row 1, token t), ...
+    """
+
+    def __init__(self, vec, n):
+        self.vec, self.n = vec, n
+        super().__init__(name=f"PairTile({vec.name}, {n})")
+
+    @property
+    def llvm(self) -> ir.ArrayType:
+        """The vectors as an LLVM array."""
+        return ir.ArrayType(self.vec.llvm, self.n)
+
+
+@register_model(PairTile)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, kind.llvm)
+
+
+def _plain_tile(vec, m, n):
+    return Tile(vec, m * n)
+
+
+def _products_tile(vec, m, n):
+    """Accumulators of m row tiles and n tokens: in pairs where smmla serves them."""
+    return PairTile(vec, m * n) if has("i8mm") and n % 2 == 0 else Tile(vec, m * n)
+
+
+# -- four products a lane ----------------------------------------------------------------------------------------------
+
+_YB, _YW, _YI = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+
+
+def _dot_u8(b, acc, w, x):
+    """Unsigned bytes (0..15) times signed activations, exact: acc + the sum of each lane's four products."""
+    if _vnni():
+        return _vpdpbusd(b, acc, w, x)
+    if has("avx2"):
+        return b.add(acc, _by_halves(b, _maddubs, w, x))
+    return _dot_plain(b, acc, w, x)  # 0..15 reads the same signed
+
+
+def _dot_s8(b, acc, w, x):
+    """Signed bytes in [-127, 127] times signed activations, exact; the start undoes the offset of VNNI."""
+    if _vnni():  # the instruction takes unsigned weights: flipping the sign bit adds 128
+        return _vpdpbusd(b, acc, b.xor(w, constant(VB, -128)), x)
+    if has("avx2"):  # |w| * sign(w) x never saturates the 16-bit sums of two: 2 * 127 * 127 < 2^15
+        return b.add(acc, _by_halves(b, _maddubs_signed, w, x))
+    return _dot_plain(b, acc, w, x)
+
+
+def _vnni():
+    return has("avx512vnni") or has("avxvnni")
+
+
+def _vpdpbusd(b, acc, w, x):
+    """One register of a line, or two: AVX-VNNI has none wider than 32 bytes."""
+    if has("avx512vnni"):
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, w, x)
+    parts = [(half(b, acc, i, 8), half(b, w, 4 * i, 32), half(b, x, 4 * i, 32)) for i in (0, 8)]
+    return join(b, *(call(b, "llvm.x86.avx512.vpdpbusd.256", _YI, *part) for part in parts))
+
+
+def _by_halves(b, product, w, x):
+    """Apply a 32-byte product to both halves of a line."""
+    return join(b, *(product(b, half(b, w, start, 32), half(b, x, start, 32)) for start in (0, 32)))
+
+
+def _maddubs(b, w, x):
+    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
+    return call(b, "llvm.x86.avx2.pmadd.wd", _YI, pairs, constant(_YW, 1))
+
+
+def _maddubs_signed(b, w, x):
+    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
+    return _maddubs(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
+
+
+def _dot_plain(b, acc, w, x):
+    """The specification: four shifted bytes of each 32-bit lane, multiplied as integers."""
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
+    for j in range(4):
+        up, down = constant(VI, 24 - 8 * j), constant(VI, 24)
+        acc = b.add(acc, b.mul(b.ashr(b.shl(w, up), down), b.ashr(b.shl(x, up), down)))
+    return acc
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def _dot_block(b, block, acc, lines, x, dot, smull):
+    """Add products to a block of m row tiles x n tokens.
+
+    `lines` holds per row tile one or two lines; the 4 activations of token t lie at x + 4 t for the first, at
+    x + 4 n + 4 t for the second. Each load of activations serves m products, each line n. `dot` takes a line,
+    `smull` is NEON's way without sdot.
+    """
+    m, each = len(lines), len(lines[0])
+    n = block.n // m
+    sums = [b.extract_value(acc, k) for k in range(block.n)]
+    if has("neon"):
+        for i in range(m):
+            mine = slice(i * n, i * n + n)
+            if isinstance(block, PairTile):
+                sums[mine] = neon.dot_blocks(b, sums[mine], lines[i], x)
+            else:
+                sums[mine] = neon.dot_rows(b, neon.by_sdot if has("dotprod") else smull, sums[mine], lines[i], x)
+    else:
+        for j in range(each):
+            for t in range(n):
+                four = splat(b, b.load(pointer(b, x, 4 * (j * n + t)), typ=I32, align=4), VI)
+                for i in range(m):
+                    sums[i * n + t] = dot(b, sums[i * n + t], lines[i][j], b.bitcast(four, VB))
+    for k, v in enumerate(sums):
+        acc = b.insert_value(acc, v, k)
+    return acc
+
+
+def _line_list(b, lines, value):
+    """One line, or those of a tile."""
+    return [b.extract_value(value, i) for i in range(lines.n)] if isinstance(lines, Tile) else [value]
+
+
+def _dot_tile(dot, smull):
+    """Intrinsic ``(block, lines, x)``: products of m lines (one, or a tile) with 4 activations each of n tokens."""
+
+    @intrinsic
+    def dot_tile(context, block, lines, x):
+        if not isinstance(block, Tile):
+            return None
+
+        def lower(context, b, sig, args):
+            return _dot_block(b, block, args[0], [(w,) for w in _line_list(b, lines, args[1])], args[2], dot, smull)
+
+        return block(block, lines, x), lower
+
+    return dot_tile
+
+
+dot_u8 = _dot_tile(_dot_u8, neon.by_smlal)
+dot_s8 = _dot_tile(_dot_s8, neon.by_smull)
+
+
+def _nibbles(b, line):
+    """Low and high nibbles; x86 has no shift of bytes, so there words are shifted."""
+    fifteen = constant(VB, 15)
+    if has("neon"):
+        return b.and_(line, fifteen), b.lshr(line, constant(VB, 4))
+    words = ir.VectorType(I16, 32)
+    high = b.bitcast(b.lshr(b.bitcast(line, words), constant(words, 4)), VB)
+    return b.and_(line, fifteen), b.and_(high, fifteen)
+
+
+@intrinsic
+def dot_q4(context, block, lines, x):
+    """Add the products of the low nibbles with 4 activations of each token, and of the high ones with the next 4."""
+    if not isinstance(block, Tile | PairTile):
+        return None
+
+    def lower(context, b, sig, args):
+        both = [_nibbles(b, line) for line in _line_list(b, lines, args[1])]
+        return _dot_block(b, block, args[0], both, args[2], _dot_u8, neon.by_smlal)
+
+    return block(block, lines, x), lower
+
+
+@intrinsic
+def dot_int8(context, block, lines, following, x):
+    """Add the products of lines with 4 activations of each token, and of the lines that follow with the next 4."""
+    if not isinstance(block, Tile | PairTile):
+        return None
+
+    def lower(context, b, sig, args):
+        both = list(zip(*(_line_list(b, lines, value) for value in args[1:3]), strict=True))
+        return _dot_block(b, block, args[0], both, args[3], _dot_s8, neon.by_smull)
+
+    return block(block, lines, following, x), lower
+
+
+# -- starts, scales, ends ----------------------------------------------------------------------------------------------
+
+
+def _start(make_tile, shift_of):
+    """Intrinsic ``(m, n, offsets)``: start of m x n accumulators.
+
+    The int32 at offsets + 4 t is -8 x the sum of token t's activations of the group, and `shift_of()` says by which
+    power of two more the weights are offset (None: not at all).
+    """
+
+    @intrinsic(prefer_literal=True)
+    def start(context, m, n, offsets):
+        row_tiles, tokens = _tile_shape(m), _tile_shape(n)
+        if row_tiles is None or tokens is None:
+            return None
+        tile, shift = make_tile(I32x16, row_tiles, tokens), shift_of()
+
+        def lower(context, b, sig, args):
+            out = ir.Constant(tile.llvm, None)
+            for k in range(tile.n if shift is not None else 0):
+                offset = _of_tokens(b, tile, args[2], k % tokens, I32)
+                out = b.insert_value(out, b.shl(offset, constant(VI, shift)) if shift else offset, k)
+            return out
+
+        return tile(m, n, offsets), lower
+
+    return start
+
+
+def _s8_shift():
+    return 4 if _vnni() else None
+
+
+start_s8 = _start(_plain_tile, _s8_shift)
+start_u4 = _start(_plain_tile, lambda: 0)
+start_q4 = _start(_products_tile, lambda: 0)
+start_int8 = _start(_products_tile, _s8_shift)
+
+
+def _of_tokens(b, tile, address, t, element):
+    """The value (of 4 bytes) of token t in all lanes; in a PairTile those of its two tokens by turns."""
+    if isinstance(tile, Tile):
+        return splat(b, b.load(pointer(b, address, 4 * t), typ=element, align=4), ir.VectorType(element, 16))
+    pair = b.load(pointer(b, address, 4 * (t - t % 2)), typ=ir.VectorType(element, 2), align=4)
+    return neon.pick(b, pair, pair, [0, 1] * 8)
+
+
+@intrinsic(prefer_literal=True)
+def zero_products(context, m, n):
+    """Float accumulators of m row tiles and n tokens, all 0; both are constants."""
+    row_tiles, tokens = _tile_shape(m), _tile_shape(n)
+    if row_tiles is None or tokens is None:
+        return None
+    tile = _products_tile(F32x16, row_tiles, tokens)
+    return tile(m, n), lambda context, b, sig, args: ir.Constant(tile.llvm, None)
+
+
+@intrinsic
+def scale_add(context, acc, ints, w_scales, x_scales):
+    """acc + ints * (w_scale of the row tile * x_scale of the token): a group's contribution, rounded alike everywhere.
+
+    `w_scales` is one vector or a tile of m; the f32 scale of token t lies at x_scales + 4 t.
+    """
+    if not isinstance(acc, Tile | PairTile) or type(acc) is not type(ints):
+        return None
+    m = w_scales.n if isinstance(w_scales, Tile) else 1
+    n = acc.n // m
+
+    def lower(context, b, sig, args):
+        out, scales = args[0], _line_list(b, w_scales, args[2])
+        for t in range(n):
+            x = _of_tokens(b, acc, args[3], t, F32)
+            for i, w in enumerate(scales):
+                k = i * n + t
+                if isinstance(acc, PairTile):
+                    w = neon.pick(b, w, w, [8 * (t % 2) + lane // 2 for lane in range(16)])
+                whole = b.sitofp(b.extract_value(args[1], k), VF)
+                out = b.insert_value(out, emit_fma(b, whole, b.fmul(w, x), b.extract_value(out, k)), k)
+        return out
+
+    return acc(acc, ints, w_scales, x_scales), lower
+
+
+@intrinsic
+def in_rows(context, acc):
+    """Accumulators as a tile: one vector of 16 rows per row tile and token."""
+    if isinstance(acc, Tile):
+        return acc(acc), lambda context, b, sig, args: args[0]
+    if not isinstance(acc, PairTile):
+        return None
+    tile = Tile(acc.vec, acc.n)
+
+    def lower(context, b, sig, args):
+        def step(b, v, k):
+            both = (b.extract_value(args[0], k - k % 2 + i) for i in range(2))
+            return neon.pick(b, *both, range(k % 2, 32, 2))
+
+        return per_row(b, tile, args[0], step)
+
+    return tile(acc), lower

@@ -1,0 +1,107 @@
+"""The machine code of the hot kernels: each rung uses the instruction that it exists for, and nothing beyond."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edgeinfer
+from edgeinfer.kernels import LADDER, Isa, elf
+
+ROOT = Path(edgeinfer.__file__).parents[1]
+KERNELS = ("linear_q4_g32", "linear_int8_g64", "gated_int8_g32")
+PRODUCTS = {
+    "vpdpbusd zmm": r"^\tvpdpbusd\t.*%zmm",
+    "vpdpbusd ymm": r"^\t\{vex\}\s+vpdpbusd\t.*%ymm",
+    "vpmaddubsw": r"^\tvpmaddubsw\t.*%ymm",
+    "smmla": r"^\tsmmla\tv",
+    "sdot": r"^\tsdot\tv",
+    "smull": r"^\tsmull2?\tv",
+}
+USED = {
+    "avx512vnni": {"vpdpbusd zmm"}, "avxvnni": {"vpdpbusd ymm"}, "avx2": {"vpmaddubsw"},
+    "neon_i8mm": {"smmla", "sdot"},  # sdot for single tokens
+    "neon_dotprod": {"sdot"}, "neon": {"smull"}, "generic": set(),
+}
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""ELF's numbers of the architectures."""
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory):
+    """Give a rung's directory with the objects and assembly of KERNELS; each rung compiles once."""
+    done: dict[Isa, Path] = {}
+
+    def compile_some(rung: Isa) -> Path:
+        if rung not in done:
+            out = tmp_path_factory.mktemp(f"{rung.machine}-{rung.name}")
+            environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
+            environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features, "EDGEINFER_ASSEMBLY": "1"}
+            command = [sys.executable, "-m", "edgeinfer.kernels.compile", rung.machine, rung.name, str(out), "0", "1"]
+            run = subprocess.run([*command, *KERNELS], env=environment, cwd=ROOT, capture_output=True, text=True)
+            assert run.returncode == 0, run.stderr
+            assert run.stdout.split() == [word for name in KERNELS for word in (name, str(len(KERNELS)))]
+            assert "not a recognized" not in run.stderr  # a misspelt feature is only a warning to LLVM
+            done[rung] = out
+        return done[rung]
+
+    return compile_some
+
+
+@pytest.fixture(params=LADDER, ids=lambda rung: f"{rung.machine}-{rung.name}")
+def rung(request: pytest.FixtureRequest) -> Isa:
+    return request.param
+
+
+def assembly(directory: Path, name: str) -> str:
+    return (directory / f"{name}.s").read_text()
+
+
+def found(pattern: str, text: str) -> bool:
+    return re.search(pattern, text, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_use_the_instruction_of_their_rung(compiled, rung: Isa, name: str) -> None:
+    text = assembly(compiled(rung), name)
+    assert {product for product, pattern in PRODUCTS.items() if found(pattern, text)} == USED[rung.name]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_scales_are_converted_and_added_by_instructions(compiled, rung: Isa, name: str) -> None:
+    text = assembly(compiled(rung), name)
+    arm, plain = rung.machine == "aarch64", rung.machine == "x86_64" and rung.name == "generic"
+    assert found(r"^\tfcvtl\t", text) == arm
+    assert found(r"^\tfmla\t", text) == arm
+    assert found(r"^\tvcvtph2ps\t", text) == (not arm and not plain)
+    assert found(r"^\tvfmadd\d+ps\t", text) == (not arm and not plain)
+    assert not found(r"__(extend|trunc)|__gnu_[hf]2[hf]", text)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_beyond_the_rung_is_used(compiled, rung: Isa, name: str) -> None:
+    """Registers and instructions that the machine may lack, or that belong to its system."""
+    text = assembly(compiled(rung), name)
+    if rung.machine == "x86_64":
+        widest = {"avx512vnni": "zmm", "generic": "xmm"}.get(rung.name, "ymm")
+        assert set(re.findall(r"%([xyz]mm)\d", text)) >= {widest}
+        assert not [register for register in "yz" if register > widest[0] and f"%{register}mm" in text]
+    else:
+        assert not found(r"\b[zp]\d+\.[bhsdq]\b|\bptrue\b", text)  # SVE
+        assert not found(r"\b[wx]18\b", text)
+        newer = r"ldapu?r|stlur|fcadd|fcmla|bf(cvt|dot|ml|mmla)\w*|frint(32|64)\w|irg|pac\w+|aut\w+|fjcvtzs"
+        assert not found(rf"^\t({newer})\b", text)
+        if rung.name in ("neon", "generic"):
+            assert not found(r"^\t(ldadd|swp|cas)\w*\b", text)  # Armv8.0 has none but loads and stores
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_objects_need_nothing_but_memory_functions(compiled, rung: Isa, name: str) -> None:
+    code = (compiled(rung) / f"{name}.o").read_bytes()
+    assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == MACHINES[rung.machine]
+    assert elf.undefined_symbols(code) <= {"memset", "memcpy", "memmove"}
