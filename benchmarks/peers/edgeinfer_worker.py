@@ -1,0 +1,85 @@
+"""edgeinfer's worker, and the probe of the machine. Run by against_peers.py with the Python that runs it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from serving import Runner, peak_rss_bytes, process_age_ms, serve, token_ids  # noqa: E402
+
+
+class EdgeInfer:
+    """One bundle, reopened with each context."""
+
+    def __init__(self) -> None:
+        self._session: Any = None
+        self._runner: Runner | None = None
+        self._probe: Any = None
+        self._path, self._threads, self._base = "", 1, 0
+
+    def load(self, path: str, threads: int) -> dict[str, Any]:
+        import edgeinfer
+        from edgeinfer.runtime import Session  # noqa: F401
+
+        self._path, self._threads, self._base = path, threads, peak_rss_bytes() or 0
+        return {"version": edgeinfer.__version__}
+
+    def context(self, ctx: int, kv: str = "int8") -> dict[str, Any]:
+        from edgeinfer.bundle import Bundle
+        from edgeinfer.config import RuntimeConfig
+        from edgeinfer.runtime import Session
+
+        self._close()
+        began = time.perf_counter()
+        session = Session(Bundle.open(self._path), RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads))
+        load_ms = 1000 * (time.perf_counter() - began)
+        sequence = session.new_sequence()
+
+        def process(ids: list[int]) -> None:
+            if len(ids) == 1:
+                session.decode([sequence], ids)
+            else:
+                session.prefill(sequence, ids)
+
+        self._session = session
+        self._runner = Runner(session.model.vocab_size, process, lambda n: session.truncate(sequence, n))
+        return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes}
+
+    def run(self, kind: str, tokens: int, depth: int) -> dict[str, Any]:
+        from edgeinfer.bench import Case, bytes_per_token, operations_per_token
+
+        case = Case(kind, tokens, depth)
+        return {**self._runner.run(kind, tokens, depth), "bytes_per_token": bytes_per_token(self._session, case),
+                "operations_per_token": operations_per_token(self._session, case)}
+
+    def memory(self) -> dict[str, Any]:
+        return {"peak_rss_bytes": peak_rss_bytes(), "base_rss_bytes": self._base}
+
+    def first_token(self, path: str, threads: int, ctx: int) -> dict[str, Any]:
+        self.load(path, threads)
+        self.context(ctx)
+        self._session.prefill(self._session.new_sequence(), token_ids(self._session.model.vocab_size, 8))
+        return {"ms": process_age_ms()}
+
+    def probe(self, threads: int, read_bytes: int) -> dict[str, Any]:
+        from edgeinfer.runtime import Probe
+
+        if self._probe is None:
+            self._probe = Probe(threads, read_bytes)
+        return {"read_gbs": self._probe.read_gbs(), "int8_gops": self._probe.int8_gops()}
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = self._runner = None
+
+
+if __name__ == "__main__":
+    worker = EdgeInfer()
+    serve({name: getattr(worker, name) for name in ("load", "context", "run", "memory", "first_token", "probe")})

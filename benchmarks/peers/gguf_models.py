@@ -1,0 +1,138 @@
+"""GGUF files with random weights, written in the environment of llama-cpp-python (packages gguf and numpy).
+
+    python gguf_models.py --shape '{"hidden_size": 2048, ...}' --format q4_0 --output FILE
+
+q4_0 has matrices of 4.5 bits and embedding and head of 8.5, as edgeinfer's q4 in groups of 32: the same bytes. q4_k_m
+follows llama.cpp's own mixture of types. Only speed is to be measured, so blocks are random bytes with sane scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+
+TYPES = gguf.GGMLQuantizationType
+BLOCKS = {
+    TYPES.Q4_0: (32, 18), TYPES.Q8_0: (32, 34), TYPES.Q5_0: (32, 22), TYPES.Q4_K: (256, 144), TYPES.Q6_K: (256, 210),
+}
+"""Weights and bytes of a block."""
+SCALES = {TYPES.Q4_0: (0,), TYPES.Q8_0: (0,), TYPES.Q5_0: (0,), TYPES.Q4_K: (0, 2), TYPES.Q6_K: (208,)}
+"""Byte offsets of a block's fp16 scales."""
+DEVIATION = {TYPES.Q4_0: 4.6, TYPES.Q8_0: 74.0, TYPES.Q5_0: 9.2, TYPES.Q4_K: 300.0, TYPES.Q6_K: 1400.0}
+"""Roughly the size of what a scale multiplies."""
+FALLBACK = {TYPES.Q4_K: TYPES.Q5_0, TYPES.Q6_K: TYPES.Q8_0}
+"""What llama.cpp takes where rows are no multiple of 256."""
+PART_WEIGHTS = 1 << 24
+
+
+def matrices(shape: dict, mixture: str) -> Iterator[tuple[str, int, int, gguf.GGMLQuantizationType]]:
+    """Name, rows, columns and type of every matrix."""
+    hidden, ffn, vocab = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    q, kv = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layers, tied = shape["num_hidden_layers"], shape["tie_word_embeddings"]
+    plain, head, table = (TYPES.Q4_0, TYPES.Q8_0, TYPES.Q8_0) if mixture == "q4_0" else \
+        (TYPES.Q4_K, TYPES.Q6_K, TYPES.Q6_K if tied else TYPES.Q4_K)
+    yield "token_embd", vocab, hidden, suited(table, hidden)
+    if not tied:
+        yield "output", vocab, hidden, suited(head, hidden)
+    for i in range(layers):
+        finer = TYPES.Q6_K if mixture == "q4_k_m" and more_bits(i, layers) else plain
+        for name, rows, columns, kind in (
+            ("attn_q", q, hidden, plain), ("attn_k", kv, hidden, plain), ("attn_v", kv, hidden, finer),
+            ("attn_output", hidden, q, plain), ("ffn_gate", ffn, hidden, plain), ("ffn_up", ffn, hidden, plain),
+            ("ffn_down", hidden, ffn, finer),
+        ):
+            yield f"blk.{i}.{name}", rows, columns, suited(kind, columns)
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """Layers whose value and down matrices are finer in the M mixtures: the first and last eighth, and every third."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def suited(kind: gguf.GGMLQuantizationType, columns: int) -> gguf.GGMLQuantizationType:
+    return FALLBACK[kind] if columns % BLOCKS[kind][0] else kind
+
+
+def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Bytes of a matrix, of shape (rows, bytes of a row)."""
+    weights, nbytes = BLOCKS[kind]
+    n = rows * columns // weights
+    out = np.empty((n, nbytes), np.uint8)
+    for start in range(0, n, PART_WEIGHTS // weights):
+        part = out[start : start + PART_WEIGHTS // weights]
+        part[:] = np.frombuffer(rng.bytes(part.size), np.uint8).reshape(part.shape)
+        for i, at in enumerate(SCALES[kind]):
+            size = rng.uniform(0.5, 1.5, len(part)) / (DEVIATION[kind] * np.sqrt(columns))
+            sign = rng.choice((-1.0, 1.0), len(part)) if len(SCALES[kind]) == 1 else 1.0
+            part[:, at : at + 2] = (size * sign * (1, 4)[i]).astype("<f2").view(np.uint8).reshape(-1, 2)
+    return out.reshape(rows, columns // weights * nbytes)
+
+
+def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
+    """Everything but tensors: sizes, and a vocabulary of special tokens, bytes and made-up words."""
+    writer.add_context_length(1 << 17)
+    writer.add_embedding_length(shape["hidden_size"])
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_rope_dimension_count(shape["head_dim"])
+    writer.add_rope_freq_base(shape["rope_theta"])
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_vocab_size(shape["vocab_size"])
+    kinds = gguf.TokenType
+    tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
+    tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
+    tokens += [(f"\u2581w{i}", kinds.NORMAL) for i in range(len(tokens), shape["vocab_size"])]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([int(kind) for _, kind in tokens])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def write(shape: dict, mixture: str, path: str) -> int:
+    """Write a file; returns the bytes of the matrices that a token reads (the table is read only if it is the head)."""
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    add_settings(writer, shape)
+    table = list(matrices(shape, mixture))
+    norms = [f"blk.{i}.{name}.weight" for i in range(shape["num_hidden_layers"]) for name in ("attn_norm", "ffn_norm")]
+    norms.append("output_norm.weight")
+    for name, rows, columns, kind in table:
+        weights, nbytes = BLOCKS[kind]
+        stored = (rows, columns // weights * nbytes)
+        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.uint8), stored[0] * stored[1], kind)
+    for name in norms:
+        writer.add_tensor_info(name, (shape["hidden_size"],), np.dtype(np.float32), 4 * shape["hidden_size"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    read = 0
+    for name, rows, columns, kind in table:
+        data = random_blocks(rng, rows, columns, kind)
+        read += 0 if name == "token_embd" and not shape["tie_word_embeddings"] else data.nbytes
+        writer.write_tensor_data(data)
+    for _ in norms:
+        writer.write_tensor_data(np.ones(shape["hidden_size"], np.float32))
+    writer.close()
+    return read + 4 * shape["hidden_size"] * len(norms)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", type=json.loads, required=True)
+    parser.add_argument("--format", choices=("q4_0", "q4_k_m"), required=True)
+    parser.add_argument("--output", required=True)
+    given = parser.parse_args()
+    print(json.dumps({"bytes_read": write(given.shape, given.format, given.output)}))
+
+
+if __name__ == "__main__":
+    main()

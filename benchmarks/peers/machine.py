@@ -1,0 +1,74 @@
+"""The machine that measures: what it is, and how much of it others take meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import psutil
+
+
+def describe() -> dict[str, str]:
+    """Processor, cores, memory, system: what a reader needs to compare figures."""
+    return {
+        "processor": _processor(), "cores": f"{psutil.cpu_count(logical=False)} cores, {os.cpu_count()} threads",
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB of memory",
+        "system": f"{platform.system()} on {platform.machine()}", "python": f"Python {platform.python_version()}",
+    }
+
+
+def _processor() -> str:
+    fields = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                fields.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if {"cpu family", "model"} <= fields.keys():
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
+    return name
+
+
+class Others:
+    """How many cores everybody else used while a process worked, the hypervisor's other guests included.
+
+    Parameters
+    ----------
+    pid : int
+        The process whose own time does not count.
+    """
+
+    def __init__(self, pid: int):
+        self._process = psutil.Process(pid)
+        self._began, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
+
+    def cores(self) -> float:
+        """Mean number of cores since this object was made."""
+        elapsed = time.perf_counter() - self._began
+        return max(0.0, _busy_seconds() - self._busy - (self._own_seconds() - self._own)) / elapsed
+
+    def _own_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - \
+        getattr(times, "guest_nice", 0.0)
+
+
+def wait_for_calm(patience: float, most_cores: float) -> bool:
+    """Wait until others use little of the machine, at most `patience` seconds; returns whether they do."""
+    deadline = time.perf_counter() + patience
+    while True:
+        before = _busy_seconds()
+        time.sleep(0.3)
+        if (_busy_seconds() - before) / 0.3 <= most_cores:
+            return True
+        if time.perf_counter() >= deadline:
+            return False

@@ -1,0 +1,81 @@
+"""The table that a run writes, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.peers.pairs import Comparison
+
+HEAD = ("shape", "test", "against", "edgeinfer t/s", "peer t/s", "ratio (least to most)", "read bandwidth GB/s",
+        "share of bandwidth", "share of int8 peak")
+
+
+def markdown(run: dict[str, Any], comparisons: list[Comparison], extras: list[dict[str, Any]]) -> str:
+    """The whole report.
+
+    Parameters
+    ----------
+    run : dict
+        ``machine``, ``versions``, ``date``, ``threads``, ``repetitions``.
+    comparisons : list of Comparison
+    extras : list of dict
+        Per shape: first token and memory of both sides.
+    """
+    return "\n".join([*_header(run), "", *_speeds(comparisons), "", *_best(comparisons), "", *_extras(extras)]) + "\n"
+
+
+def _header(run: dict[str, Any]) -> Iterator[str]:
+    yield f"Measured {run['date']}: {', '.join(run['machine'].values())}; {run['threads']} threads."
+    yield "Versions: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items()) + "."
+    yield (f"Medians of {run['repetitions']} pairs that alternate; ratio = edgeinfer / peer, pair by pair; bandwidth "
+           "and int8 peak measured before and after each pair. Pairs during which others used the machine were "
+           "measured again; where it did not calm down, their number stands in brackets and the ratio says little.")
+
+
+def _speeds(comparisons: list[Comparison]) -> Iterator[str]:
+    yield _line(HEAD)
+    yield _line(["---"] * 2 + ["---"] + ["---:"] * (len(HEAD) - 3))
+    for item in comparisons:
+        read = [pair.read_gbs for pair in item.pairs]
+        generating = item.test.startswith("tg")
+        yield _line([
+            item.shape, item.test, f"{item.peer} {item.setting}", f"{item.median('ours'):.1f}",
+            f"{item.median('peer'):.1f}", f"**{statistics.median(item.ratios):.2f}** ({min(item.ratios):.2f} to "
+            f"{max(item.ratios):.2f})" + (f" [{item.noisy} of {len(item.pairs)}]" if item.noisy else ""),
+            f"{statistics.median(read):.1f} ({min(read):.1f} to {max(read):.1f})",
+            f"{item.bandwidth_share:.0%}" if generating else "", "" if generating else f"{item.int8_share:.0%}",
+        ])
+
+
+def _best(comparisons: list[Comparison]) -> Iterator[str]:
+    """The ratio against each peer's best setting of each test, of those measured in calm if there are any."""
+    yield _line(["shape", "test", "peer", "its best setting", "ratio"])
+    yield _line(["---", "---", "---", "---", "---:"])
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for item in comparisons:
+        groups.setdefault((item.shape, item.test, item.peer), []).append(item)
+    for (shape, test, peer), items in groups.items():
+        best = min(items, key=lambda item: (bool(item.noisy), statistics.median(item.ratios)))
+        ratio = f"{statistics.median(best.ratios):.2f}" + (" (disturbed)" if best.noisy else "")
+        yield _line([shape, test, peer, best.setting, ratio])
+
+
+def _extras(extras: list[dict[str, Any]]) -> Iterator[str]:
+    """First token and peak memory; memory without what Python and the imported libraries hold by themselves."""
+    if not extras:
+        return
+    yield _line(["shape", "side", "first token of a process, ms", "peak memory, MB", "of it Python and imports, MB"])
+    yield _line(["---", "---", "---:", "---:", "---:"])
+    for item in extras:
+        yield _line([item["shape"], item["side"], _number(item["first_token_ms"], 1),
+                     _number(item["peak_rss_bytes"], 1e6), _number(item["base_rss_bytes"], 1e6)])
+
+
+def _number(value: float | None, unit: float) -> str:
+    return "" if value is None else f"{value / unit:.0f}"
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(cells) + " |"
