@@ -212,6 +212,50 @@ def ctrl_c(bundle: Path) -> None:
         raise AssertionError("a cancellation got lost")
 
 
+def flow(bundle: Path) -> None:
+    """What 64 decoded tokens may take: 16 page faults, 64 KiB, one of Python's own arenas; their numbers in a list."""
+    import gc
+    import resource
+    import tracemalloc
+
+    def decode(opened: Session, sequence: Sequence, n: int) -> None:
+        logits = opened.decode([sequence], [1])
+        for _ in range(n - 1):
+            logits = opened.decode([sequence], [int(logits[0].argmax())])
+
+    for threads, kv in ((1, "int8"), (2, "f16"), (3, "f32")):
+        with session(bundle, threads=threads, kv=kv, ctx=1024) as opened:
+            sequence = opened.new_sequence()
+            opened.prefill(sequence, tokens(230))
+            decode(opened, sequence, 40)  # warm: past the first attention split, several blocks
+            gc.collect()
+            mapped, peak, resident = _status("VmSize"), _status("VmHWM"), _status("VmRSS")
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            decode(opened, sequence, 64)
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+            assert _status("VmSize") - mapped <= 1024  # KiB: Python maps its small objects 1 MiB at a time
+            assert faults <= 16, f"{faults} page faults"
+            assert _status("VmHWM") - peak <= 64 and _status("VmRSS") - resident <= 64
+            assert 1024 * peak <= opened.plan.total_bytes, f"{peak} KiB, planned {opened.plan.total_bytes} bytes"
+            tracemalloc.start()
+            decode(opened, sequence, 64)  # fills the free lists of Python and NumPy with memory that is counted
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            decode(opened, sequence, 64)
+            gc.collect()
+            after, most = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert after - before < 8192, f"{after - before} bytes"  # 64 numbers in the sequence's list of tokens
+            assert most - before < 16384 + 4 * opened.plan.logits_stride, f"{most - before} bytes at most"
+
+
+def _status(name: str) -> int:
+    """A size in KiB from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
 def _open(bundle: Path, **options: Any) -> Session:
     from edgeinfer.bundle import Bundle
     from edgeinfer.config import RuntimeConfig
@@ -219,7 +263,7 @@ def _open(bundle: Path, **options: Any) -> Session:
     return Session(Bundle.open(bundle), RuntimeConfig(**options))
 
 
-MODES = {f.__name__: f for f in (walks, open_close, drop, leave, fork, interrupts, ctrl_c)}
+MODES = {f.__name__: f for f in (walks, open_close, drop, leave, fork, interrupts, ctrl_c, flow)}
 
 if __name__ == "__main__":
     MODES[sys.argv[1]](Path(sys.argv[2]))

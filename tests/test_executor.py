@@ -272,9 +272,11 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["walks", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c"])
+@pytest.mark.parametrize("mode", ["walks", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c", "flow"])
 def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
     """See tests/stress.py: a barrier that strands a thread shows as a timeout, memory that is gone as a crash."""
+    if mode == "flow" and not Path("/proc/self/status").exists():
+        pytest.skip("needs Linux's /proc")
     if mode in ("fork", "interrupts", "ctrl_c") and os.name != "posix":
         pytest.skip("needs POSIX signals and fork")
     path = write_model(models, LONG) if mode == "ctrl_c" else write_model(models)

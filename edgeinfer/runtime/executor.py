@@ -56,7 +56,8 @@ class Executor:
         self.ctx = self._memory.ctypes.data
         self._words = self._memory.view(np.int64)
         self._submit, self._wait = kernels.function("submit"), kernels.function("wait")
-        self._timeout = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
+        self._timespec = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
+        self._timeout = self._timespec.ctypes.data
         self._profile: NDArray[np.int64] | None = None
         self._closed = False
         self._process = os.getpid()
@@ -127,7 +128,7 @@ class Executor:
             raise KernelError(f"A kernel failed with status {status}.")
 
     def _walk(self) -> None:
-        words, submit, wait, ctx, timeout = self._words, self._submit, self._wait, self.ctx, self._timeout.ctypes.data
+        words, submit, wait, ctx, timeout = self._words, self._submit, self._wait, self.ctx, self._timeout
         try:
             submit(0, ctx, 0, 0)
             while not wait(timeout, ctx, 0, 0):

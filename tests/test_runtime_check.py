@@ -1,0 +1,136 @@
+"""EDGEINFER_CHECK=1: every record beside its NumPy twin, in every storage; what deviates is named."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.errors import CancelledError, KernelError
+from edgeinfer.graph import ModelConfig
+from edgeinfer.kernels import abi
+from edgeinfer.kernels.reference import TWINS, Expected, RecordView
+from edgeinfer.runtime import Session
+from tests.sessions import SPLIT, TINY, WINDOWED, logits_of, session, tokens, write_model
+
+ENTRY = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
+NORMED = replace(TINY, model_type="qwen3", hidden_act="relu2", tie_word_embeddings=True)
+BIASED = replace(TINY, model_type="qwen2", hidden_act="gelu", attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CHECK", "1")
+
+
+def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, n: int, kv: str) -> None:
+    """A run under check has the bits of one without; it covers prefill, decode, and two sequences in a walk."""
+    results = []
+    for check in ("0", "1"):
+        monkeypatch.setenv("EDGEINFER_CHECK", check)
+        with session(path, kv=kv, threads=2, prefill_chunk=150, max_sequences=2, ctx=320) as opened:
+            assert bool(opened.executor._workers) == (check == "0")
+            rows = [logits_of(opened, tokens(n), n_decoded=3).tobytes()]
+            first = opened.new_sequence()
+            opened.prefill(first, tokens(11))
+            rows.append(opened.decode([first, opened.fork(first)], [3, 4]).tobytes())
+            results.append(rows)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "group_size"),
+    [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), ("f16", 32), ("f32", 32)],
+)
+def test_every_weight_type(weights: str, group_size: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_ways(write_model(models, TINY, weights, group_size), monkeypatch, 20, "int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [(TINY, "int8"), (TINY, "f16"), (TINY, "f32"), (WINDOWED, "int8"), (NORMED, "f16"), (BIASED, "f32")],
+)
+def test_every_kv_type_with_splits(
+    config: ModelConfig, kv: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of two attention splits, so that decoding merges them."""
+    both_ways(write_model(models, config), monkeypatch, SPLIT + 5, kv)
+
+
+def record_of(opened: Session, kernel: str) -> int:
+    """Number of the first record of a kernel."""
+    return next(i for i, record in enumerate(opened.program.records) if record.kernel.startswith(kernel))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(
+    "kernel", ["embed_", "rms_norm_", "quantize", "linear_", "gated_", "rope_store_", "attention_"]
+)
+def test_a_kernel_that_does_nothing_is_named(kernel: str, models: Path) -> None:
+    with session(write_model(models)) as opened:
+        i = record_of(opened, kernel)
+        nothing = ENTRY(lambda rec, ctx, tid, n: 0)
+        opened.program.words[i, 0] = ctypes.cast(nothing, ctypes.c_void_p).value
+        record = opened.program.records[i]
+        with pytest.raises(KernelError) as caught:
+            opened.prefill(opened.new_sequence(), tokens(5))
+    text = str(caught.value)
+    assert text.startswith(f"Record {i} ({record.kernel}, {record.op}) disagrees with its twin: ")
+    assert "its twin gives" in text and "tolerance" in text
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_small_deviation_is_measured(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value that is off."""
+    twin: Callable[[RecordView], list[Expected]] = TWINS["gated_q4_g32"]
+
+    def damaged(view: RecordView) -> list[Expected]:
+        expected: list[Any] = twin(view)
+        values = expected[0].values() if callable(expected[0].values) else expected[0].values
+        values[3, 7] = 1.01 * values[3, 7] + 1
+        return [replace(expected[0], values=values), *expected[1:]]
+
+    monkeypatch.setitem(TWINS, "gated_q4_g32", damaged)
+    with session(write_model(models)) as opened, pytest.raises(KernelError) as caught:
+        opened.prefill(opened.new_sequence(), tokens(5))
+    assert "gated layers.0." in str(caught.value) and "[3, 7] is " in str(caught.value)
+    assert "; 1 of 400 values deviate." in str(caught.value)  # 5 tokens, 72 neurons in tiles of 16
+
+
+@pytest.mark.usefixtures("checked")
+def test_status_cancel_and_the_next_walk(models: Path) -> None:
+    with session(write_model(models)) as opened:
+        expected = logits_of(opened, tokens(5)).tobytes()
+        i = record_of(opened, "gated_")
+        good = int(opened.program.words[i, 0])
+
+        def cancelled(rec: int, ctx: int, tid: int, n: int) -> int:
+            opened.cancel()
+            return ENTRY(good)(rec, ctx, tid, n)
+
+        failing, cancelling = ENTRY(lambda rec, ctx, tid, n: 7), ENTRY(cancelled)
+        sequence = opened.new_sequence()
+        for entry, kind in ((failing, KernelError), (cancelling, CancelledError)):
+            opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
+            with pytest.raises(kind):
+                opened.prefill(sequence, tokens(5))
+            opened.program.words[i, 0] = good
+            assert len(sequence) == 0 and sequence.blocks == []
+            assert logits_of(opened, tokens(5)).tobytes() == expected
+        opened.cancel()
+        with pytest.raises(CancelledError):
+            opened.prefill(sequence, tokens(5))
+        assert not opened.executor.get(abi.CTX_CANCEL)
+        before = threading.active_count()
+        opened.close()
+        assert threading.active_count() == before
