@@ -26,6 +26,7 @@ from .abi import (
     TOKEN_POSITION,
     TOKEN_SEQUENCE,
 )
+from .blocks import store_tile, zero_tile
 from .common import claim, count, float_parameter, inline, outlined, parameter, place, round_up_16, token
 from .dots import dot_s8, scale_add, start_s8
 from .parameters import ATTENTION
@@ -56,12 +57,10 @@ from .simd import (
     store_first,
     store_i32,
     store_i64,
-    store_tile,
     sum_lanes,
     sum_lanes_i32,
     vabs,
     vmax,
-    zero_tile,
 )
 from .targets import fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16
 from .vecmath import exp

@@ -25,11 +25,11 @@ from .simd import (
     F32x16,
     I32x16,
     Tile,
-    _tile_shape,
     call,
     constant,
     half,
     join,
+    literal,
     per_row,
     pointer,
     splat,
@@ -232,7 +232,7 @@ def _start(make_tile, shift_of):
 
     @intrinsic(prefer_literal=True)
     def start(context, m, n, offsets):
-        row_tiles, tokens = _tile_shape(m), _tile_shape(n)
+        row_tiles, tokens = literal(m), literal(n)
         if row_tiles is None or tokens is None:
             return None
         tile, shift = make_tile(I32x16, row_tiles, tokens), shift_of()
@@ -270,7 +270,7 @@ def _of_tokens(b, tile, address, t, element):
 @intrinsic(prefer_literal=True)
 def zero_products(context, m, n):
     """Float accumulators of m row tiles and n tokens, all 0; both are constants."""
-    row_tiles, tokens = _tile_shape(m), _tile_shape(n)
+    row_tiles, tokens = literal(m), literal(n)
     if row_tiles is None or tokens is None:
         return None
     tile = _products_tile(F32x16, row_tiles, tokens)

@@ -10,12 +10,13 @@ Places: 0 weights, 1 x, 2 out, 3 bias, 4 scratch. Parameters: parameters.LINEAR.
 from __future__ import annotations
 
 from .abi import COUNT_MANY, FLAG_BIAS, FLAG_OWN_INPUT, FLAG_RESIDUAL, GATED_SCRATCH_BYTES, RECORD_BYTES
+from .blocks import add_block, load_lines, store_block, zero_tile
 from .common import claim, count, flags, inline, parameter, place
 from .dots import dot_int8, dot_q4, in_rows, scale_add, start_int8, start_q4, zero_products
 from .elementwise import own_input
 from .parameters import LINEAR
 from .registry import kernel
-from .simd import add_block, load_f32x16, load_lines, store_block, store_f32x16, zero_tile
+from .simd import load_f32x16, store_f32x16
 from .targets import block_heights, fma_splat, load_f16x16, load_scales
 from .vecmath import activate
 

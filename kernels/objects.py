@@ -16,8 +16,8 @@ from edgeinfer.errors import KernelError
 from . import abi
 from .isa import Isa, triple
 
-_COMPILED = ("abi", "attention", "common", "compile", "dots", "elementwise", "isa", "linear", "neon", "parameters",
-             "probe", "registry", "rope", "simd", "targets", "vecmath", "walk")
+_COMPILED = ("abi", "attention", "blocks", "common", "compile", "dots", "elementwise", "isa", "linear", "neon",
+             "parameters", "probe", "registry", "rope", "simd", "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 
 
@@ -160,8 +160,8 @@ class Kernels:
             objects = read_set(self._directory, missing, self._sources)
             if objects is None:
                 absent = ", ".join(missing)
-                raise KernelError(f"The kernels in {self._directory} do not hold {absent}; delete the directory and run "
-                                  "again to compile them.")
+                raise KernelError(f"The kernels in {self._directory} do not hold {absent}; delete the directory "
+                                  "and run again to compile them.")
             self._link(objects)
         return self._addresses
 

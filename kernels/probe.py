@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .blocks import store_block, zero_tile
 from .common import claim, parameter, place
 from .dots import dot_u8, scale_add, start_u4
 from .registry import kernel
@@ -13,10 +14,8 @@ from .simd import (
     load_line,
     splat_f32,
     splat_i32,
-    store_block,
     store_i32,
     sum_lanes_i32,
-    zero_tile,
 )
 
 

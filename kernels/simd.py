@@ -180,7 +180,6 @@ def _storer(name, llvm, argument, align, narrow=None):
 load_i64 = _loader("load_i64", I64, types.int64, 8)
 load_i32 = _loader("load_i32", I32, types.int64, 4, lambda b, v: b.sext(v, I64))
 load_u16 = _loader("load_u16", I16, types.int64, 2, lambda b, v: b.zext(v, I64))
-load_i8 = _loader("load_i8", I8, types.int64, 1, lambda b, v: b.sext(v, I64))
 load_f32 = _loader("load_f32", F32, types.float32, 4)
 load_f32x16 = _loader("load_f32x16", VF, F32x16, 4)
 load_line = _loader("load_line", VB, I8x64, 64)
@@ -189,7 +188,6 @@ load_i8x16 = _loader("load_i8x16", ir.VectorType(I8, 16), F32x16, 1,
 store_i64 = _storer("store_i64", I64, types.int64, 8)
 store_i32 = _storer("store_i32", I32, types.int64, 4, lambda b, v: b.trunc(v, I32))
 store_i16 = _storer("store_i16", I16, types.int64, 2, lambda b, v: b.trunc(v, I16))
-store_i8 = _storer("store_i8", I8, types.int64, 1, lambda b, v: b.trunc(v, I8))
 store_f32 = _storer("store_f32", F32, types.float32, 4)
 store_f32x16 = _storer("store_f32x16", VF, F32x16, 4)
 store_i8x16 = _storer("store_i8x16", ir.VectorType(I8, 16), I32x16, 1,
@@ -372,44 +370,9 @@ def div_i64(b, x, y):
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
-def _tile_shape(n):
+def literal(n):
+    """Value of a constant argument, or None."""
     return n.literal_value if isinstance(n, types.Literal) else None
-
-
-@intrinsic(prefer_literal=True)
-def zero_tile(context, n):
-    """n vectors of 16 zeros (f32); n is a constant."""
-    count = _tile_shape(n)
-    if count is None:
-        return None
-    tile = Tile(F32x16, count)
-    return tile(n), lambda context, builder, sig, args: ir.Constant(tile.llvm, None)
-
-
-@intrinsic(prefer_literal=True)
-def load_lines(context, m, address, stride):
-    """A line of each of m row tiles, `stride` bytes apart; m is a constant."""
-    count = _tile_shape(m)
-    if count is None:
-        return None
-    tile = Tile(I8x64, count)
-
-    def lower(context, b, sig, args):
-        def step(b, v, i):
-            return b.load(pointer(b, row(b, args[1], args[2], i)), typ=VB, align=64)
-
-        return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
-
-    return tile(m, address, stride), lower
-
-
-@intrinsic(prefer_literal=True)
-def tile_lane(context, tile, t):
-    """Vector t (a constant) of a tile."""
-    index = _tile_shape(t)
-    if index is None or not isinstance(tile, Tile):
-        return None
-    return tile.vec(tile, t), lambda context, b, sig, args: b.extract_value(args[0], index)
 
 
 def per_row(b, tile, values, step):
@@ -417,67 +380,3 @@ def per_row(b, tile, values, step):
     for t in range(tile.n):
         values = b.insert_value(values, step(b, b.extract_value(values, t), t), t)
     return values
-
-
-@intrinsic
-def load_tile(context, like, address, stride):
-    """Rows of 16 floats at `stride` bytes, as many as the tile `like` has."""
-    if not isinstance(like, Tile):
-        return None
-
-    def lower(context, b, sig, args):
-        return per_row(b, like, args[0],
-                       lambda b, v, t: b.load(pointer(b, row(b, args[1], args[2], t)), typ=VF, align=4))
-
-    return like(like, address, stride), lower
-
-
-@intrinsic
-def store_tile(context, tile, address, stride):
-    """The inverse of load_tile."""
-    if not isinstance(tile, Tile):
-        return None
-
-    def lower(context, b, sig, args):
-        for t in range(tile.n):
-            b.store(b.extract_value(args[0], t), pointer(b, row(b, args[1], args[2], t)), align=4)
-        return context.get_dummy_value()
-
-    return types.none(tile, address, stride), lower
-
-
-def _block_address(b, m, tile, k, address, stride):
-    """Address of vector k of an m x n block: row tile k // n is 64 bytes on, token k % n a stride."""
-    n = tile.n // m
-    return pointer(b, row(b, address, stride, k % n), 64 * (k // n))
-
-
-@intrinsic(prefer_literal=True)
-def store_block(context, m, block, address, stride):
-    """Store m row tiles x n tokens of 16 floats: tokens `stride` bytes apart, row tiles side by side."""
-    count = _tile_shape(m)
-    if count is None or not isinstance(block, Tile):
-        return None
-
-    def lower(context, b, sig, args):
-        for k in range(block.n):
-            b.store(b.extract_value(args[1], k), _block_address(b, count, block, k, args[2], args[3]), align=4)
-        return context.get_dummy_value()
-
-    return types.none(m, block, address, stride), lower
-
-
-@intrinsic(prefer_literal=True)
-def add_block(context, m, block, address, stride):
-    """block + what lies where `store_block` would store it (stride 0: one row for all tokens)."""
-    count = _tile_shape(m)
-    if count is None or not isinstance(block, Tile):
-        return None
-
-    def lower(context, b, sig, args):
-        def step(b, v, k):
-            return b.fadd(b.load(_block_address(b, count, block, k, args[2], args[3]), typ=VF, align=4), v)
-
-        return per_row(b, block, args[1], step)
-
-    return block(m, block, address, stride), lower

@@ -21,11 +21,11 @@ from .simd import (
     VI,
     F32x16,
     Tile,
-    _tile_shape,
     call,
     constant,
     define,
     emit_scatter,
+    literal,
     per_row,
     pointer,
     row,
@@ -131,7 +131,7 @@ def f32_from_f16_bits(b, bits):
 @intrinsic(prefer_literal=True)
 def load_scales(context, m, address, stride):
     """The 16 fp16 scales of a group of each of m row tiles, `stride` bytes apart, as f32."""
-    count = _tile_shape(m)
+    count = literal(m)
     if count is None:
         return None
     tile = Tile(F32x16, count)

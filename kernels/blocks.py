@@ -1,0 +1,87 @@
+"""Register blocks: tiles of accumulators that are loaded, stored and added as wholes."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from .simd import VB, VF, F32x16, I8x64, Tile, literal, per_row, pointer, row
+
+
+@intrinsic(prefer_literal=True)
+def zero_tile(context, n):
+    """n vectors of 16 zeros (f32); n is a constant."""
+    count = literal(n)
+    if count is None:
+        return None
+    tile = Tile(F32x16, count)
+    return tile(n), lambda context, builder, sig, args: ir.Constant(tile.llvm, None)
+
+
+@intrinsic(prefer_literal=True)
+def load_lines(context, m, address, stride):
+    """A line of each of m row tiles, `stride` bytes apart; m is a constant."""
+    count = literal(m)
+    if count is None:
+        return None
+    tile = Tile(I8x64, count)
+
+    def lower(context, b, sig, args):
+        def step(b, v, i):
+            return b.load(pointer(b, row(b, args[1], args[2], i)), typ=VB, align=64)
+
+        return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
+
+    return tile(m, address, stride), lower
+
+
+@intrinsic
+def store_tile(context, tile, address, stride):
+    """Rows of 16 floats, `stride` bytes apart: one vector of the tile each."""
+    if not isinstance(tile, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        for t in range(tile.n):
+            b.store(b.extract_value(args[0], t), pointer(b, row(b, args[1], args[2], t)), align=4)
+        return context.get_dummy_value()
+
+    return types.none(tile, address, stride), lower
+
+
+def _block_address(b, m, tile, k, address, stride):
+    """Address of vector k of an m x n block: row tile k // n is 64 bytes on, token k % n a stride."""
+    n = tile.n // m
+    return pointer(b, row(b, address, stride, k % n), 64 * (k // n))
+
+
+@intrinsic(prefer_literal=True)
+def store_block(context, m, block, address, stride):
+    """Store m row tiles x n tokens of 16 floats: tokens `stride` bytes apart, row tiles side by side."""
+    count = literal(m)
+    if count is None or not isinstance(block, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        for k in range(block.n):
+            b.store(b.extract_value(args[1], k), _block_address(b, count, block, k, args[2], args[3]), align=4)
+        return context.get_dummy_value()
+
+    return types.none(m, block, address, stride), lower
+
+
+@intrinsic(prefer_literal=True)
+def add_block(context, m, block, address, stride):
+    """block + what lies where `store_block` would store it (stride 0: one row for all tokens)."""
+    count = literal(m)
+    if count is None or not isinstance(block, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        def step(b, v, k):
+            return b.fadd(b.load(_block_address(b, count, block, k, args[2], args[3]), typ=VF, align=4), v)
+
+        return per_row(b, block, args[1], step)
+
+    return block(m, block, address, stride), lower
