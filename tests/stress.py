@@ -111,9 +111,13 @@ def leave(bundle: Path) -> None:
 
 
 def fork(bundle: Path) -> None:
-    """A forked child has no threads: it says so, and its end does not touch its parent's."""
+    """A forked child has no threads: it says so, and its end neither waits for them nor touches its parent's."""
     with session(bundle, threads=2) as opened:
         expected = logits_of(opened, tokens(20)).tobytes()
+        stop = threading.Event()
+        other = session(bundle, threads=2)
+        running = threading.Thread(target=_run_until, args=(other.__enter__(), stop))
+        running.start()
         child = os.fork()
         if child == 0:
             try:
@@ -123,6 +127,14 @@ def fork(bundle: Path) -> None:
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert logits_of(opened, tokens(20)).tobytes() == expected
+        stop.set()
+        running.join()
+        other.__exit__(None, None, None)
+
+
+def _run_until(opened: Session, stop: threading.Event) -> None:
+    while not stop.is_set():
+        logits_of(opened, tokens(200))
 
 
 class Interruption(BaseException):

@@ -65,7 +65,9 @@ class Executor:
         self._workers: list[threading.Thread] = []
         # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended: on
         # close, when the executor is forgotten, and when Python exits.
-        self._end = weakref.finalize(self, _end_threads, self._words, self._submit, self._wait, self._workers, kernels)
+        self._end = weakref.finalize(
+            self, _end_threads, self._process, self._words, self._submit, self._wait, self._workers, kernels
+        )
         if not self.check:
             self._start()
 
@@ -192,9 +194,16 @@ class Executor:
 
 
 def _end_threads(
-    words: NDArray[np.int64], submit: Entry, wait: Entry, workers: list[threading.Thread], kernels: Kernels
+    process: int,
+    words: NDArray[np.int64],
+    submit: Entry,
+    wait: Entry,
+    workers: list[threading.Thread],
+    kernels: Kernels,
 ) -> None:
     """End a walk that still runs, then the threads. `kernels` is here to be kept alive until then."""
+    if process != os.getpid():  # forked: the threads are not here
+        return
     ctx = words.ctypes.data
     words[_CANCEL] = 1
     wait(0, ctx, 0, 0)
