@@ -118,7 +118,7 @@ def measure(
         return evaluate(session, stream, reference=other, window=window)
 
 
-def convert_all(checkpoint: Path, folder: Path, variants: Iterable[Variant] = VARIANTS) -> dict[Variant, Path]:
+def convert_all(checkpoint: Path, folder: Path, variants: Iterable[Variant]) -> dict[Variant, Path]:
     """Convert a checkpoint to the bundles that the variants and the reference need."""
     bundles: dict[Variant, Path] = {}
     for variant in (REFERENCE, *variants):
@@ -131,10 +131,10 @@ def convert_all(checkpoint: Path, folder: Path, variants: Iterable[Variant] = VA
 
 def run(
     checkpoint: Path, texts: dict[str, str], *, separator: str = "\f", max_tokens: int | None = None,
-    variants: Iterable[Variant] = VARIANTS, threads: int | None = None,
+    variants: Iterable[Variant] | None = None, threads: int | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Measure all variants of a checkpoint on texts by name; returns the rows and a sentence per row over its bound."""
-    variants, rows = tuple(variants), []
+    """Measure variants of a checkpoint (all by default) on texts by name; returns rows and what is over its bound."""
+    variants, rows = tuple(VARIANTS if variants is None else variants), []
     with tempfile.TemporaryDirectory() as folder:
         bundles = convert_all(checkpoint, Path(folder), variants)
         small = parameters(bundles[REFERENCE]) < SMALL_MODEL
