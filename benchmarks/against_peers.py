@@ -2,9 +2,9 @@
 
     python benchmarks/against_peers.py --llama-cpp-python PEER_ENV/bin/python --output report.md
 
-A peer lives in an environment of its own, whose Python is named here; for llama.cpp it needs the packages
-llama-cpp-python, gguf and numpy. Models have random weights in the shapes of well-known ones. The sides take turns,
-stopped while it is the other's; the ratios are those of neighbouring turns. See docs/performance.md.
+A peer lives in an environment of its own, whose Python is named here: for llama.cpp with the packages llama-cpp-python,
+gguf and numpy, for OpenVINO with openvino-genai. Models have random weights in the shapes of well-known ones. The sides
+take turns, stopped while it is the other's; the ratios are those of neighbouring turns. See docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,24 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from benchmarks.peers.machine import describe  # noqa: E402
 from benchmarks.peers.pairs import Bench, Comparison  # noqa: E402
 from benchmarks.peers.report import markdown  # noqa: E402
-from benchmarks.peers.worker import Worker, WorkerError  # noqa: E402
-from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
+from benchmarks.peers.sides import OURS, Match, Models, llama_matches, openvino_matches, start  # noqa: E402
+from benchmarks.peers.worker import WorkerError  # noqa: E402
+from edgeinfer.converters import SHAPES  # noqa: E402
 from edgeinfer.errors import EdgeInferError  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 
-PEERS = ROOT / "benchmarks" / "peers"
 FORMATS = ("q4_0", "q4_k_m")
-CTX_LIMIT = 1 << 17
 READ_BYTES = 1 << 30
-LLAMA = "llama.cpp"
-SHALLOW = ({"kv": "f16", "flash": True}, {"kv": "f16", "flash": False})
-DEEP = (*SHALLOW, {"kv": "q8_0", "flash": True})
-"""llama.cpp's settings: all are measured and the best counts. Keys and values of 8 bits need flash attention."""
+STARTS = 3
+"""Processes of each side whose first token is timed."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--llama-cpp-python", metavar="PYTHON", required=True, help="Python of an environment with llama-cpp-python")
+    add("--llama-cpp-python", metavar="PYTHON", help="Python of an environment with llama-cpp-python, gguf and numpy")
+    add("--openvino", metavar="PYTHON", help="Python of an environment with openvino-genai")
     add("--shape", action="append", choices=sorted(SHAPES), help="may be repeated; default: all")
     add("--format", action="append", choices=FORMATS, help="of the GGUF files; may be repeated; default: q4_0")
     add("-p", type=natural, default=512, help="prompt tokens (default 512)")
@@ -61,7 +58,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--workdir", type=Path, help="models are written here and kept (default: a temporary directory)")
     add("--output", type=Path, required=True, help="the report, Markdown")
     add("--raw", type=Path, help="all figures as JSON")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if not (given.llama_cpp_python or given.openvino):
+        parser.error("there is nobody to compare with; name a peer by --llama-cpp-python or --openvino")
+    return given
 
 
 def natural(text: str) -> int:
@@ -83,87 +83,68 @@ def depths(text: str) -> list[int]:
 class Run:
     """One run over all shapes."""
 
-    def __init__(self, given: argparse.Namespace, workdir: Path):
-        self.given, self.workdir = given, workdir
+    def __init__(self, given: argparse.Namespace, models: Models):
+        self.given, self.models = given, models
         self.comparisons: list[Comparison] = []
         self.extras: list[dict[str, Any]] = []
         self.versions: dict[str, str] = {}
         self.ctx = max(given.d) + max(given.p, given.n)
+        self.matches: list[Match] = []
+        if given.llama_cpp_python:
+            self.matches += llama_matches(given.llama_cpp_python, models, given.format or [FORMATS[0]])
+        if given.openvino:
+            self.matches += openvino_matches(given.openvino, models)
 
     def shape(self, name: str) -> None:
-        """Measure one shape against each format."""
-        bundle = self.bundle(name)
-        for number, kind in enumerate(self.given.format or FORMATS[:1]):
-            gguf = self.gguf(name, kind)
-            with ExitStack() as stack:
-                ours, probe = (stack.enter_context(self.worker(side)) for side in ("edgeinfer", "probe"))
-                peer = stack.enter_context(self.worker(LLAMA))
-                self.versions["edgeinfer"] = ours.ask("load", path=str(bundle), threads=self.given.t)["version"]
-                isa = ours.ask("context", ctx=self.ctx)["isa"]
-                self.versions["instruction set"] = isa
-                self.versions["llama-cpp-python"] = peer.ask("load", path=str(gguf), threads=self.given.t)["version"]
-                self.tests(name, kind, ours, peer, probe)
-            if number == 0:
-                self.extras += self.first_tokens(name, bundle, gguf)
+        """Measure one shape against everything."""
+        started: set[str] = set()
+        for match in self.matches:
+            self.match(name, match)
+            for side in (OURS, match.peer):
+                if side not in started:
+                    started.add(side)
+                    self.extras.append(self.first_tokens(name, side, match))
+            self.save()
 
-    def tests(self, shape: str, kind: str, ours: Worker, peer: Worker, probe: Worker) -> None:
-        """All tests and settings of one file."""
-        given = self.given
-        bench = Bench(ours, peer, probe, {"threads": given.t, "read_bytes": READ_BYTES}, given.r, given.patience)
-        for depth in given.d:
-            for setting in DEEP if depth else SHALLOW:
-                peer.ask("context", ctx=self.ctx, **setting)
-                words = f"{kind}, KV {setting['kv']}, flash attention {'on' if setting['flash'] else 'off'}"
-                for test, tokens in (("pp", given.p), ("tg", given.n)):
-                    if test == "tg" or not depth or given.pp_depth:
-                        result = bench.compare(shape, test, tokens, depth, LLAMA, words)
-                        self.comparisons.append(result)
-                        tell(f"{shape} {result.test} {words}: {result.median('ours'):.1f} against "
-                             f"{result.median('peer'):.1f} t/s, ratio {statistics.median(result.ratios):.2f}")
+    def match(self, shape: str, match: Match) -> None:
+        """All tests and settings of one model against another."""
+        given, bundle, model = self.given, self.models.bundle(shape, match.group_size), match.model(shape)
+        with ExitStack() as stack:
+            ours, probe, peer = (stack.enter_context(worker) for worker in
+                                 (start(OURS), start("probe"), start(match.peer, match.python)))
+            self.versions[OURS] = ours.ask("load", path=str(bundle), threads=given.t)["version"]
+            self.versions["instruction set"] = ours.ask("context", ctx=self.ctx)["isa"]
+            answer = peer.ask("load", path=str(model), threads=given.t, **match.load)
+            self.versions[match.peer] = answer["version"]
+            bench = Bench(ours, peer, probe, {"threads": given.t, "read_bytes": READ_BYTES}, given.r, given.patience)
+            for depth in given.d:
+                for setting, words in match.settings(depth):
+                    peer.ask("context", ctx=self.ctx, **setting)
+                    self.tests(bench, shape, depth, match.peer, words)
 
-    def first_tokens(self, shape: str, bundle: Path, gguf: Path) -> list[dict[str, Any]]:
-        """Time from the start of a process to the logits after 8 tokens, three times each in turns; and peak memory."""
-        times: dict[str, list[float | None]] = {"edgeinfer": [], LLAMA: []}
-        memory: dict[str, dict[str, Any]] = {}
-        for _ in range(3):
-            for side, path in (("edgeinfer", bundle), (LLAMA, gguf)):
-                with self.worker(side) as worker:
-                    answer = worker.ask("first_token", path=str(path), threads=self.given.t, ctx=self.ctx)
-                    times[side].append(answer["ms"])
-                    worker.ask("run", kind="pp", tokens=self.given.p, depth=0)
-                    memory[side] = worker.ask("memory")
-        return [{"shape": shape, "side": side, **memory[side],
-                 "first_token_ms": None if None in times[side] else statistics.median(times[side])} for side in times]
+    def tests(self, bench: Bench, shape: str, depth: int, peer: str, words: str) -> None:
+        """The tests of one setting at one depth."""
+        for kind, tokens in (("pp", self.given.p), ("tg", self.given.n)):
+            if kind == "tg" or not depth or self.given.pp_depth:
+                result = bench.compare(shape, kind, tokens, depth, peer, words)
+                self.comparisons.append(result)
+                tell(f"{shape} {result.test} {peer} {words}: {result.median('ours'):.1f} against "
+                     f"{result.median('peer'):.1f} t/s, ratio {statistics.median(result.ratios):.2f}")
 
-    def worker(self, side: str) -> Worker:
-        """Start one side."""
-        if side == LLAMA:
-            return Worker(side, [self.given.llama_cpp_python, str(PEERS / "llama_cpp_worker.py")])
-        return Worker(side, [sys.executable, str(PEERS / "edgeinfer_worker.py")])
+    def first_tokens(self, shape: str, side: str, match: Match) -> dict[str, Any]:
+        """Time from the start of a process to the logits after 8 tokens, median of three; and its peak memory.
 
-    def bundle(self, shape: str) -> Path:
-        """The shape as a bundle: q4 in groups of 32, embedding and head int8."""
-        path = self.workdir / f"{shape}-q4-g32"
-        if not path.exists():
-            tell(f"writing {path.name}")
-            write_random_bundle(replace(SHAPES[shape], max_position_embeddings=CTX_LIMIT), path)
-        return path
-
-    def gguf(self, shape: str, kind: str) -> Path:
-        """The shape as a GGUF file, written by the peer's own package."""
-        path = self.workdir / f"{shape}-{kind}.gguf"
-        if not path.exists():
-            tell(f"writing {path.name}")
-            fields = {**asdict(SHAPES[shape]), "rope_theta": SHAPES[shape].rope.theta}
-            partial = path.with_suffix(".partial")
-            done = subprocess.run(
-                [self.given.llama_cpp_python, str(PEERS / "gguf_models.py"), "--shape", json.dumps(fields), "--format",
-                 kind, "--output", str(partial)], capture_output=True, text=True, timeout=3600)
-            if done.returncode:
-                partial.unlink(missing_ok=True)
-                raise WorkerError(f"The GGUF file cannot be written: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-            partial.rename(path)
-        return path
+        Memory is that of a process that then processes one prompt.
+        """
+        path = self.models.bundle(shape, match.group_size) if side == OURS else match.model(shape)
+        times: list[float | None] = []
+        for _ in range(STARTS):
+            with start(side) if side == OURS else start(side, match.python) as worker:
+                times.append(worker.ask("first_token", path=str(path), threads=self.given.t, ctx=self.ctx)["ms"])
+                worker.ask("run", kind="pp", tokens=self.given.p, depth=0)
+                memory = worker.ask("memory")
+        known = [ms for ms in times if ms is not None]
+        return {"shape": shape, "side": side, **memory, "first_token_ms": statistics.median(known) if known else None}
 
     def save(self) -> None:
         """Write what there is so far: a long run that is interrupted leaves its finished rows."""
@@ -186,10 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
     workdir = given.workdir or Path(tempfile.mkdtemp(prefix="against-peers-"))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        run = Run(given, workdir)
+        run = Run(given, Models(workdir, tell))
         for shape in given.shape or sorted(SHAPES):
             run.shape(shape)
-            run.save()
     except (WorkerError, EdgeInferError, OSError, subprocess.TimeoutExpired) as error:
         tell(f"{error}")
         return 1

@@ -32,7 +32,7 @@ log = []
 def run(kind, tokens, depth):
     log.append((kind, tokens, depth))
     return {{"seconds": tokens / 100.0, "bytes_per_token": 1e6, "operations_per_token": 2e6}}
-def load(path, threads):
+def load(path, threads, properties=None):
     print("a library prints", flush=True)
     return {{"version": "1.2.3"}}
 serve({{
@@ -188,10 +188,10 @@ def fake_python(tmp_path: Path, fake: list[str]) -> str:
         pytest.skip("a script that stands for an interpreter needs a shebang line")
     script = tmp_path / "python"
     script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "if sys.argv[1].endswith('gguf_models.py'):\n"
+        f"#!{sys.executable}\nimport os, sys\n"
+        "if sys.argv[1].endswith('_models.py'):\n"
         "    if os.environ.get('FAIL_GGUF'): sys.exit('no gguf here')\n"
-        "    open(sys.argv[-1], 'w').close(); print(json.dumps({'bytes_read': 1}))\n"
+        "    open(sys.argv[-1], 'w').close()\n"
         f"else: os.execv({fake[0]!r}, {fake!r})\n"
     )
     script.chmod(0o755)
@@ -211,11 +211,33 @@ def test_a_whole_run(tmp_path: Path, fake_python: str, monkeypatch: pytest.Monke
         ("tg4 @ d32", "q4_0, KV f16, flash attention on"), ("tg4 @ d32", "q4_0, KV f16, flash attention off"),
         ("tg4 @ d32", "q4_0, KV q8_0, flash attention on"),
     ]
-    assert all(row["pairs"][0]["peer"] == 100 and row["ratio_median"] > 0 for row in rows)
+    assert all(row["peer"] == "llama.cpp" and row["ratio_median"] > 0 for row in rows)
+    assert all(pair["peer"] == 100 for row in rows for pair in row["pairs"])
     text = out.read_text()
-    assert "llama-cpp-python 1.2.3" in text and "| small | llama.cpp | 7 | 3 | 1 |" in text
+    assert "llama.cpp 1.2.3" in text and "| small | llama.cpp | 7 | 3 | 1 |" in text
     assert str(tmp_path) not in text
     assert (tmp_path / "models" / "small-q4_0.gguf").exists()
+
+
+def test_every_peer_is_met_with_the_same_groups(
+    tmp_path: Path, fake_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setattr(against_peers, "READ_BYTES", 4 << 20)
+    monkeypatch.setattr(against_peers, "STARTS", 1)
+    out, raw, models = tmp_path / "out.md", tmp_path / "out.json", tmp_path / "models"
+    arguments = ["--llama-cpp-python", fake_python, "--openvino", fake_python, "--shape", "small", "--format", "q4_k_m",
+                 "-p", "8", "-n", "4", "-d", "32", "-r", "1", "--patience", "0", "--pp-depth", "--workdir", str(models),
+                 "--output", str(out), "--raw", str(raw)]
+    assert against_peers.main(arguments) == 0
+    names = {path.name for path in models.iterdir()}
+    assert names == {"small-q4-g32", "small-q4-g128", "small-q4_k_m.gguf", "small-openvino-g128"}
+    report = json.loads(raw.read_text())
+    assert [(row["peer"], row["test"]) for row in report["rows"]] == [
+        *([("llama.cpp", "pp8 @ d32"), ("llama.cpp", "tg4 @ d32")] * 3),
+        *([("openvino-genai", "pp8 @ d32"), ("openvino-genai", "tg4 @ d32")] * 2),
+    ]
+    assert [extra["side"] for extra in report["extras"]] == ["edgeinfer", "llama.cpp", "openvino-genai"]
 
 
 def test_a_run_that_fails_says_why(
@@ -225,7 +247,7 @@ def test_a_run_that_fails_says_why(
     monkeypatch.setenv("FAIL_GGUF", "1")
     arguments = ["--llama-cpp-python", fake_python, "--shape", "small", "--output", str(tmp_path / "out.md")]
     assert against_peers.main(arguments) == 1
-    assert "The GGUF file cannot be written: no gguf here" in capsys.readouterr().err
+    assert "small-q4_0.gguf cannot be written: no gguf here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "sentence"), [
@@ -236,3 +258,9 @@ def test_wrong_usage(option: list[str], sentence: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         against_peers.parse(["--llama-cpp-python", "x", "--output", "y", *option])
     assert sentence in capsys.readouterr().err
+
+
+def test_somebody_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        against_peers.parse(["--output", "y"])
+    assert "there is nobody to compare with; name a peer by --llama-cpp-python or --openvino" in capsys.readouterr().err
