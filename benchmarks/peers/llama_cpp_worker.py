@@ -34,8 +34,9 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        return {"version": f"by llama-cpp-python {lib.__version__}", "features": lib.llama_print_system_info().decode().strip(),
-                "load_ms": 1000 * (time.perf_counter() - began)}
+        load_ms = 1000 * (time.perf_counter() - began)
+        return {"version": f"by llama-cpp-python {lib.__version__}", "load_ms": load_ms,
+                "features": lib.llama_print_system_info().decode().strip()}
 
     def context(self, ctx: int, kv: str = "f16", flash: bool = True) -> dict[str, Any]:
         import llama_cpp as lib
