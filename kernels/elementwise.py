@@ -39,27 +39,32 @@ from .targets import block_heights, f32_from_f16_bits, fma
 _, LARGE, SMALL = block_heights()
 
 @inline
-def block_of(t, tokens):
-    """(first token, tokens) of the block that holds token t: large blocks, then small ones, then single tokens."""
-    whole = tokens - tokens % LARGE
-    if t < whole:
-        return t - t % LARGE, LARGE
-    rest = tokens - whole
-    if t - whole < rest - rest % SMALL:
-        return t - (t - whole) % SMALL, SMALL
-    return t, 1
+def n_blocks(tokens):
+    """Blocks that so many tokens make: large ones, small ones, single tokens (abi.token_blocks)."""
+    rest = tokens % LARGE
+    return tokens // LARGE + rest // SMALL + rest % SMALL
 
 
 @inline
-def quantise_row(x, out, t, rows, rec):
-    """Row t of floats to int8, a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
+def block(unit, tokens):
+    """(first token, tokens) of block `unit`. A block belongs to one thread: its rows share cache lines."""
+    large = tokens // LARGE
+    if unit < large:
+        return unit * LARGE, LARGE
+    small = tokens % LARGE // SMALL
+    if unit < large + small:
+        return large * LARGE + (unit - large) * SMALL, SMALL
+    return large * LARGE + small * SMALL + (unit - large - small), 1
+
+
+@inline
+def quantise_row(x, base, j, n, rec):
+    """Row j of a block of n that starts at `base`: floats to int8, a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
 
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
     width, group, padded = parameter(rec, ROWS.width), parameter(rec, ROWS.group), parameter(rec, ROWS.padded)
-    first, n = block_of(t, rows)
-    base, j = out + first * parameter(rec, ROWS.out_stride), 4 * (t - first)
-    scales, offsets = base + n * parameter(rec, ROWS.scales) + j, base + n * parameter(rec, ROWS.sums) + j
+    scales, offsets = base + n * parameter(rec, ROWS.scales) + 4 * j, base + n * parameter(rec, ROWS.sums) + 4 * j
     start = 0
     while start < padded:
         largest = splat_f32(0.0)
@@ -73,7 +78,7 @@ def quantise_row(x, out, t, rows, rec):
             q = splat_i32(0)
             if i < width:
                 q = round_to_i32(keep_first(load_f32x16(x + 4 * i), width - i) * inverse)
-            scatter_i8x4(base + i * n + j, q, 4 * n)
+            scatter_i8x4(base + i * n + 4 * j, q, 4 * n)
             total = total + q
         store_f32(scales, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0)))
         store_i32(offsets, -8 * sum_lanes_i32(total))
@@ -86,10 +91,13 @@ def quantise_row(x, out, t, rows, rec):
 def quantize(rec, ctx, tid, n_threads):
     """f32 rows to q8 rows (int8 values, f32 scale and int32 offset per group), the padding zero."""
     x, out, rows = place(rec, ctx, 0), place(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
-    t = claim(ctx)
-    while t < rows:
-        quantise_row(x + t * parameter(rec, ROWS.in_stride), out, t, rows, rec)
-        t = claim(ctx)
+    unit = claim(ctx)
+    while unit < n_blocks(rows):
+        first, n = block(unit, rows)
+        base = out + first * parameter(rec, ROWS.out_stride)
+        for j in range(n):
+            quantise_row(x + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, rec)
+        unit = claim(ctx)
     return 0
 
 
@@ -132,12 +140,15 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
     x, out, weight = place(rec, ctx, 0), place(rec, ctx, 1), place(rec, ctx, 2)
     width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
     row = place(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
-    t = claim(ctx)
-    while t < rows:
-        source = x + t * parameter(rec, ROWS.in_stride)
-        normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
-        quantise_row(row, out, t, rows, rec)
-        t = claim(ctx)
+    unit = claim(ctx)
+    while unit < n_blocks(rows):
+        first, n = block(unit, rows)
+        base = out + first * parameter(rec, ROWS.out_stride)
+        for j in range(n):
+            source = x + (first + j) * parameter(rec, ROWS.in_stride)
+            normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+            quantise_row(row, base, j, n, rec)
+        unit = claim(ctx)
     return 0
 
 
