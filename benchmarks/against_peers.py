@@ -58,7 +58,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--workdir", type=Path, help="models are written here and kept (default: a temporary directory)")
     add("--output", type=Path, required=True, help="the report, Markdown")
     add("--raw", type=Path, help="all figures as JSON")
+    add("--append", action="store_true", help="keep what --raw holds of other shapes and peers")
     given = parser.parse_args(arguments)
+    if given.append and not given.raw:
+        parser.error("--append needs --raw, the file that has the earlier figures")
     if not (given.llama_cpp_python or given.openvino):
         parser.error("there is nobody to compare with; name a peer by --llama-cpp-python or --openvino")
     return given
@@ -90,6 +93,9 @@ class Run:
         self.versions: dict[str, str] = {}
         self.ctx = max(given.d) + max(given.p, given.n)
         self.matches: list[Match] = []
+        self.earlier: dict[str, Any] = {"versions": {}, "rows": [], "extras": []}
+        if given.append and given.raw.exists():
+            self.earlier = json.loads(given.raw.read_text(encoding="utf-8"))
         if given.llama_cpp_python:
             self.matches += llama_matches(given.llama_cpp_python, models, given.format or [FORMATS[0]])
         if given.openvino:
@@ -148,12 +154,17 @@ class Run:
 
     def save(self) -> None:
         """Write what there is so far: a long run that is interrupted leaves its finished rows."""
-        run = {"machine": describe(), "versions": self.versions, "date": time.strftime("%Y-%m-%d"),
-               "threads": self.given.t, "repetitions": self.given.r}
-        self.given.output.write_text(markdown(run, self.comparisons, self.extras), encoding="utf-8")
+        run = {"machine": describe(), "versions": {**self.earlier["versions"], **self.versions},
+               "date": time.strftime("%Y-%m-%d"), "threads": self.given.t}
+        again = {(item.shape, item.peer) for item in self.comparisons}
+        kept = [Comparison.from_json(row) for row in self.earlier["rows"] if (row["shape"], row["peer"]) not in again]
+        known = {(extra["shape"], extra["side"]) for extra in self.extras}
+        extras = [extra for extra in self.earlier["extras"] if (extra["shape"], extra["side"]) not in known]
+        comparisons, extras = kept + self.comparisons, extras + self.extras
+        self.given.output.write_text(markdown(run, comparisons, extras), encoding="utf-8")
         if self.given.raw:
-            rows = [item.as_json() for item in self.comparisons]
-            self.given.raw.write_text(json.dumps({**run, "rows": rows, "extras": self.extras}, indent=1) + "\n")
+            rows = [item.as_json() for item in comparisons]
+            self.given.raw.write_text(json.dumps({**run, "rows": rows, "extras": extras}, indent=1) + "\n")
 
 
 def tell(text: str) -> None:

@@ -142,8 +142,7 @@ def test_others_are_noticed() -> None:
 def test_report() -> None:
     items = [comparison([1.0, 2.0, 3.0], setting="calm"), comparison([0.5], 0.9, "noisy"),
              comparison([1.5], setting="other", test="pp9")]
-    run = {"machine": {"a": "a chip", "b": "2 cores"}, "versions": {"x": "1.0"}, "date": "2000-01-02", "threads": 2,
-           "repetitions": 3}
+    run = {"machine": {"a": "a chip", "b": "2 cores"}, "versions": {"x": "1.0"}, "date": "2000-01-02", "threads": 2}
     extras = [{"shape": "small", "side": "edgeinfer", "first_token_ms": 12.3, "peak_rss_bytes": 5e6,
                "base_rss_bytes": None}]
     text = markdown(run, items, extras)
@@ -238,6 +237,14 @@ def test_every_peer_is_met_with_the_same_groups(
         *([("openvino-genai", "pp8 @ d32"), ("openvino-genai", "tg4 @ d32")] * 2),
     ]
     assert [extra["side"] for extra in report["extras"]] == ["edgeinfer", "llama.cpp", "openvino-genai"]
+    monkeypatch.setitem(SHAPES, "other", SMALL)
+    again = ["--openvino", fake_python, "--shape", "small", "--shape", "other", *arguments[8:], "--append"]
+    assert against_peers.main(again) == 0
+    rows = json.loads(raw.read_text())["rows"]
+    assert [(row["shape"], row["peer"]) for row in rows] == [
+        *([("small", "llama.cpp")] * 6), *([("small", "openvino-genai")] * 4), *([("other", "openvino-genai")] * 4),
+    ]
+    assert rows[:6] == report["rows"][:6]
 
 
 def test_a_run_that_fails_says_why(
@@ -264,3 +271,6 @@ def test_somebody_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         against_peers.parse(["--output", "y"])
     assert "there is nobody to compare with; name a peer by --llama-cpp-python or --openvino" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        against_peers.parse(["--output", "y", "--openvino", "x", "--append"])
+    assert "--append needs --raw, the file that has the earlier figures" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from benchmarks.peers.machine import Others, wait_for_calm
@@ -68,6 +68,13 @@ class Comparison:
     def int8_share(self) -> float:
         """Median share of the int8 peak that edgeinfer reached."""
         return statistics.median(self.operations_per_token * pair.ours / pair.int8_gops / 1e9 for pair in self.pairs)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Comparison:
+        """What `as_json` gave."""
+        names = {item.name for item in fields(cls)}
+        known = {key: value for key, value in row.items() if key in names}
+        return cls(**{**known, "pairs": [Pair(**pair) for pair in row["pairs"]]})
 
     def as_json(self) -> dict[str, Any]:
         """All figures, for other programs."""

@@ -18,23 +18,31 @@ def markdown(run: dict[str, Any], comparisons: list[Comparison], extras: list[di
     Parameters
     ----------
     run : dict
-        ``machine``, ``versions``, ``date``, ``threads``, ``repetitions``.
+        ``machine``, ``versions``, ``date``, ``threads``.
     comparisons : list of Comparison
     extras : list of dict
         Per shape: first token and memory of both sides.
     """
-    return "\n".join([*_header(run), "", *_speeds(comparisons), "", *_best(comparisons), "", *_extras(extras)]) + "\n"
+    parts = (_header(run), _best(comparisons), _speeds(comparisons), _extras(extras))
+    return "\n".join("\n".join(part) + "\n" for part in parts)
 
 
 def _header(run: dict[str, Any]) -> Iterator[str]:
+    yield "# Side by side with other programs"
+    yield ""
+    yield "Written by `python benchmarks/against_peers.py` (docs/performance.md says how and what the columns mean)."
+    yield ""
     yield f"Measured {run['date']}: {', '.join(run['machine'].values())}; {run['threads']} threads."
     yield "Versions: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items()) + "."
-    yield (f"Medians of {run['repetitions']} pairs that alternate; ratio = edgeinfer / peer, pair by pair; bandwidth "
-           "and int8 peak measured before and after each pair. Pairs during which others used the machine were "
-           "measured again; where it did not calm down, their number stands in brackets and the ratio says little.")
+    yield ""
+    yield "Medians of pairs that alternate; ratio = edgeinfer / peer, pair by pair; bandwidth and int8 peak measured"
+    yield "before and after each pair. Pairs during which others used the machine were measured again; where it did not"
+    yield "calm down, their number stands in brackets and the ratio says little."
 
 
 def _speeds(comparisons: list[Comparison]) -> Iterator[str]:
+    yield "## All settings"
+    yield ""
     yield _line(HEAD)
     yield _line(["---"] * 2 + ["---"] + ["---:"] * (len(HEAD) - 3))
     for item in comparisons:
@@ -51,6 +59,8 @@ def _speeds(comparisons: list[Comparison]) -> Iterator[str]:
 
 def _best(comparisons: list[Comparison]) -> Iterator[str]:
     """The ratio against each peer's best setting of each test, of those measured in calm if there are any."""
+    yield "## Against the best setting"
+    yield ""
     yield _line(["shape", "test", "peer", "its best setting", "ratio"])
     yield _line(["---", "---", "---", "---", "---:"])
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
@@ -66,6 +76,10 @@ def _extras(extras: list[dict[str, Any]]) -> Iterator[str]:
     """First token and peak memory; memory without what Python and the imported libraries hold by themselves."""
     if not extras:
         return
+    yield "## First token and memory"
+    yield ""
+    yield "A prompt of 8 tokens, from the start of the process, median of three; then one prompt, and the peak memory."
+    yield ""
     yield _line(["shape", "side", "first token of a process, ms", "peak memory, MB", "of it Python and imports, MB"])
     yield _line(["---", "---", "---:", "---:", "---:"])
     for item in extras:
