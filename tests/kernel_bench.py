@@ -7,15 +7,17 @@ a result shows it. After a run everything outside the twin's arrays and the thre
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.kernels import Isa, Kernels, abi, available
+from edgeinfer.kernels import Isa, Kernels, abi, available, choose
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, write_q8
 
-ISAS = [isa.name for isa in available()]
+ISAS = [isa.name for isa in available()] if "EDGEINFER_ISA" not in os.environ else [choose().name]
+"""Instruction sets under test: all that this machine runs, or the one that is forced."""
 SLACK_BYTES = 256
 Earlier = tuple[Sequence[int], Sequence[int], int]
 """Places, parameters and flags of the record before."""

@@ -1,0 +1,116 @@
+"""The kernels of ARM boards on an emulator: `prepare` where this runs natively, `run` on each emulated core.
+
+.ci/arm calls both. `prepare` cross-compiles the kernels of each rung into EDGEINFER_CACHE and writes tiny random models
+with the tokens that this machine's own kernels choose. `run` sees that the core gets the rung made for it, that every
+record agrees with its twin, that neither chunks nor threads change a bit, and that greedy decoding gives those tokens;
+then it runs those kernel tests whose kernels were compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from edgeinfer.kernels import LADDER, Isa, cache_directory, choose, objects
+from edgeinfer.runtime import Session
+from tests.sessions import logits_of, session, tokens, write_model
+
+RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
+"""Rung that each emulated core must choose: Raspberry Pi 4, Raspberry Pi 5, a core with i8mm."""
+MODELS = (("q4", "int8"), ("int8", "f16"))
+"""Weights (in groups of 32) and KV."""
+WALKS = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
+"""Threads and tokens of a prompt's chunks; the heights of register blocks are 4, 2 and 1."""
+PROMPT, N_NEW = tokens(262), 12
+"""Longer than a split of attention."""
+TESTS, SELECTION = "tests/test_kernels_linear.py", "(q4-32 or int8-32) and (exact or same_bits)"
+
+
+def prepare(work: Path) -> None:
+    """Compile, write the models and what this machine says."""
+    expected, names = {}, {"worker", "submit", "wait"}
+    for weights, kv in MODELS:
+        with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
+            names.update(opened.program.kernels)
+            expected[f"{weights}-{kv}"] = greedy(opened)
+            print(f"arm: expected tokens of {weights}-{kv} by {opened.isa}")
+    (work / "expected.json").write_text(json.dumps(expected))
+    for rung in LADDER:
+        if rung.name in RUNGS.values():
+            compile_rung(rung, sorted(names))
+
+
+def compile_rung(rung: Isa, names: list[str]) -> None:
+    """Cross-compile some kernels of a rung, two at a time, unless they are there."""
+    out, start = objects.set_directory(cache_directory(), rung), time.perf_counter()
+    if objects.read_set(out, names) is not None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
+    environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-m", "edgeinfer.kernels.compile", rung.machine, rung.name, str(out)]
+    shares = [subprocess.Popen([*command, str(i), "2", *names], env=environment, stdout=subprocess.DEVNULL)
+              for i in range(2)]
+    if any([share.wait() for share in shares]):
+        raise SystemExit(f"arm: the kernels of {rung.name} do not compile")
+    objects.write_manifest(out, rung)
+    print(f"arm: {len(names)} kernels of {rung.name} compiled in {time.perf_counter() - start:.0f} s")
+
+
+def greedy(opened: Session) -> list[int]:
+    """The likeliest tokens after PROMPT, one by one."""
+    sequence, chosen = opened.new_sequence(), []
+    logits = opened.prefill(sequence, PROMPT)
+    for _ in range(N_NEW):
+        chosen.append(int(np.argmax(logits)))
+        logits = opened.decode([sequence], chosen[-1:])[0]
+    return chosen
+
+
+def run(work: Path, core: str) -> None:
+    """All checks on this (emulated) core."""
+    rung = choose().name
+    require(rung == RUNGS[core], f"{core} gets {rung}, not {RUNGS[core]}")
+    expected = json.loads((work / "expected.json").read_text())
+    for weights, kv in MODELS:
+        path = write_model(work, weights=weights)
+        os.environ["EDGEINFER_CHECK"] = "1"
+        with session(path, kv=kv, ctx=512) as opened:  # raises where a record and its twin disagree
+            logits_of(opened, PROMPT[:21], n_decoded=3)
+        del os.environ["EDGEINFER_CHECK"]
+        rows = []
+        for threads, chunk in WALKS:
+            with session(path, kv=kv, ctx=512, threads=threads, prefill_chunk=chunk) as opened:
+                rows.append(logits_of(opened, PROMPT, n_decoded=3))
+        same = all((row == rows[0]).all() for row in rows)
+        require(same, f"{weights}-{kv} on {rung}: chunks or threads change bits")
+        with session(path, kv=kv, ctx=512, threads=2) as opened:
+            require(greedy(opened) == expected[f"{weights}-{kv}"], f"{weights}-{kv} on {rung}: other tokens than x86's")
+        print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits and tokens agree", flush=True)
+    os.environ["EDGEINFER_ISA"] = rung
+    import pytest
+
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--durations=3", "-k", SELECTION, TESTS])
+    require(code == 0, f"{core}: kernel tests fail on {rung}")
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """End with a sentence unless it holds."""
+    if not holds:
+        raise SystemExit(f"arm: {otherwise}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "prepare":
+        prepare(Path(sys.argv[2]))
+    else:
+        run(Path(sys.argv[2]), sys.argv[3])
