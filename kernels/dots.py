@@ -97,10 +97,14 @@ def _vnni():
 
 
 def _vpdpbusd(b, acc, w, x):
-    """One register of a line, or two: AVX-VNNI has none wider than 32 bytes."""
+    """One register of a line, or two: AVX-VNNI has none wider than 32 bytes.
+
+    Operands as 32-bit lanes: the form of LLVM before 22, which later ones still read.
+    """
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
     if has("avx512vnni"):
         return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, w, x)
-    parts = [(half(b, acc, i, 8), half(b, w, 4 * i, 32), half(b, x, 4 * i, 32)) for i in (0, 8)]
+    parts = [[half(b, v, i, 8) for v in (acc, w, x)] for i in (0, 8)]
     return join(b, *(call(b, "llvm.x86.avx512.vpdpbusd.256", _YI, *part) for part in parts))
 
 

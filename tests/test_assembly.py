@@ -14,7 +14,8 @@ import edgeinfer
 from edgeinfer.kernels import LADDER, Isa, elf
 
 ROOT = Path(edgeinfer.__file__).parents[1]
-KERNELS = ("linear_q4_g32", "linear_int8_g64", "gated_int8_g32")
+pytestmark = pytest.mark.slow
+KERNELS = ("linear_q4_g32", "linear_int8_g64")
 PRODUCTS = {
     "vpdpbusd zmm": r"^\tvpdpbusd\t.*%zmm",
     "vpdpbusd ymm": r"^\t\{vex\}\s+vpdpbusd\t.*%ymm",
