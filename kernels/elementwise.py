@@ -59,8 +59,9 @@ def block(unit, tokens):
 
 @inline
 def quantise_row(x, base, j, n, rec):
-    """Row j of a block of n that starts at `base`: floats to int8, a scale and an offset (-8 x sum) per group, interleaved in its block; x ends at width.
+    """Row j of a block of n that starts at `base`: floats to int8 with a scale and an offset (-8 x sum) per group.
 
+    Rows of a block are interleaved (abi.token_blocks); x ends at its width.
     scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
     """
     width, group, padded = parameter(rec, ROWS.width), parameter(rec, ROWS.group), parameter(rec, ROWS.padded)
