@@ -56,19 +56,23 @@ class Others:
         return times.user + times.system
 
 
-def _busy_seconds() -> float:
+def _busy_seconds(nice: bool = True) -> float:
+    """Seconds that all cores have worked, without or with what runs at a lower priority."""
     times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - \
-        getattr(times, "guest_nice", 0.0)
+    left_out = ["idle", "iowait", "guest", "guest_nice"] + ([] if nice else ["nice"])  # guests are in user and nice
+    return sum(times) - sum(getattr(times, name, 0.0) for name in left_out)
 
 
 def wait_for_calm(patience: float, most_cores: float) -> bool:
-    """Wait until others use little of the machine, at most `patience` seconds; returns whether they do."""
+    """Wait until others use little of the machine, at most `patience` seconds; returns whether they do.
+
+    Work at a lower priority does not count: it gives way.
+    """
     deadline = time.perf_counter() + patience
     while True:
-        before = _busy_seconds()
+        before = _busy_seconds(nice=False)
         time.sleep(0.3)
-        if (_busy_seconds() - before) / 0.3 <= most_cores:
+        if (_busy_seconds(nice=False) - before) / 0.3 <= most_cores:
             return True
         if time.perf_counter() >= deadline:
             return False
