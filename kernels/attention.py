@@ -62,7 +62,7 @@ from .simd import (
     vabs,
     vmax,
 )
-from .targets import fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16
+from .targets import attention_heights, fma, fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16
 from .vecmath import exp
 
 LOWEST = -1e30
@@ -407,7 +407,7 @@ def _register(kv, heights, prepare, *kind):
         return 0
 
 
-_register("int8", (8, 4), prepare_int8, _scores_int8, v_scales_int8, load_i8x16, fma_rows_i8, 1)
+_register("int8", attention_heights(), prepare_int8, _scores_int8, v_scales_int8, load_i8x16, fma_rows_i8, 1)
 _register("f16", (4, 2), prepare_float, lambda r: _scores_float(r, load_f16x16, 2), v_scales_float, load_f16x16,
           fma_rows_f16, 2)
 _register("f32", (4, 2), prepare_float, lambda r: _scores_float(r, load_f32x16, 4), v_scales_float, load_f32x16,
