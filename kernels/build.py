@@ -25,10 +25,14 @@ from .isa import LADDER, Isa, choose
 from .objects import cache_directory, package_directory, read_set, set_directory, write_manifest
 
 Progress = Callable[[int, int, str], None]
+TICK_SECONDS = 0.5
 
 
 def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
     """Compile all kernels of a rung into `directory` (``NAME.o`` each and a manifest), replacing it whole.
+
+    `progress` is called with (done, total, name) at once, after each kernel, and with an empty name twice a second: the
+    first kernel takes seconds, in which the total is not known and 0.
 
     Raises
     ------
@@ -43,15 +47,16 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
         for share in range(shares):
             workers.append(running.enter_context(_start(isa, Path(scratch), share, shares)))
             running.callback(workers[-1].kill)  # nobody compiles on after an error or Ctrl-C
-        done, message = 0, "no message"
+        done = total = 0
+        message = "no message"
         for line in _lines(workers):
-            name, _, total = line.strip().partition(" ")
-            if total.isdigit():
-                done += 1
-                if progress:
-                    progress(done, int(total), name)
+            name, _, count = line.strip().partition(" ")
+            if count.isdigit():
+                done, total = done + 1, int(count)
             else:
-                message = line.strip() or message  # the last line of a traceback says what is wrong
+                name, message = "", line.strip() or message  # the last line of a traceback says what is wrong
+            if progress:
+                progress(done, total, name)
         if any([worker.wait() for worker in workers]):
             raise KernelError(f"Compiling the {isa.name} kernels failed: {message}.")
         write_manifest(Path(scratch), isa)
@@ -76,7 +81,7 @@ def _import_root() -> str:
 
 
 def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
-    """Lines of all workers as they come."""
+    """Lines of all workers as they come; empty ones at once and while none comes."""
     import queue
     import threading
 
@@ -92,8 +97,12 @@ def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
         thread.start()
     open_pipes = len(workers)
     try:
+        yield ""
         while open_pipes:
-            line = lines.get()
+            try:
+                line = lines.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                line = ""
             if line is None:
                 open_pipes -= 1
             else:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.converters import convert
+from edgeinfer.kernels import choose, find_set
 from tests.checkpoints import make_checkpoint
 from tests.command_line import PYTHON, environment
 from tests.slow_model import CTX, write_slow_bundle
@@ -28,6 +29,12 @@ BUSY_MS = 1500
 NEVER_ENDS = "2=-inf"
 """Forbids the slow model's end token."""
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Nothing here waits for a compiler: the limits are those of a program that finds its kernels."""
+    find_set(choose())
 
 
 class Terminal:

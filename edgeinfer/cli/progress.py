@@ -71,7 +71,9 @@ class ProgressLine:
 
 
 def _share(stage: str, done: int, total: int) -> str:
-    percent = f"{100 * done // max(total, 1):3d} %"
+    if not total:
+        return "..."
+    percent = f"{100 * done // total:3d} %"
     if stage in IN_BYTES:
         return f"{percent} of {format_size(total)}"
     return f"{percent} ({done}/{total})"

@@ -40,20 +40,21 @@ def warmup(
     from ..kernels import choose, find_set
 
     chosen = choose(isa)
-    compiled: list[str] = []
+    compiled = 0
     began = time.perf_counter()
     with ProgressLine() as progress:
         tell = partial(progress, "compile")
 
         def count(done: int, total: int, name: str) -> None:
-            compiled.append(name)
+            nonlocal compiled
+            compiled = done
             tell(done, total, name)
 
         directory = find_set(chosen, count)
     seconds = time.perf_counter() - began
     if json:
-        print_json({"isa": chosen.name, "directory": str(directory), "compiled": len(compiled), "seconds": seconds})
+        print_json({"isa": chosen.name, "directory": str(directory), "compiled": compiled, "seconds": seconds})
     elif compiled:
-        print(f"{len(compiled)} kernels for {chosen.name} compiled in {seconds:.1f} s into {directory}.")
+        print(f"{compiled} kernels for {chosen.name} compiled in {seconds:.1f} s into {directory}.")
     else:
         print(f"The kernels for {chosen.name} are in {directory}.")
