@@ -1,8 +1,22 @@
 """edgeinfer.devices: what a machine can do.
 
-This room is for device profiles (memory, bandwidth, instruction sets), the probe that measures this machine, bandwidth
-curves of DRAM and flash, and the estimator of tokens per second over a plain traffic record. It knows no model and may
-import edgeinfer.errors and edgeinfer.config only. Nothing is implemented yet.
+Profiles of devices (memory, bandwidth, instruction sets, storage), those of the probe included. It knows no model.
 """
 
-__all__: list[str] = []
+from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
+from .store import load_profile, local_path, local_profile, machine_name, profile_table, profiles, save_profile
+
+__all__ = [
+    "CLASSES",
+    "CONSTANTS",
+    "Curve",
+    "DeviceProfile",
+    "load_profile",
+    "local_path",
+    "local_profile",
+    "machine_name",
+    "parse_profile",
+    "profile_table",
+    "profiles",
+    "save_profile",
+]

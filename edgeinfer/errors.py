@@ -45,6 +45,12 @@ class BundleError(EdgeInferError):
     code = "invalid_bundle"
 
 
+class ProfileError(EdgeInferError):
+    """A device profile with a missing or absurd field, or a file that is none."""
+
+    code = "invalid_profile"
+
+
 class DestinationError(EdgeInferError):
     """Output that cannot be written: it exists, is being written by another process, or the disk is full."""
 

@@ -1,0 +1,220 @@
+"""What is known of a device: memory, bandwidth, cores, storage, and where each figure comes from."""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgeinfer.errors import ProfileError
+
+CLASSES = (
+    "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "x86-desktop", "x86-laptop", "apple-gpu", "cuda-consumer",
+    "cuda-datacentre", "cuda-embedded", "radeon", "igpu", "npu", "local",
+)
+"""Classes of the estimator."""
+ISAS = (
+    "generic", "avx2", "avxvnni", "avx512vnni", "neon", "neon_dotprod", "neon_i8mm", "cuda", "metal", "vulkan", "sycl",
+    "npu",
+)
+"""edgeinfer's instruction sets, and what other devices are programmed with."""
+MOST_GBS = 1e6
+MOST_OPERATIONS = 1e9
+"""In 1e9 per second."""
+MOST_BYTES = 1 << 50
+MOST_CORES = 1 << 20
+CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "t0_ms": 1e4}
+"""Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
+share of the int8 peak that prompts reach, milliseconds per token and 32 layers that are spent on neither."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """GB/s over chunk size: between two points by the logarithms of both sizes, constant beyond the ends."""
+
+    points: tuple[tuple[int, float], ...]
+    """(bytes of a chunk, GB/s), ascending in bytes; for some curves of a probe (threads, value)."""
+
+    def at(self, chunk_bytes: int) -> float:
+        """Value at a chunk size."""
+        sizes = [size for size, _ in self.points]
+        above = bisect.bisect_left(sizes, chunk_bytes)
+        if above == 0 or above == len(sizes):
+            return self.points[min(above, len(sizes) - 1)][1]
+        (low, a), (high, b) = self.points[above - 1], self.points[above]
+        share = math.log(chunk_bytes / low) / math.log(high / low)
+        return math.exp((1 - share) * math.log(a) + share * math.log(b))
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device. Figures that nobody published or measured are None."""
+
+    name: str
+    """What ``--device`` takes."""
+    title: str
+    """Its name for people."""
+    device_class: str
+    """One of CLASSES."""
+    memory_bytes: int
+    """Largest common capacity."""
+    bandwidth_gbs: float
+    """Vendor's peak of the memory; in a probed profile what all threads read."""
+    effective_gbs: float | None
+    """What decoding was seen to draw, weights and KV cache together."""
+    cores: int
+    """Processor cores, or the vendor's count of a GPU's multiprocessors."""
+    isa: str
+    """One of ISAS."""
+    int8_peak_gops: float | None = None
+    """Multiplications and additions of int8, in 1e9 per second."""
+    f32_peak_gflops: float | None = None
+    """Multiplications and additions of f32, in 1e9 per second."""
+    storage_sequential_gbs: float | None = None
+    """Large reads in order."""
+    storage_random: Curve | None = None
+    """Scattered reads by their size, at the deepest queue that was measured."""
+    memory_random: Curve | None = None
+    """Reads of scattered pieces of memory by their size, all threads, with prefetch along the list."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Values of CONSTANTS that differ from those of the class."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where a field's figure is from, by field; a constant's by its name."""
+    measured: str | None = None
+    """When it was probed, as an ISO date and time; None for published profiles."""
+    machine: str | None = None
+    """The machine that was probed, in words."""
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    """Further curves of the probe, such as ``read_gbs_by_threads``."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Further figures of the probe, such as ``frequency_share``."""
+
+
+TABLE_KEYS = tuple(key for key in DeviceProfile.__dataclass_fields__ if key != "name")
+_CURVE_FIELDS = ("storage_random", "memory_random")
+
+
+def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProfile:
+    """Make a profile of a TOML table, checking every field.
+
+    Parameters
+    ----------
+    name : str
+    table : mapping
+        Fields of DeviceProfile without the name; curves as lists of pairs.
+    where : str
+        The file, for messages.
+
+    Raises
+    ------
+    ProfileError
+        A field is missing, unknown, of the wrong type or absurd.
+    """
+    check = _Checker(where)
+    check.keys(table, TABLE_KEYS)
+    numbers = {
+        "bandwidth_gbs": MOST_GBS, "effective_gbs": MOST_GBS, "storage_sequential_gbs": MOST_GBS,
+        "int8_peak_gops": MOST_OPERATIONS, "f32_peak_gflops": MOST_OPERATIONS,
+    }
+    values: dict[str, Any] = {
+        key: check.number(key, table[key], most) for key, most in numbers.items() if key in table
+    }
+    for key in _CURVE_FIELDS:
+        values[key] = check.curve(key, table[key]) if key in table else None
+    values["title"] = check.text("title", table["title"])
+    values["device_class"] = check.choice("device_class", table["device_class"], CLASSES)
+    values["isa"] = check.choice("isa", table["isa"], ISAS)
+    values["memory_bytes"] = check.whole("memory_bytes", table["memory_bytes"], MOST_BYTES, "bytes")
+    values["cores"] = check.whole("cores", table["cores"], MOST_CORES, "cores")
+    values["constants"] = check.constants(table.get("constants", {}))
+    values["sources"] = {key: check.text(f"sources.{key}", value)
+                         for key, value in check.table("sources", table.get("sources", {})).items()}
+    values["measured"] = check.moment("measured", table["measured"]) if "measured" in table else None
+    values["machine"] = check.text("machine", table["machine"]) if "machine" in table else None
+    values["curves"] = {key: check.curve(f"curves.{key}", value)
+                        for key, value in check.table("curves", table.get("curves", {})).items()}
+    values["figures"] = {key: check.number(f"figures.{key}", value, MOST_OPERATIONS, zero=True)
+                         for key, value in check.table("figures", table.get("figures", {})).items()}
+    effective = values.setdefault("effective_gbs", None)
+    if effective is not None and effective > values["bandwidth_gbs"]:
+        check.fail("effective_gbs", effective, f"it cannot exceed bandwidth_gbs, {values['bandwidth_gbs']:g}")
+    return DeviceProfile(name, **values)
+
+
+class _Checker:
+    """Checks values; every complaint names the file, the field, the value and what is allowed."""
+
+    def __init__(self, where: str):
+        self.where = where
+
+    def fail(self, name: str, value: object, want: str) -> None:
+        raise ProfileError(f"{self.where}: {name} is {value!r}; {want}.")
+
+    def keys(self, table: Mapping[str, Any], known: Iterable[str]) -> None:
+        for key in ("title", "device_class", "memory_bytes", "bandwidth_gbs", "cores", "isa"):
+            if key not in table:
+                raise ProfileError(f"{self.where}: {key} is missing; every profile gives title, device_class, "
+                                   "memory_bytes, bandwidth_gbs, cores and isa.")
+        self.known("field", table, tuple(known))
+
+    def known(self, kind: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+                raise ProfileError(f"{self.where}: there is no {kind} {name!r}; {hint}")
+
+    def text(self, name: str, value: object) -> str:
+        if not isinstance(value, str) or not value.strip() or len(value) > 1000:
+            self.fail(name, value, "it must be a text of 1 to 1000 characters in quotes")
+        return str(value)
+
+    def choice(self, name: str, value: object, choices: tuple[str, ...]) -> str:
+        if value not in choices:
+            self.fail(name, value, f"choose one of {', '.join(choices)}")
+        return str(value)
+
+    def whole(self, name: str, value: Any, most: int, unit: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            self.fail(name, value, f"it must be a whole number of {unit} from 1 to {most}")
+        return int(value)
+
+    def number(self, name: str, value: Any, most: float, zero: bool = False) -> float:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not (0 < value <= most or (zero and value == 0)):
+            self.fail(name, value, f"it must be a number {'from' if zero else 'above'} 0 {'' if zero else 'and '}"
+                                   f"{'to' if zero else 'at most'} {most:g}")
+        return float(value)
+
+    def table(self, name: str, value: object) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            self.fail(name, value, f"it must be a table, written [{name}]")
+        return value  # type: ignore[return-value]
+
+    def constants(self, value: object) -> dict[str, float]:
+        table = self.table("constants", value)
+        self.known("constant", table, tuple(CONSTANTS))
+        return {key: self.number(f"constants.{key}", table[key], CONSTANTS[key], zero=key == "t0_ms") for key in table}
+
+    def curve(self, name: str, value: Any) -> Curve:
+        if not isinstance(value, list) or not value or \
+                not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            self.fail(name, value, "it must be a list of pairs, as in [[4096, 0.4], [65536, 1.5]]")
+        points = [(self.whole(f"a size in {name}", size, MOST_BYTES, "bytes"),
+                   self.number(f"a value in {name}", speed, MOST_OPERATIONS)) for size, speed in value]
+        for (before, _), (size, _) in itertools.pairwise(points):
+            if size <= before:
+                self.fail(f"a size in {name}", size, f"sizes must ascend, and it follows {before}")
+        return Curve(tuple(points))
+
+    def moment(self, name: str, value: Any) -> str:
+        try:
+            return datetime.datetime.fromisoformat(value).isoformat()
+        except (TypeError, ValueError):
+            self.fail(name, value, "it must be a date and time such as '2026-05-01T12:00:00'")
+            raise

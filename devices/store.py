@@ -1,0 +1,208 @@
+"""Profiles on disk: those that come with the program, files of the user, and the one that the probe saved."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.cache import cache_root
+from edgeinfer.errors import DestinationError, ProfileError, UsageError
+
+from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
+
+LOCAL = "local"
+MOST_FILE_BYTES = 1 << 20
+
+
+@cache
+def profiles() -> dict[str, DeviceProfile]:
+    """Profiles that come with the program, by name; read on first use."""
+    found: dict[str, DeviceProfile] = {}
+    for path in sorted((Path(__file__).parent / "profiles").glob("*.toml")):
+        for name, table in _read(path).items():
+            found[name] = parse_profile(name, table, f"{path.name}, [{name}]")
+    return found
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """Return a profile: a known name, ``local`` (what the probe saved for this machine), or a TOML file.
+
+    Raises
+    ------
+    UsageError
+        There is no such name or file, or this machine was not probed.
+    ProfileError
+        The file is no valid profile.
+    """
+    text = str(name_or_path)
+    if text.lower() == LOCAL:
+        return local_profile() or _not_probed()
+    known = profiles()
+    if text.lower() in known:
+        return known[text.lower()]
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or os.sep in text or path.is_file():
+        return _from_file(path, path.stem)
+    raise UsageError(f"There is no device {text!r}; {_nearest(text)}")
+
+
+def local_profile() -> DeviceProfile | None:
+    """Return the profile that the probe saved for this machine, or None.
+
+    Raises
+    ------
+    ProfileError
+        The saved file is damaged.
+    """
+    path = local_path()
+    return _from_file(path, LOCAL) if path.is_file() else None
+
+
+def local_path() -> Path:
+    """Where this machine's profile lies; other machines that share the directory have other names."""
+    key = hashlib.sha256(machine_name().encode()).hexdigest()[:12]
+    return cache_root() / "devices" / f"local-{key}.toml"
+
+
+@cache
+def machine_name() -> str:
+    """This machine in words: processor, logical processors, memory. A home on another machine gives another name."""
+    names = getattr(os, "sysconf_names", {})
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 0
+    return f"{_processor()}, {os.cpu_count()} logical processors, {memory / 2**30:.0f} GiB, {platform.system()}"
+
+
+def save_profile(profile: DeviceProfile, path: Path) -> None:
+    """Write a profile as TOML, whole or not at all.
+
+    Raises
+    ------
+    ProfileError
+        A field is absurd; nothing is written.
+    DestinationError
+        The file cannot be written.
+    """
+    table = profile_table(profile)
+    parse_profile(profile.name, table, str(path))
+    text = "# A device profile of edgeinfer.\n" + to_toml(table)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise DestinationError(
+            f"The profile {path} cannot be written: {error.strerror or error}. EDGEINFER_CACHE moves the directory."
+        ) from error
+
+
+def profile_table(profile: DeviceProfile) -> dict[str, Any]:
+    """The fields of a profile as TOML and JSON hold them; None and empty tables are left out."""
+    table = {}
+    for key in TABLE_KEYS:
+        value = getattr(profile, key)
+        if value is not None and value != {}:
+            table[key] = _plain(value)
+    return table
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """Write plain values, then tables of plain values."""
+    lines = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{key}]", *(f"{_key(inner)} = {_value(item)}" for inner, item in value.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Curve):
+        return [list(point) for point in value.points]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, float):
+        return repr(value)
+    # TOML's basic strings escape as JSON's do, but for DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _from_file(path: Path, name: str) -> DeviceProfile:
+    if not path.is_file():
+        raise UsageError(f"There is no profile {str(path)!r}; give a file, or a name that 'edgeinfer devices' lists.")
+    return parse_profile(name, _read(path), str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Parse a TOML file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ProfileError(f"{path} has {path.stat().st_size} bytes; a profile has at most {MOST_FILE_BYTES}.")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProfileError(f"{path} is no TOML file: {error}; mend it, or probe again.") from error
+
+
+def _nearest(text: str) -> str:
+    """Known names near a wrong one, by name and by title."""
+    words = {name: name for name in profiles()} | {p.title.lower(): p.name for p in profiles().values()}
+    near = difflib.get_close_matches(text.lower(), words, n=4, cutoff=0.5)
+    near += [name for word, name in words.items() if len(text) > 2 and text.lower() in word]
+    names = list(dict.fromkeys(words.get(name, name) for name in near))[:3]
+    if names:
+        return f"did you mean {' or '.join(repr(name) for name in names)}?"
+    return "'edgeinfer devices' lists the known ones, and a TOML file is given by its path."
+
+
+def _not_probed() -> DeviceProfile:
+    others = sorted(cache_root().glob("devices/local-*.toml"))
+    hint = f" ({len(others)} of other machines lie in {others[0].parent})" if others else ""
+    raise UsageError(f"This machine ({machine_name()}) has no profile{hint}; measure it with "
+                     "'edgeinfer devices --probe'.")
+
+
+def _processor() -> str:
+    """Name of the processor as the system gives it."""
+    with suppress(OSError):
+        fields: dict[str, str] = {}
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+        if "model name" in fields:
+            return fields["model name"]
+        with suppress(OSError):
+            board = Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+            if board:
+                return board
+        if "CPU part" in fields:
+            return f"ARM {fields.get('CPU implementer', '')} {fields['CPU part']}"
+    return platform.processor() or platform.machine()
