@@ -1,0 +1,72 @@
+"""Constants of the estimator: those of a profile, else those of its class (classes.toml), and how far off they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .profile import DeviceProfile
+from .store import read_toml
+
+CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
+CALIBRATED_ERROR = 0.10
+"""Half-width of the 80 % band where runs of this machine were fitted."""
+FITTED = "fitted to"
+"""How the source of a learned constant begins."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of one device, ready to use."""
+
+    f_w: float
+    """Share of the bandwidth that reading weights reaches."""
+    t0_ms: float
+    """Fixed time of a token, for 32 layers."""
+    f_kv: float
+    """Share of the bandwidth that attention reaches on keys and values."""
+    mfu: float
+    """Share of the peak that the matrices of prompts reach."""
+    mfu_attention: float
+    """Share of the peak that attention reaches in prompts."""
+    peak: str
+    """Which peak mfu refers to: int8 or f32."""
+    error: float
+    prefill_error: float
+    basis: str
+    error_source: str
+
+
+@cache
+def classes() -> dict[str, dict[str, Any]]:
+    """Classes by name, as classes.toml has them; ``unknown`` is among them."""
+    return read_toml(Path(__file__).with_name("classes.toml"))
+
+
+def constants_of(profile: DeviceProfile) -> Constants:
+    """Return the constants to use for a device.
+
+    A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
+    next. The rest is the class's; `issue_bytes_per_clock` limits f_w on GPUs whose multiprocessors cannot ask for
+    as many bytes as the memory could deliver.
+    """
+    known = profile.device_class in classes()
+    table = classes()[profile.device_class if known else UNKNOWN]
+    values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
+    clock, issue = profile.figures.get("clock_ghz"), table.get("issue_bytes_per_clock")
+    if clock and issue:
+        values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
+    if profile.effective_gbs is not None:
+        values["f_w"] = profile.effective_gbs / profile.bandwidth_gbs
+        values["f_kv"] = max(values["f_kv"], values["f_w"]) if table["kv_streams"] else values["f_kv"]
+    values.update(profile.constants)
+    learned = profile.sources.get("f_w", "")
+    if learned.startswith(FITTED):
+        error, basis, source = CALIBRATED_ERROR, CALIBRATED, learned
+    else:
+        error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
+        source = table["error_source"]
+    return Constants(**values, peak=table["peak"], error=error, prefill_error=table["prefill_error"], basis=basis,
+                     error_source=source)

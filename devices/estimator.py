@@ -1,0 +1,153 @@
+"""Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
+
+Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) [+ storage]``; a prompt takes the longer of
+its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of its
+length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its class
+(classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman, Patterson, CACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgeinfer.errors import UsageError
+
+from .classes import Constants, constants_of
+from .profile import DeviceProfile
+from .random_reads import memory_efficiency, storage_gbs
+from .traffic import Traffic
+
+LAYERS = 32
+"""Layers that t0_ms is stated for."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What to expect of a device. Times are milliseconds; low and high hold 80 % of what is measured."""
+
+    decode_tok_per_s: float
+    low: float
+    high: float
+    ceiling_tok_per_s: float | None
+    """Pure bandwidth: 4 bits for every weight and a byte for every key and value, with no other time; None if the traffic
+    does not say how many there are."""
+    prefill_tok_per_s: float | None
+    """None where the device's peak is not known."""
+    prefill_low: float | None
+    prefill_high: float | None
+    ttft_ms: float | None
+    """Time of the prompt; loading is not in it."""
+    bytes_per_token: float
+    """Weights, keys and values read from memory for one token."""
+    terms: Mapping[str, float]
+    """Milliseconds of one token: overhead, weights, sparse_ffn, kv, flash; of the prompt: prefill_overhead,
+    prefill_matrices, prefill_attention."""
+    basis: str
+    """'this machine, calibrated', 'class NAME' or 'unknown'."""
+    error: float
+    """Half-width of the decode band as a share."""
+    error_source: str
+    """Where the band comes from."""
+    depth: int
+    prompt: int
+
+    @property
+    def decode_ms(self) -> float:
+        """Milliseconds between tokens."""
+        return 1000 / self.decode_tok_per_s
+
+
+def estimate(
+    profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0
+) -> Estimate:
+    """Estimate the speed of a model on a device.
+
+    Parameters
+    ----------
+    profile : DeviceProfile
+    traffic : Traffic
+    depth : int
+        Positions of context before the token, or before the prompt.
+    prompt : int
+        Tokens of the prompt.
+    accepted : float
+        Mean tokens that one pass yields (speculative decoding); 1 without. The draft's own time is the caller's.
+
+    Raises
+    ------
+    UsageError
+        A negative depth, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a device whose
+        random reads are not known.
+    """
+    if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
+        raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, the "
+                         "prompt at least 1 token, and a pass yields at least 1 token.")
+    constants = constants_of(profile)
+    terms = decode_terms(profile, traffic, constants, depth)
+    speed = 1000 * accepted / math.fsum(terms.values())
+    prefill = prefill_terms(profile, traffic, constants, depth, prompt)
+    ttft = math.fsum(prefill.values()) if prefill else None
+    prefill_speed = 1000 * prompt / ttft if ttft else None
+    off = constants.prefill_error
+    return Estimate(
+        decode_tok_per_s=speed, low=speed * (1 - constants.error), high=speed * (1 + constants.error),
+        ceiling_tok_per_s=ceiling(profile, traffic, depth),
+        prefill_tok_per_s=prefill_speed, prefill_low=prefill_speed * (1 - off) if prefill_speed else None,
+        prefill_high=prefill_speed * (1 + off) if prefill_speed else None, ttft_ms=ttft,
+        bytes_per_token=read_bytes(traffic, depth), terms={**terms, **prefill}, basis=constants.basis,
+        error=constants.error, error_source=constants.error_source, depth=depth, prompt=prompt,
+    )
+
+
+def read_bytes(traffic: Traffic, depth: int) -> float:
+    """Bytes of memory that one token reads after `depth` positions."""
+    skipped = traffic.ffn_bytes * (1 - traffic.active_share)
+    return traffic.weight_bytes - skipped + traffic.kv_bytes_at(depth)
+
+
+def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int) -> dict[str, float]:
+    """Milliseconds of one token by cause; causes that do not occur are left out."""
+    weights_gbs, kv_gbs = constants.f_w * profile.bandwidth_gbs, constants.f_kv * profile.bandwidth_gbs
+    dense = traffic.weight_bytes
+    terms = {"overhead": constants.t0_ms * traffic.layers / LAYERS}
+    if traffic.active_share < 1:
+        dense -= traffic.ffn_bytes
+        efficiency = memory_efficiency(profile, traffic.row_bytes)
+        terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6
+    terms["weights"] = dense / weights_gbs / 1e6
+    if depth:
+        terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6
+    if traffic.flash_bytes:
+        terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
+    return terms
+
+
+def prefill_terms(
+    profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int, prompt: int
+) -> dict[str, float]:
+    """Milliseconds of a prompt by cause; empty where the device's peak or the model's operations are not known."""
+    peak = profile.f32_peak_gflops if constants.peak == "f32" else profile.int8_peak_gops
+    if not peak or not traffic.operations:
+        return {}
+    operations = (traffic.operations - traffic.head_operations) * prompt + traffic.head_operations
+    matrices = operations / (constants.mfu * peak) / 1e6
+    reading = (traffic.prefill_weight_bytes or traffic.weight_bytes) / (constants.f_w * profile.bandwidth_gbs) / 1e6
+    attention = traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
+    return {
+        "prefill_overhead": constants.t0_ms * traffic.layers / LAYERS,
+        "prefill_matrices": max(matrices, reading), "prefill_attention": attention,
+    }
+
+
+def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int) -> float | None:
+    """Tokens per second of pure bandwidth: 4 bits for each weight, a byte for each key and value, no scales.
+
+    The bandwidth is what decoding was seen to draw from the device, else its peak.
+    """
+    if not traffic.parameters:
+        return None
+    seen = traffic.kv_bytes_at(depth) / traffic.kv_bytes_at(1) if depth and traffic.kv_bytes_at(1) else 0.0
+    nbytes = traffic.parameters / 2 + traffic.kv_values * seen
+    return (profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes

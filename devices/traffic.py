@@ -1,0 +1,82 @@
+"""What a model asks of a machine, in plain numbers: bytes and operations, per token and per position of context.
+
+The estimator reads only this record; it knows no model. Who describes a model (a bundle, a config.json, a shape) fills it
+in. Per position means: for each token of context that a new token looks back at, all layers together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from edgeinfer.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and operations of one token of decoding, and of prompts. GB are 1e9 bytes elsewhere; here all is bytes."""
+
+    weight_bytes: float
+    """Weights with their scales that one token reads, if nothing is skipped: linear layers, norms, head; of a mixture of
+    experts the active ones. Rows of the embedding are left out."""
+    layers: int
+    """Transformer layers; the fixed time of a token grows with them."""
+    operations: float = 0.0
+    """Multiplications and additions of the matrices for one token, head included: 2 x weights used."""
+    head_operations: float = 0.0
+    """Part of `operations` that belongs to the head; a prompt needs it once, not once a token."""
+    kv_bytes: float = 0.0
+    """Keys and values with their scales that a token reads per position, in the layers that see all positions."""
+    window_kv_bytes: float = 0.0
+    """The same in the layers that see at most `window` positions."""
+    window: int = 0
+    """Positions that the windowed layers see; 0 where there are none."""
+    attention_operations: float = 0.0
+    """Multiplications and additions of attention per token and position (4 x heads x head size x layers), in the layers
+    that see all positions."""
+    window_attention_operations: float = 0.0
+    """The same in the windowed layers."""
+    prefill_weight_bytes: float = 0.0
+    """Weights that a walk over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all experts."""
+    parameters: float = 0.0
+    """Weights of the model, embedding and head included (of a mixture those active for a token): the pure figure of the
+    ceiling takes 4 bits for each. 0 where unknown."""
+    kv_values: float = 0.0
+    """Keys and values per position, all layers: the pure figure takes a byte for each. 0 where unknown."""
+    ffn_bytes: float = 0.0
+    """Part of `weight_bytes` whose rows may be skipped (a sparse feed-forward network)."""
+    active_share: float = 1.0
+    """Share of `ffn_bytes` that is read, from 0 to 1; 1 is dense."""
+    row_bytes: float = 0.0
+    """Contiguous bytes of one neuron's piece in memory; 0 where nothing is skipped."""
+    flash_bytes: float = 0.0
+    """Bytes that a token reads from storage (cold weights that miss the cache)."""
+    flash_chunk_bytes: float = 0.0
+    """Contiguous bytes of one such read; 0 is one long read."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                raise UsageError(f"Traffic: {field.name} is {value!r}; it must be a finite number of 0 or more.")
+        checks = (
+            ("layers", self.layers >= 1, "1 or more"),
+            ("active_share", self.active_share <= 1, "from 0 to 1"),
+            ("ffn_bytes", self.ffn_bytes <= self.weight_bytes, f"at most weight_bytes, {self.weight_bytes}"),
+            ("head_operations", self.head_operations <= self.operations, f"at most operations, {self.operations}"),
+            ("row_bytes", self.active_share == 1 or self.row_bytes > 0, "above 0 where active_share is below 1"),
+        )
+        for name, good, want in checks:
+            if not good:
+                raise UsageError(f"Traffic: {name} is {getattr(self, name)!r}; it must be {want}.")
+
+    def kv_bytes_at(self, depth: float) -> float:
+        """Bytes of keys and values that a token reads with `depth` positions of context."""
+        return self.kv_bytes * depth + self.window_kv_bytes * min(depth, self.window)
+
+    def attention_operations_of(self, prompt: int, depth: int) -> float:
+        """Operations of attention for a whole prompt after `depth` positions; token i sees depth + i positions."""
+        seen = prompt * depth + prompt * (prompt + 1) / 2
+        before = min(max(self.window - depth, 0), prompt)  # tokens that see less than a whole window
+        windowed = before * depth + before * (before + 1) / 2 + (prompt - before) * self.window
+        return self.attention_operations * seen + self.window_attention_operations * windowed
