@@ -1,16 +1,29 @@
 """edgeinfer.devices: what a machine can do.
 
-Profiles of devices (memory, bandwidth, instruction sets, storage), those of the probe included. It knows no model.
+Profiles of devices (memory, bandwidth, instruction sets, storage), those of the probe included, and the estimator of
+tokens per second over a plain record of traffic. It knows no model.
 """
 
+from .classes import Constants, classes, constants_of
+from .estimator import Estimate, estimate
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
+from .random_reads import BreakEven, break_even, smallest_row
 from .store import load_profile, local_path, local_profile, machine_name, profile_table, profiles, save_profile
+from .traffic import Traffic
 
 __all__ = [
     "CLASSES",
     "CONSTANTS",
+    "BreakEven",
+    "Constants",
     "Curve",
     "DeviceProfile",
+    "Estimate",
+    "Traffic",
+    "break_even",
+    "classes",
+    "constants_of",
+    "estimate",
     "load_profile",
     "local_path",
     "local_profile",
@@ -19,4 +32,5 @@ __all__ = [
     "profile_table",
     "profiles",
     "save_profile",
+    "smallest_row",
 ]

@@ -49,7 +49,7 @@ def constants_of(profile: DeviceProfile) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
-    next. The rest is the class's; `issue_bytes_per_clock` limits f_w on GPUs whose multiprocessors cannot ask for
+    next, and f_kv keeps its ratio to f_w. The rest is the class's; `issue_bytes_per_clock` limits f_w on GPUs whose multiprocessors cannot ask for
     as many bytes as the memory could deliver.
     """
     known = profile.device_class in classes()
@@ -59,8 +59,9 @@ def constants_of(profile: DeviceProfile) -> Constants:
     if clock and issue:
         values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
     if profile.effective_gbs is not None:
-        values["f_w"] = profile.effective_gbs / profile.bandwidth_gbs
-        values["f_kv"] = max(values["f_kv"], values["f_w"]) if table["kv_streams"] else values["f_kv"]
+        seen = profile.effective_gbs / profile.bandwidth_gbs
+        values["f_kv"] *= seen / values["f_w"]
+        values["f_w"] = seen
     values.update(profile.constants)
     learned = profile.sources.get("f_w", "")
     if learned.startswith(FITTED):

@@ -1,8 +1,8 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
 Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) [+ storage]``; a prompt takes the longer of
-its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of its
-length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its class
+its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
+its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its class
 (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman, Patterson, CACM 52(4), 2009.
 """
 
@@ -31,8 +31,8 @@ class Estimate:
     low: float
     high: float
     ceiling_tok_per_s: float | None
-    """Pure bandwidth: 4 bits for every weight and a byte for every key and value, with no other time; None if the traffic
-    does not say how many there are."""
+    """Pure bandwidth: 4 bits for every weight and a byte for every key and value, with no other time; None if the
+    traffic does not say how many there are."""
     prefill_tok_per_s: float | None
     """None where the device's peak is not known."""
     prefill_low: float | None
@@ -78,12 +78,12 @@ def estimate(
     Raises
     ------
     UsageError
-        A negative depth, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a device whose
-        random reads are not known.
+        A negative depth, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a device
+        whose random reads are not known.
     """
     if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
-        raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, the "
-                         "prompt at least 1 token, and a pass yields at least 1 token.")
+        raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
+                         "the prompt at least 1 token, and a pass yields at least 1 token.")
     constants = constants_of(profile)
     terms = decode_terms(profile, traffic, constants, depth)
     speed = 1000 * accepted / math.fsum(terms.values())

@@ -28,9 +28,10 @@ MOST_OPERATIONS = 1e9
 """In 1e9 per second."""
 MOST_BYTES = 1 << 50
 MOST_CORES = 1 << 20
-CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "t0_ms": 1e4}
+CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4}
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
-share of the int8 peak that prompts reach, milliseconds per token and 32 layers that are spent on neither."""
+shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers that are
+spent on neither."""
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def memory_efficiency(profile: DeviceProfile, chunk_bytes: float) -> float:
     if not chunk_bytes > 0:
         raise UsageError(f"Rows of {chunk_bytes} bytes are impossible; a row has at least 1 byte.")
     if profile.memory_random is None:
-        raise UsageError(f"How {profile.name} reads scattered rows is not known, so a sparse model cannot be estimated; "
-                         "measure this machine with 'edgeinfer devices --probe'.")
+        raise UsageError(f"How {profile.name} reads scattered rows is not known, so a sparse model cannot be "
+                         "estimated; measure this machine with 'edgeinfer devices --probe'.")
     return min(profile.memory_random.at(max(1, round(chunk_bytes))) / profile.bandwidth_gbs, 1.0)
 
 

@@ -29,7 +29,7 @@ def profiles() -> dict[str, DeviceProfile]:
     """Profiles that come with the program, by name; read on first use."""
     found: dict[str, DeviceProfile] = {}
     for path in sorted((Path(__file__).parent / "profiles").glob("*.toml")):
-        for name, table in _read(path).items():
+        for name, table in read_toml(path).items():
             found[name] = parse_profile(name, table, f"{path.name}, [{name}]")
     return found
 
@@ -153,11 +153,17 @@ def _value(value: Any) -> str:
 def _from_file(path: Path, name: str) -> DeviceProfile:
     if not path.is_file():
         raise UsageError(f"There is no profile {str(path)!r}; give a file, or a name that 'edgeinfer devices' lists.")
-    return parse_profile(name, _read(path), str(path))
+    return parse_profile(name, read_toml(path), str(path))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Parse a TOML file."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises
+    ------
+    ProfileError
+        It cannot be read, is no TOML, or is longer than 1 MiB.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:

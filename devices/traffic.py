@@ -1,7 +1,7 @@
 """What a model asks of a machine, in plain numbers: bytes and operations, per token and per position of context.
 
-The estimator reads only this record; it knows no model. Who describes a model (a bundle, a config.json, a shape) fills it
-in. Per position means: for each token of context that a new token looks back at, all layers together.
+The estimator reads only this record; it knows no model. Who describes a model (a bundle, a config.json, a shape) fills
+it in. Per position means: for each token of context that a new token looks back at, all layers together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Traffic:
     """Bytes and operations of one token of decoding, and of prompts. GB are 1e9 bytes elsewhere; here all is bytes."""
 
     weight_bytes: float
-    """Weights with their scales that one token reads, if nothing is skipped: linear layers, norms, head; of a mixture of
-    experts the active ones. Rows of the embedding are left out."""
+    """Weights with their scales that one token reads, if nothing is skipped: linear layers, norms, head; of a mixture
+    of experts the active ones. Rows of the embedding are left out."""
     layers: int
     """Transformer layers; the fixed time of a token grows with them."""
     operations: float = 0.0
@@ -37,7 +37,8 @@ class Traffic:
     window_attention_operations: float = 0.0
     """The same in the windowed layers."""
     prefill_weight_bytes: float = 0.0
-    """Weights that a walk over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all experts."""
+    """Weights that a walk over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all of
+    them."""
     parameters: float = 0.0
     """Weights of the model, embedding and head included (of a mixture those active for a token): the pure figure of the
     ceiling takes 4 bits for each. 0 where unknown."""
