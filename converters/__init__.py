@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, is_checkpoint
+    from .checkpoint import Checkpoint, is_checkpoint, read_json
     from .conversion import convert
-    from .hub import fetch
+    from .gguf_header import read_gguf_config
+    from .hub import fetch, fetch_config
     from .random_bundle import SHAPES, write_random_bundle
     from .report import ConversionReport, TensorReport
 
@@ -17,11 +18,15 @@ __all__ = [
     "TensorReport",
     "convert",
     "fetch",
+    "fetch_config",
     "is_checkpoint",
+    "read_gguf_config",
+    "read_json",
     "write_random_bundle",
 ]
 _HOMES = {
-    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "convert": "conversion", "fetch": "hub",
+    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "read_json": "checkpoint",
+    "convert": "conversion", "fetch": "hub", "fetch_config": "hub", "read_gguf_config": "gguf_header",
     "SHAPES": "random_bundle", "write_random_bundle": "random_bundle",
     "ConversionReport": "report", "TensorReport": "report",
 }

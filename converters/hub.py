@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,33 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
         If the hub cannot be reached and the model is not in the cache, or has no config.json.
     """
     import huggingface_hub
+
+    with _asking(repo_id, revision):
+        folder = Path(huggingface_hub.snapshot_download(
+            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id)
+        ))
+    if not (folder / CONFIG_FILE).is_file():
+        raise _no_config(repo_id)
+    return folder
+
+
+def fetch_config(repo_id: str, revision: str | None = None) -> Path:
+    """Download only the config.json of a model of the hub, or find it in the hub's cache; raises as `fetch`."""
+    import huggingface_hub
+
+    with _asking(repo_id, revision):
+        return Path(huggingface_hub.hf_hub_download(repo_id, CONFIG_FILE, revision=revision))
+
+
+@contextmanager
+def _asking(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Say in one sentence what the hub refuses."""
     from huggingface_hub import errors
 
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", repo_id):
         raise ModelNotFoundError(f"{repo_id!r} is no name of a model on the hub; names look like owner/model.")
     try:
-        folder = Path(huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id)
-        ))
+        yield
     except errors.GatedRepoError:
         raise ModelNotFoundError(
             f"The model {repo_id} may only be read with permission: accept its terms on the hub, then log in with "
@@ -67,11 +87,14 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
         raise CheckpointError(
             f"The model {repo_id} is not in the cache and the hub cannot be reached: connect, or give a directory."
         ) from None
+    except errors.EntryNotFoundError:
+        raise _no_config(repo_id) from None
     except Exception as error:  # of the HTTP library, which is another one in each version of the client
         raise CheckpointError(f"Cannot download {repo_id}: {str(error).splitlines()[0][:200]}.") from None
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
-    return folder
+
+
+def _no_config(repo_id: str) -> CheckpointError:
+    return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
 
 
 def _reporter(progress: Progress | None, repo_id: str) -> Any:

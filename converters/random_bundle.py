@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,29 +18,25 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import BundleWriter
 from edgeinfer.config import GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.graph import ModelConfig, RopeConfig, Weight, WeightType, build_graph, requested_types
+from edgeinfer.graph import (
+    ModelConfig,
+    Weight,
+    WeightType,
+    build_graph,
+    builtin_shapes,
+    read_config,
+    requested_types,
+    supported_architectures,
+)
 from edgeinfer.kernels import layouts
 
 from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
 
-SHAPES = {
-    "tinyllama-1.1b": ModelConfig(
-        "llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5,
-        max_position_embeddings=2048, bos_token_id=1, eos_token_ids=(2,),
-    ),
-    "llama-2-7b": ModelConfig(
-        "llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32, head_dim=128, hidden_act="silu", rms_norm_eps=1e-5,
-        max_position_embeddings=4096, bos_token_id=1, eos_token_ids=(2,),
-    ),
-    "smollm2-135m": ModelConfig(
-        "llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=8192,
-        rope=RopeConfig(theta=100000.0), tie_word_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
-    ),
+SHAPES: dict[str, ModelConfig] = {
+    name: replace(read_config(shape.config), bos_token_id=1, eos_token_ids=(2,))
+    for name, shape in builtin_shapes().items() if shape.config["model_type"] in supported_architectures()
 }
-"""Public shapes by name; token ids 1 and 2 begin and end a text, as the tokenizer written beside the weights says."""
+"""Built-in shapes that can be run; token ids 1 and 2 begin and end a text, as the tokenizer written beside says."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
 

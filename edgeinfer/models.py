@@ -66,7 +66,7 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
         return demo_path()
     if known:
         return _from_hub(KNOWN_NAMES[name], progress, convert)
-    if _is_hub_id(name):
+    if is_hub_id(name):
         return _from_hub(name, progress, convert)
     raise ModelNotFoundError(_unknown(name))
 
@@ -84,15 +84,15 @@ def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Pat
     repo_id = KNOWN_NAMES.get(name, name)
     if path.exists() and not (name in KNOWN_NAMES and not _is_model(path)):
         return path
-    if name not in KNOWN_NAMES and not _is_hub_id(name):
+    if name not in KNOWN_NAMES and not is_hub_id(name):
         raise ModelNotFoundError(_unknown(name))
     from .converters import fetch
 
     return fetch(repo_id, progress=progress and partial(progress, "download"))
 
 
-def _is_hub_id(name: str) -> bool:
-    """Whether this can only mean a model of the hub: a path into a directory that is there does not."""
+def is_hub_id(name: str) -> bool:
+    """Return whether this can only mean a model of the hub: a path into a directory that is there does not."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
 
 

@@ -18,12 +18,13 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["memory_planner"], "3"),
     **dict.fromkeys(["sparse", "offload"], "4"),
     **dict.fromkeys(["runtime", "models"], "5"),
+    **dict.fromkeys(["describe"], "5b"),
     **dict.fromkeys(["llm", "evaluate", "bench"], "6"),
     **dict.fromkeys(["cli", "backends", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
 CONVERTERS_MAY_IMPORT = {"errors", "config", "bundle", "graph", "devices", "kernels"}
-MAY_IMPORT_CONVERTERS = {"models", "cli"}
+MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
 

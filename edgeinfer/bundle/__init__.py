@@ -15,6 +15,7 @@ from .format import (
     alignment,
     round_up,
     stored_bytes,
+    weights_file_bytes,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
 from .reader import Bundle, is_bundle
@@ -39,4 +40,5 @@ __all__ = [
     "is_bundle",
     "round_up",
     "stored_bytes",
+    "weights_file_bytes",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgeinfer.config import GROUP_SIZES
@@ -145,6 +146,21 @@ def stored_bytes(layout: str, dtype: str, group_size: int, shape: tuple[int, ...
     if nbytes > MAX_BYTES - LARGE_ALIGNMENT:
         raise BundleError(f"shape {list(shape)} needs {nbytes} bytes, more than a 64-bit offset can address.")
     return nbytes
+
+
+def weights_file_bytes(tensors: Iterable[tuple[WeightType, tuple[int, ...]]]) -> int:
+    """Bytes of weights.bin that holds these tensors (storage, shape) in this order, gaps included.
+
+    Raises
+    ------
+    BundleError
+        As `stored_bytes`.
+    """
+    end = 0
+    for stored, shape in tensors:
+        nbytes = stored_bytes(stored.layout, stored.dtype, stored.group_size, shape)
+        end = round_up(end, alignment(nbytes)) + nbytes
+    return round_up(end, LINE_BYTES)
 
 
 def tile_bytes(dtype: str, group_size: int, cols: int) -> int:

@@ -1,0 +1,193 @@
+"""The header of a GGUF file as the fields of a config.json; the tensors themselves are never read.
+
+Format: ggml's docs/gguf.md, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.graph import build_graph, read_config, read_outline, requested_types
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+MAX_PAIRS, MAX_TENSORS, MAX_ITEMS, MAX_TEXT = 4096, 1 << 20, 1 << 24, 1 << 20
+KEPT_ITEMS = 4096
+"""Longer arrays (vocabularies) are passed over; only their length is kept."""
+TOLERANCE = 0.01
+"""Largest difference between the parameters that the fields give and those of the tensors."""
+
+_ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
+    "qwen3moe": "qwen3_moe",
+}
+"""GGUF's names of architectures and Hugging Face's; Mistral's is llama, Mixtral's too, with experts."""
+_FIELDS = {
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok",
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the tensors."""
+
+    fields: dict[str, Any]
+    """Values by key; an array longer than `KEPT_ITEMS` is a range of its length."""
+    tensors: dict[str, tuple[int, ...]]
+    """Dimensions of each tensor, the fastest first."""
+
+
+def read_gguf_config(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a config.json for the model of a GGUF file.
+
+    Raises
+    ------
+    CheckpointError
+        The file is no GGUF file, is cut short, or its header contradicts itself.
+    UnsupportedModelError
+        The architecture is not known.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _Reader(data, path).header()
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"Cannot read the GGUF file {path}: {why}.") from None
+    config = _config(header, path)
+    _check(config, header, path)
+    return config
+
+
+class _Reader:
+    """Walks through the header; every length is checked before it is used."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self._data, self._path, self._at, self._size = data, path, 0, len(data)
+
+    def header(self) -> Header:
+        if self._take(4) != b"GGUF":
+            raise CheckpointError(f"{self._path} is no GGUF file: it does not begin with GGUF.")
+        version = self._number("<I")
+        if version not in (2, 3):
+            raise CheckpointError(f"{self._path} has GGUF version {version}; versions 2 and 3 can be read.")
+        n_tensors, n_pairs = self._count(MAX_TENSORS, "tensors"), self._count(MAX_PAIRS, "fields")
+        fields: dict[str, Any] = {}
+        for _ in range(n_pairs):
+            key = self._text()
+            fields[key] = self._value(self._number("<I"))
+        tensors, furthest = {}, 0
+        for _ in range(n_tensors):
+            name, n_dims = self._text(), self._number("<I")
+            if not 1 <= n_dims <= 4:
+                raise self._damaged(f"the tensor {name:.60} has {n_dims} dimensions")
+            tensors[name] = tuple(self._count(2**40, "rows") for _ in range(n_dims))
+            self._number("<I")
+            furthest = max(furthest, self._number("<Q"))
+        if tensors and self._at + furthest >= self._size:
+            raise CheckpointError(f"{self._path} is cut short: its last tensor begins at byte {self._at + furthest} "
+                                  f"and the file has {self._size}; download it again.")
+        return Header(fields, tensors)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            if kind not in _SCALARS:
+                raise self._damaged(f"there is no type {kind}")
+            return self._number(_SCALARS[kind])
+        kind, count = self._number("<I"), self._count(MAX_ITEMS, "items of an array")
+        if kind == _ARRAY:
+            raise self._damaged("an array holds arrays")
+        if count <= KEPT_ITEMS:
+            return [self._value(kind) for _ in range(count)]
+        if kind == _STRING:
+            self._pass_over_texts(count)
+        elif kind in _SCALARS:
+            self._take(count * struct.calcsize(_SCALARS[kind]))
+        else:
+            raise self._damaged(f"there is no type {kind}")
+        return range(count)
+
+    def _pass_over_texts(self, count: int) -> None:
+        """Step over the strings of a vocabulary."""
+        at, size, unpack = self._at, self._size, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size:
+                raise self._cut_short()
+            at += 8 + unpack(self._data, at)[0]
+        if at > size:
+            raise self._cut_short()
+        self._at = at
+
+    def _text(self) -> str:
+        return self._take(self._count(MAX_TEXT, "bytes of a text")).decode("utf-8", errors="replace")
+
+    def _count(self, most: int, what: str) -> int:
+        value = int(self._number("<Q"))
+        if value > most:
+            raise self._damaged(f"it has {value} {what}, above the limit of {most}")
+        return value
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _take(self, n: int) -> bytes:
+        if self._at + n > self._size:
+            raise self._cut_short()
+        self._at += n
+        return self._data[self._at - n : self._at]
+
+    def _cut_short(self) -> CheckpointError:
+        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._size} bytes; "
+                               "download it again.")
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"The header of {self._path} is damaged: {why}; download it again.")
+
+
+def _config(header: Header, path: Path) -> dict[str, Any]:
+    fields, name = header.fields, header.fields.get("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise UnsupportedModelError(f"{path} holds a model of architecture {name!r:.60}; known: "
+                                    f"{', '.join(_ARCHITECTURES)}.")
+    config = {ours: fields[f"{name}.{key}"] for key, ours in _FIELDS.items() if f"{name}.{key}" in fields}
+    config["model_type"] = _ARCHITECTURES[name]
+    config["hidden_act"] = "gelu_pytorch_tanh" if name.startswith("gemma") else "silu"
+    tokens = fields.get("tokenizer.ggml.tokens")
+    own = fields.get(f"{name}.vocab_size")
+    config["vocab_size"] = own if own is not None else len(tokens) if isinstance(tokens, (list, range)) else None
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if "blk.0.attn_q.bias" in header.tensors:
+        config["attention_bias"] = True
+    if experts := fields.get(f"{name}.expert_count"):
+        config["model_type"] = {"llama": "mixtral"}.get(name, config["model_type"])
+        config["num_local_experts"] = config["num_experts"] = experts
+    else:
+        config.pop("num_experts_per_tok", None)
+    if config["model_type"] in ("llama", "qwen3"):
+        config.pop("sliding_window", None)
+    if config["model_type"] != "qwen3_moe":
+        config.pop("moe_intermediate_size", None)
+    return config
+
+
+def _check(config: dict[str, Any], header: Header, path: Path) -> None:
+    """Refuse fields and tensors that do not belong to the same model."""
+    outline = read_outline(config, str(path))
+    graph = outline.graph(requested_types()) if outline else build_graph(read_config(config), requested_types())
+    stored = sum(math.prod(shape) for name, shape in header.tensors.items() if not name.startswith("rope_"))
+    if not header.tensors or abs(stored - graph.weight_count) > TOLERANCE * graph.weight_count:
+        raise CheckpointError(f"The header of {path} contradicts itself: its fields make a model of "
+                              f"{graph.weight_count:,} parameters, but its tensors have {stored:,}; download it again.")

@@ -1,0 +1,267 @@
+"""What a model is and what it asks of a machine, known without its weights: sizes, bytes per token, operations."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .bundle import Bundle, Quantisation, is_bundle, stored_bytes, weights_file_bytes
+from .config import KV_TYPES, RuntimeConfig
+from .errors import ModelNotFoundError
+from .graph import (
+    Graph,
+    ModelConfig,
+    Op,
+    Outline,
+    Weight,
+    build_graph,
+    builtin_shapes,
+    read_config,
+    read_outline,
+    requested_types,
+    supported_architectures,
+)
+from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id
+
+if TYPE_CHECKING:
+    from .devices import Traffic
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as far as plans and estimates need it. All sizes are exact, as converting would write them."""
+
+    name: str
+    """As it was asked for."""
+    source: str
+    """Where the description comes from, for people."""
+    config: ModelConfig
+    quantisation: Quantisation
+    """Storage that was asked for, or that the bundle has."""
+    graph: Graph
+    """Its forward pass; an outline where `reason` is not empty."""
+    weight_bytes: int
+    """Length of weights.bin."""
+    reason: str = ""
+    """Why edgeinfer cannot run it; empty where it can."""
+
+    @property
+    def runnable(self) -> bool:
+        """Whether edgeinfer can run the model."""
+        return not self.reason
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, without padding; tied matrices count once."""
+        return self.graph.weight_count
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token uses: all, but of a mixture of experts only the active ones."""
+        idle = sum(_count(op.weights[0]) * (1 - _share(op)) for op in self._products())
+        return self.parameters - idle
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of weights with their scales that one token reads: all but the table of embeddings."""
+        return sum(self._stored(weight) * _share(op) for op, weight in self._read())
+
+    @property
+    def all_bytes_per_walk(self) -> int:
+        """As `bytes_per_token` for a walk over many tokens, which reads all experts."""
+        return sum(self._stored(weight) for _, weight in self._read())
+
+    @property
+    def ffn_bytes(self) -> float:
+        """Part of `bytes_per_token` that belongs to feed-forward networks."""
+        ffn = (op for op in self._products() if op.weights[0].name.endswith(("gate_up", "down")))
+        return sum(self._stored(op.weights[0]) * _share(op) for op in ffn)
+
+    @property
+    def operations_per_token(self) -> float:
+        """Multiplications and additions of all matrices for one token, head included."""
+        return sum(2 * _count(op.weights[0]) * _share(op) for op in self._products())
+
+    @property
+    def head_operations(self) -> int:
+        """Part of `operations_per_token` that belongs to the head."""
+        return 2 * self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def attention_operations_per_position(self) -> int:
+        """Multiplications and additions of attention per token and position that it sees, all layers."""
+        return 4 * self.config.query_width * self.layers
+
+    @property
+    def kv_bytes_per_position(self) -> dict[str, int]:
+        """Bytes of K and V with their scales that a position takes in all layers, by KV type."""
+        return {kv: self.layers * self.kv_layer_bytes(kv) for kv in KV_TYPES}
+
+    @property
+    def kv_values_per_position(self) -> int:
+        """Elements of K and V of a position: 2 x layers x width; the pure figure with one byte each."""
+        return 2 * self.layers * self.config.kv_width
+
+    def kv_layer_bytes(self, kv: str) -> int:
+        """Bytes of K and V with their scales of one position in one layer."""
+        from .kernels import abi
+
+        return self.config.num_key_value_heads * abi.kv_head_bytes(kv, self.config.head_dim) // abi.BLOCK_TOKENS
+
+    def pure_weight_bytes(self, bits: float = 4) -> float:
+        """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
+        return self.parameters * bits / 8
+
+    def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
+        """What the estimator reads."""
+        from .devices import Traffic
+
+        windowed = sum(1 for i in range(self.layers) if self.config.window(i))
+        attention, per_layer = 4 * self.config.query_width, self.kv_layer_bytes(kv)
+        return Traffic(
+            weight_bytes=self.bytes_per_token,
+            layers=self.layers,
+            operations=self.operations_per_token,
+            head_operations=self.head_operations,
+            kv_bytes=(self.layers - windowed) * per_layer,
+            window_kv_bytes=windowed * per_layer,
+            window=max(self.config.windows, default=0),
+            attention_operations=(self.layers - windowed) * attention,
+            window_attention_operations=windowed * attention,
+            prefill_weight_bytes=self.all_bytes_per_walk,
+            parameters=self.active_parameters,
+            kv_values=self.kv_values_per_position,
+            ffn_bytes=self.ffn_bytes,
+        )
+
+    def _products(self) -> Iterator[Op]:
+        return (op for op in self.graph.ops if op.kind in ("linear", "gated"))
+
+    def _read(self) -> Iterator[tuple[Op, Weight]]:
+        """Each operation that reads whole weights, and what it reads."""
+        return ((op, weight) for op in self.graph.ops if op.kind != "embed" for weight in op.weights)
+
+    def _stored(self, weight: Weight) -> int:
+        stored = self.graph.types[weight.name]
+        return stored_bytes(stored.layout, stored.dtype, stored.group_size, weight.shape)
+
+
+def describe(model: str | Path, weights: str | None = None, group_size: int | None = None) -> ModelDescription:
+    """Describe a model from whatever says what it is; no weights are read or downloaded.
+
+    Parameters
+    ----------
+    model : str or Path
+        A bundle; a checkpoint directory or its config.json alone; a GGUF file; ``demo``; the name of a built-in shape
+        (see `builtin_shapes`) in any case; or an id on the hub, of which only config.json is fetched.
+    weights : {'q4', 'int8', 'f16', 'f32'}, optional
+        Storage of the matrices, with the defaults of converting for embedding and head. By default a bundle's own, else
+        that of checkpoints which are converted on the way.
+    group_size : {32, 64, 128}, optional
+
+    Raises
+    ------
+    ModelNotFoundError
+        There is no such model; the message has the nearest names.
+    BundleError, CheckpointError
+        What is there cannot be read, or contradicts itself.
+    UnsupportedModelError
+        It is of a family of which not even the sizes are known.
+    UsageError
+        For an unknown type or group size.
+    """
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if name == DEMO and not path.exists():
+        path = demo_path()
+    if path.is_dir() and is_bundle(path):
+        return _from_bundle(name, path, weights, group_size)
+    config, source = _config(name, path)
+    return describe_config(config, name, source, weights, group_size)
+
+
+def describe_config(
+    config: dict[str, Any], name: str, source: str, weights: str | None = None, group_size: int | None = None
+) -> ModelDescription:
+    """Describe the model of a parsed config.json; raises as `describe`."""
+    outline = read_outline(config)
+    return _described(name, source, outline or read_config(config), weights or WEIGHTS, group_size or GROUP_SIZE)
+
+
+def _described(
+    name: str, source: str, model: ModelConfig | Outline, weights: str, group_size: int
+) -> ModelDescription:
+    type_of = requested_types(weights, group_size)
+    if isinstance(model, Outline):
+        config, graph = model.config, model.graph(type_of)
+        known = ", ".join(supported_architectures())
+        reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"
+    else:
+        config, graph, reason = model, build_graph(model, type_of), ""
+    follow = weights if weights in ("f16", "f32") else "int8"
+    quantisation = Quantisation(weights, group_size, follow, follow)
+    nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    return ModelDescription(name, source, config, quantisation, graph, nbytes, reason)
+
+
+def _from_bundle(name: str, path: Path, weights: str | None, group_size: int | None) -> ModelDescription:
+    with Bundle.open(path) as bundle:
+        own, config = bundle.quantisation, bundle.config
+        wanted = (weights or own.weights, group_size or own.group_size)
+        if wanted != (own.weights, own.group_size):
+            return _described(name, f"bundle {path}, as if converted anew", config, *wanted)
+        graph = build_graph(config, lambda weight: bundle.weight_type(weight.name))
+        bundle.check({weight.name: weight.shape for weight in graph.weights})
+        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes)
+
+
+def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
+    """The fields of config.json that the name stands for, and where they come from."""
+    from .converters import fetch_config, read_gguf_config, read_json
+
+    if path.is_file():
+        with open(path, "rb") as file:
+            is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
+        return (read_gguf_config(path), f"GGUF file {path}") if is_gguf else (read_json(path), f"file {path}")
+    if path.is_dir():
+        if (path / CONFIG_FILE).is_file():
+            return read_json(path / CONFIG_FILE), f"checkpoint {path}"
+        if name.lower() not in builtin_shapes():
+            raise ModelNotFoundError(f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no "
+                                     f"{CONFIG_FILE}).")
+    if shape := builtin_shapes().get(name.lower()):
+        return dict(shape.config), f"built-in shape, as {shape.source}"
+    if name in KNOWN_NAMES or is_hub_id(name):
+        repo_id = KNOWN_NAMES.get(name, name)
+        return read_json(fetch_config(repo_id)), f"{CONFIG_FILE} of {repo_id} on the hub"
+    raise ModelNotFoundError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    known = [DEMO, *builtin_shapes(), *KNOWN_NAMES]
+    near = difflib.get_close_matches(Path(name).name.lower(), known, n=3, cutoff=0.5)
+    if near:
+        return f"Unknown model {name!r}: no such file and no known name; did you mean {' or '.join(map(repr, near))}?"
+    return (f"Unknown model {name!r}: no such file and no known name; give a bundle, a checkpoint, a config.json, a "
+            f"GGUF file, an id on the hub such as owner/name, or a built-in shape: {', '.join(builtin_shapes())}.")
+
+
+def _share(op: Op) -> float:
+    """Share of an operation's weights that one token uses."""
+    return float(op.attributes.get("active", 1) / op.attributes.get("experts", 1))
+
+
+def _count(weight: Weight) -> int:
+    return sum(math.prod(shape) for shape in weight.source_shapes)

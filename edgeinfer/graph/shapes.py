@@ -1,0 +1,29 @@
+"""Well-known models by name: what their published config.json says, so that they can be planned without a download."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One published model."""
+
+    name: str
+    source: str
+    """Its id on the hub; Gemma 3's figures are those of the text model alone."""
+    parameters: int
+    """As published with the weights; tied matrices count once."""
+    config: dict[str, Any]
+    """The fields of its config.json that say what it is."""
+
+
+@cache
+def builtin_shapes() -> dict[str, Shape]:
+    """Return the built-in shapes by name, such as ``llama-2-7b``; the table is edgeinfer/graph/shapes.json."""
+    table = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+    return {name: Shape(name, row["source"], row["parameters"], row["config"]) for name, row in table.items()}
