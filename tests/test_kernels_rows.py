@@ -196,7 +196,9 @@ def test_widening_of_every_fp16(isa: str) -> None:
 
 def test_every_kernel_of_the_program_has_a_twin() -> None:
     there = {file.stem for file in find_set(available()[0]).glob("*.o")}
-    assert there - set(TWINS) == {"worker", "submit", "wait", "stream_read", "int8_peak"}
+    assert there - set(TWINS) == {
+        "worker", "submit", "wait", "stream_read", "random_read", "int8_peak", "f32_peak",
+    }
     assert set(TWINS) <= there
 
 
@@ -229,6 +231,39 @@ def test_stream_read_adds_up_all_that_it_reads(isa: str) -> None:
         return [Expected("sum", view.array(1, np.int32, (1,)), data.sum(dtype=np.int32, keepdims=True))]
 
     bench.run(isa, "stream_read", places, [512, 7], twin=twin)
+
+
+@pytest.mark.parametrize("size", [64, 192, 256, 1088])
+@pytest.mark.parametrize("isa", ISAS)
+def test_random_read_adds_up_the_pieces_that_the_list_names(isa: str, size: int) -> None:
+    rng, bench, batch, batches, ahead = np.random.default_rng(0), Bench(), 3, 4, 2
+    data = rng.integers(-(2**31), 2**31, (20, size // 4), dtype=np.int32)
+    names = rng.integers(0, 20, batch * batches + ahead, dtype=np.int32)
+    places = [bench.put("weights", data), bench.put("constants", names), bench.reserve("activations", 64)]
+
+    def twin(view: RecordView) -> list[Expected]:
+        wanted = data[names[: batch * batches]].sum(dtype=np.int32, keepdims=True).reshape(1)
+        return [Expected("sum", view.array(2, np.int32, (1,)), wanted)]
+
+    bench.run(isa, "random_read", places, [size, batch, batches, ahead, min(size, 256)], twin=twin)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("isa", ISAS)
+def test_f32_peak_stores_all_it_has_computed(isa: str, threads: int) -> None:
+    """12 vectors of whole numbers (6 where registers are few), halved and increased 3 times: exact in f32."""
+    bench, chains = Bench(), 12 if "avx512" in isa else 6
+    start = np.arange(12 * 16, dtype=np.float32)
+    head = np.zeros(16, np.float32)
+    head[:3] = 0.5, 2.0, 1.0
+    places = [bench.put("weights", np.concatenate([head, start])), bench.reserve("activations", 1024 * threads)]
+    want = (start / 8 + 2 * (1 + 0.5 + 0.25))[: 16 * chains]
+
+    def twin(view: RecordView) -> list[Expected]:
+        stored = view.array(1, np.float32, (threads, 256))[:, : 16 * chains]
+        return [Expected("out", stored, np.stack([want] * threads))]
+
+    bench.run(isa, "f32_peak", places, [3], threads=threads, twin=twin)
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
