@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from edgeinfer.errors import ProfileError
 
@@ -93,7 +93,9 @@ class DeviceProfile:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     """Further curves of the probe, such as ``read_gbs_by_threads``."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further figures of the probe, such as ``frequency_share``."""
+    """Further figures of the probe, such as ``frequency_share``; of some GPUs ``clock_ghz``."""
+    aliases: tuple[str, ...] = ()
+    """Other names that it goes by, for example in published tables."""
 
 
 TABLE_KEYS = tuple(key for key in DeviceProfile.__dataclass_fields__ if key != "name")
@@ -135,6 +137,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     values["constants"] = check.constants(table.get("constants", {}))
     values["sources"] = {key: check.text(f"sources.{key}", value)
                          for key, value in check.table("sources", table.get("sources", {})).items()}
+    values["aliases"] = check.texts("aliases", table.get("aliases", []))
     values["measured"] = check.moment("measured", table["measured"]) if "measured" in table else None
     values["machine"] = check.text("machine", table["machine"]) if "machine" in table else None
     values["curves"] = {key: check.curve(f"curves.{key}", value)
@@ -153,7 +156,7 @@ class _Checker:
     def __init__(self, where: str):
         self.where = where
 
-    def fail(self, name: str, value: object, want: str) -> None:
+    def fail(self, name: str, value: object, want: str) -> NoReturn:
         raise ProfileError(f"{self.where}: {name} is {value!r}; {want}.")
 
     def keys(self, table: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -175,6 +178,11 @@ class _Checker:
             self.fail(name, value, "it must be a text of 1 to 1000 characters in quotes")
         return str(value)
 
+    def texts(self, name: str, value: object) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            self.fail(name, value, "it must be a list of texts")
+        return tuple(self.text(name, item) for item in value)
+
     def choice(self, name: str, value: object, choices: tuple[str, ...]) -> str:
         if value not in choices:
             self.fail(name, value, f"choose one of {', '.join(choices)}")
@@ -195,7 +203,7 @@ class _Checker:
     def table(self, name: str, value: object) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
             self.fail(name, value, f"it must be a table, written [{name}]")
-        return value  # type: ignore[return-value]
+        return value
 
     def constants(self, value: object) -> dict[str, float]:
         table = self.table("constants", value)
@@ -218,4 +226,3 @@ class _Checker:
             return datetime.datetime.fromisoformat(value).isoformat()
         except (TypeError, ValueError):
             self.fail(name, value, "it must be a date and time such as '2026-05-01T12:00:00'")
-            raise

@@ -29,13 +29,31 @@ def profiles() -> dict[str, DeviceProfile]:
     """Profiles that come with the program, by name; read on first use."""
     found: dict[str, DeviceProfile] = {}
     for path in sorted((Path(__file__).parent / "profiles").glob("*.toml")):
-        for name, table in read_toml(path).items():
-            found[name] = parse_profile(name, table, f"{path.name}, [{name}]")
+        tables = read_toml(path)
+        common = tables.pop("sources", {})  # where the figures of the whole file are from
+        for name, table in tables.items():
+            own = table.get("sources", {})
+            shared = {key: text for key, text in common.items() if key in table or key in table.get("figures", {})}
+            found[name] = parse_profile(name, {**table, "sources": {**shared, **own}}, f"{path.name}, [{name}]")
     return found
+
+
+@cache
+def _by_any_name() -> dict[str, str]:
+    """Names by themselves, by titles and by aliases, without case and punctuation."""
+    known = profiles().values()
+    words = {_simple(alias): p.name for p in known for alias in (p.title, *p.aliases)}
+    return words | {_simple(p.name): p.name for p in known}
+
+
+def _simple(text: str) -> str:
+    return "".join(letter for letter in text.lower() if letter.isalnum())
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
     """Return a profile: a known name, ``local`` (what the probe saved for this machine), or a TOML file.
+
+    Case and punctuation of names do not matter, and titles and aliases name a device, too.
 
     Raises
     ------
@@ -47,9 +65,8 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
-    known = profiles()
-    if text.lower() in known:
-        return known[text.lower()]
+    if name := _by_any_name().get(_simple(text)):
+        return profiles()[name]
     path = Path(name_or_path)
     if path.suffix == ".toml" or os.sep in text or path.is_file():
         return _from_file(path, path.stem)
@@ -117,7 +134,7 @@ def profile_table(profile: DeviceProfile) -> dict[str, Any]:
     table = {}
     for key in TABLE_KEYS:
         value = getattr(profile, key)
-        if value is not None and value != {}:
+        if value not in (None, {}, ()):
             table[key] = _plain(value)
     return table
 
@@ -134,6 +151,8 @@ def to_toml(table: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Curve):
         return [list(point) for point in value.points]
+    if isinstance(value, tuple):
+        return list(value)
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -179,11 +198,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _nearest(text: str) -> str:
-    """Known names near a wrong one, by name and by title."""
-    words = {name: name for name in profiles()} | {p.title.lower(): p.name for p in profiles().values()}
-    near = difflib.get_close_matches(text.lower(), words, n=4, cutoff=0.5)
-    near += [name for word, name in words.items() if len(text) > 2 and text.lower() in word]
-    names = list(dict.fromkeys(words.get(name, name) for name in near))[:3]
+    """Known names near a wrong one."""
+    words, typed = _by_any_name(), _simple(text)
+    near = difflib.get_close_matches(typed, words, n=4, cutoff=0.6)
+    near += [word for word in words if len(typed) > 2 and typed in word]
+    names = list(dict.fromkeys(words[word] for word in near))[:3]
     if names:
         return f"did you mean {' or '.join(repr(name) for name in names)}?"
     return "'edgeinfer devices' lists the known ones, and a TOML file is given by its path."
