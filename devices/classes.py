@@ -49,8 +49,8 @@ def constants_of(profile: DeviceProfile) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
-    next, and f_kv keeps its ratio to f_w. The rest is the class's; `issue_bytes_per_clock` limits f_w on GPUs whose multiprocessors cannot ask for
-    as many bytes as the memory could deliver.
+    next, and f_kv keeps its ratio to f_w. The rest is the class's; there `issue_bytes_per_clock` limits f_w of GPUs
+    whose multiprocessors cannot ask for as many bytes as the memory could deliver.
     """
     known = profile.device_class in classes()
     table = classes()[profile.device_class if known else UNKNOWN]

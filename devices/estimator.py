@@ -2,8 +2,9 @@
 
 Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) [+ storage]``; a prompt takes the longer of
 its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
-its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its class
-(classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman, Patterson, CACM 52(4), 2009.
+its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its
+class (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman and Patterson, CACM
+52(4), 2009.
 """
 
 from __future__ import annotations
