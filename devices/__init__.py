@@ -5,7 +5,7 @@ tokens per second over a plain record of traffic. It knows no model.
 """
 
 from .classes import Constants, classes, constants_of
-from .estimator import Estimate, estimate
+from .estimator import Estimate, decode_terms, estimate
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
 from .random_reads import BreakEven, break_even, smallest_row
 from .store import load_profile, local_path, local_profile, machine_name, profile_table, profiles, save_profile
@@ -23,6 +23,7 @@ __all__ = [
     "break_even",
     "classes",
     "constants_of",
+    "decode_terms",
     "estimate",
     "load_profile",
     "local_path",

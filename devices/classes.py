@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from .store import read_toml
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR = 0.10
 """Half-width of the 80 % band where runs of this machine were fitted."""
+OWN_ERROR = 0.25
+"""The same where the profile says how fast decoding was seen on this device: other models and programs differ."""
 FITTED = "fitted to"
 """How the source of a learned constant begins."""
 
@@ -45,19 +48,27 @@ def classes() -> dict[str, dict[str, Any]]:
     return read_toml(Path(__file__).with_name("classes.toml"))
 
 
-def constants_of(profile: DeviceProfile) -> Constants:
+def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None) -> Constants:
     """Return the constants to use for a device.
 
     A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
-    next, and f_kv keeps its ratio to f_w. The rest is the class's; there `issue_bytes_per_clock` limits f_w of GPUs
-    whose multiprocessors cannot ask for as many bytes as the memory could deliver.
+    next, and f_kv keeps its ratio to f_w. The rest is the class's. On GPUs two figures of the device change it:
+    `issue_bytes_per_clock` limits f_w where the multiprocessors cannot ask for as many bytes as the memory could
+    deliver, and t0_ms holds at `t0_clock_ghz`, for it is spent in kernels that wait for no memory.
+
+    Parameters
+    ----------
+    profile : DeviceProfile
+    table : mapping, optional
+        Constants instead of those of the profile's class (for fits).
     """
     known = profile.device_class in classes()
-    table = classes()[profile.device_class if known else UNKNOWN]
+    table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
-    clock, issue = profile.figures.get("clock_ghz"), table.get("issue_bytes_per_clock")
-    if clock and issue:
-        values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
+    if clock := profile.figures.get("clock_ghz"):
+        if issue := table.get("issue_bytes_per_clock"):
+            values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)
+        values["t0_ms"] *= table.get("t0_clock_ghz", clock) / clock
     if profile.effective_gbs is not None:
         seen = profile.effective_gbs / profile.bandwidth_gbs
         values["f_kv"] *= seen / values["f_w"]
@@ -69,5 +80,7 @@ def constants_of(profile: DeviceProfile) -> Constants:
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
         source = table["error_source"]
+        if known and (profile.effective_gbs is not None or "f_w" in profile.constants):
+            error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
     return Constants(**values, peak=table["peak"], error=error, prefill_error=table["prefill_error"], basis=basis,
                      error_source=source)
