@@ -2,9 +2,9 @@
 them.
 
 ``python -m edgeinfer.kernels.build`` compiles this machine's set into the user's cache, with progress; ``--all``
-compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel. The
-parent only starts processes: each compiles its share of one set with an explicit CPU, so that nothing depends on the
-machine that builds.
+compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel
+(`.ci/release`). The parent only starts processes: each compiles its share of one set with an explicit CPU, so that
+nothing depends on the machine that builds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from edgeinfer.errors import KernelError
 
 from .isa import LADDER, Isa, choose
-from .objects import cache_directory, package_directory, read_set, set_directory, write_manifest
+from .objects import MANIFEST, cache_directory, package_directory, read_set, set_directory, write_manifest
+from .tidy import scratch_prefix, tidy
 
 Progress = Callable[[int, int, str], None]
 TICK_SECONDS = 0.5
@@ -40,7 +41,9 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
         If a kernel does not compile or needs a symbol other than memset, memcpy and memmove.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".build-") as scratch, ExitStack() as running:
+    tidy(directory)
+    prefix = scratch_prefix("build")
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=prefix) as scratch, ExitStack() as running:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         shares = min(4, cores)
         workers = []
@@ -120,9 +123,9 @@ def _replace(scratch: Path, directory: Path) -> None:
     """Move a finished set into place; one that somebody else has finished meanwhile stays, for it may be in use."""
     import shutil
 
-    staged = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".staged-"))
+    staged = Path(tempfile.mkdtemp(dir=directory.parent, prefix=scratch_prefix("staged")))
     try:
-        for file in scratch.iterdir():
+        for file in (*scratch.glob("*.o"), scratch / MANIFEST):
             os.replace(file, staged / file.name)
         staged.chmod(0o755)  # mkdtemp's is for this user alone
         if read_set(directory) is None:
@@ -136,21 +139,25 @@ def _replace(scratch: Path, directory: Path) -> None:
 
 
 def _show(done: int, total: int, name: str) -> None:
-    print(f"\r{done}/{total} {name:<24}", end="", flush=True)
+    if sys.stdout.isatty():
+        print(f"\r{done}/{total} {name:<24}", end="", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line of this module."""
+    """Compile kernels ahead of time. Without options: the best set of this machine, into the user's cache."""
     parser = argparse.ArgumentParser(prog="python -m edgeinfer.kernels.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a wheel)")
     parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
+    parser.add_argument("--into", type=Path, metavar="DIRECTORY", help="into this directory, as for a wheel")
     chosen = parser.parse_args(arguments)
-    sets = list(LADDER) if chosen.all else [choose(chosen.isa)]
-    for isa in sets:
-        root = package_directory() if chosen.all else cache_directory()
+    root: Path | None = chosen.into or (package_directory() if chosen.all else None)
+    for isa in LADDER if chosen.all else [choose(chosen.isa)]:
         start = time.perf_counter()
-        build(isa, set_directory(root, isa, released=chosen.all), _show)
-        print(f"\r{isa.machine} {isa.name}: {time.perf_counter() - start:.1f} s{'':<24}")
+        directory = set_directory(root or cache_directory(), isa, released=root is not None)
+        build(isa, directory, _show)
+        seconds, n_kernels = time.perf_counter() - start, len(read_set(directory) or ())
+        line = f"{isa.machine} {isa.name}: {n_kernels} kernels, {seconds:.1f} s"
+        print(f"\r{line:<40}" if sys.stdout.isatty() else line, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ memmove.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from .elf import undefined_symbols
 from .isa import LADDER, Isa, triple
 
 ALLOWED = {"memset", "memcpy", "memmove"}
+CLAIM = ".claim"
+"""Ending of the empty files by which one of several processes takes a kernel."""
 
 
 def aim(machine: str) -> None:
@@ -45,13 +49,18 @@ def load_kernels(isa: Isa) -> dict[str, Any]:
 def only_translate() -> None:
     """Make Numba stop at LLVM IR: helpers are neither optimised nor turned into machine code one by one.
 
-    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole. Numba wants a
-    built-in function as the key of each helper; a new list's method is one.
+    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole: loops of helpers
+    that were unrolled before they are inlined would make it three times as long. Numba wants a built-in function as the
+    key of each helper; a new list's method is one.
     """
     from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
     from numba.core.cpu import CPUContext
 
+    def only_lay_out(library: Any, module: Any) -> None:
+        module.data_layout = library._codegen._data_layout
+
     CPUContext.get_executable = lambda self, library, fndesc, env: [].append
+    CPUCodeLibrary._optimize_functions = only_lay_out
     CPUCodeLibrary._optimize_final_module = lambda self: None
     JITCodeLibrary._finalize_specific = lambda self: None
 
@@ -114,17 +123,36 @@ def _entry(name: str, mangled: str, module: Any) -> str:
         }}"""
 
 
+def claimed(names: list[str], out: Path, share: int, shares: int) -> Iterator[str]:
+    """Names that no other process has taken, from this share's part of the list on and round to its beginning.
+
+    Neighbours have helpers in common, which a process compiles once; whoever is through with its own part takes over
+    from the others.
+    """
+    first = share * len(names) // shares
+    for name in names[first:] + names[:first]:
+        try:
+            (out / f"{name}-{os.getppid()}{CLAIM}").touch(exist_ok=False)  # all shares have the same parent
+        except FileExistsError:
+            continue
+        yield name
+
+
 def main(arguments: list[str]) -> None:
-    """``compile MACHINE ISA OUT SHARE SHARES [NAME ...]``: prints ``name total`` for each object it has written."""
+    """``compile MACHINE ISA OUT SHARE SHARES [NAME ...]``: prints ``name total`` for each object it has written.
+
+    The processes of all shares must write to the same directory; one share alone compiles all.
+    """
     machine, isa_name, out, share, shares = arguments[:5]
     isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
     aim(machine)
     kernels = load_kernels(isa)
     only_translate()
+    gc.freeze()  # what has been loaded stays; looking through it again and again costs a sixth of the time
+    gc.set_threshold(50_000, 30, 30)
     want_assembly = bool(os.environ.get("EDGEINFER_ASSEMBLY"))
-    only = arguments[5:]
-    names = only or sorted(kernels)
-    for name in names[int(share)::int(shares)]:
+    names = arguments[5:] or sorted(kernels, key=lambda name: (kernels[name].__module__, name))
+    for name in claimed(names, Path(out), int(share), int(shares)):
         code, assembly = compile_kernel(name, kernels[name], want_assembly)
         (Path(out) / f"{name}.o").write_bytes(code)
         if want_assembly:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import KernelError
 
-from . import abi
+from . import abi, elf
 from .isa import Isa, triple
 
 _COMPILED = ("abi", "attention", "blocks", "common", "compile", "dots", "elementwise", "isa", "linear", "neon",
              "parameters", "probe", "registry", "rope", "simd", "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
+MANIFEST = "manifest.json"
+_DAY_SECONDS = 86400
 
 
 def source_hash() -> str:
@@ -69,7 +73,7 @@ def write_manifest(directory: Path, isa: Isa) -> None:
     objects = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.glob("*.o"))}
     manifest = {"abi": abi.VERSION, "isa": isa.name, "machine": isa.machine, "sources": source_hash(),
                 "built_by": compiler_versions(), "objects": objects}
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def read_set(
@@ -80,42 +84,97 @@ def read_set(
     `sources` is their hash; by default that of the files as they are now.
     """
     try:
-        manifest = json.loads((directory / "manifest.json").read_text())
+        return _checked_set(directory, names, sources or source_hash())
+    except KernelError:
+        return None
+
+
+def _checked_set(
+    directory: Path, names: Iterable[str] | None = None, sources: str = "", isa: Isa | None = None
+) -> dict[str, bytes]:
+    """The objects of a set; a KernelError says in a clause what is wrong with it."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        if isa and (manifest["machine"], manifest["isa"]) != (isa.machine, isa.name):
+            raise KernelError(f"they are for {manifest['machine']} {manifest['isa']}")
         if manifest["sources"] != (sources or source_hash()) or manifest["abi"] != abi.VERSION:
-            return None
+            raise KernelError("they were built from other sources")
         checksums = manifest["objects"]
         out = {}
         for name in checksums if names is None else names:
             code = (directory / f"{name}.o").read_bytes()
             if hashlib.sha256(code).hexdigest() != checksums[name]:
-                return None
+                raise KernelError(f"{name}.o is damaged")
             out[name] = code
+        if isa and out and elf.machine(next(iter(out.values()))) != isa.machine:
+            raise KernelError(f"they hold no code for {isa.machine}")
         return out
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{error.strerror}: {Path(error.filename).name}" if isinstance(error, OSError) else "no valid manifest"
+        raise KernelError(what) from None
 
 
 def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) -> Path:
     """Directory of a valid set: the wheel's, the cache's, or a new one compiled now.
 
-    The new one goes into a temporary directory where the cache cannot be written, which is said once on standard error.
+    Sets that are damaged or do not belong here are named on standard error before new ones are compiled. Where the
+    cache cannot be written the new one goes into a temporary directory, which is said there once, too.
     """
     from .build import build
 
     released = set_directory(package_directory(), isa, released=True)
-    if read_set(released) is not None:
+    fault = _fault(released, isa)
+    if not fault:
         return released
     directory = set_directory(cache_directory(), isa)
-    if read_set(directory) is not None:
+    worn = _fault(directory, isa)
+    if not worn:
+        _mark_used(directory)
         return directory
+    if package_directory().is_dir():  # a release: it should not have come to this
+        _say(f"the package's kernels for {isa.name} cannot be used ({fault}); they are compiled into the user's cache.")
+    if directory.is_dir():
+        _say(f"the kernels in {directory} cannot be used ({worn}); they are compiled again.")
     try:
+        if str(directory).startswith("~"):
+            raise OSError("the home directory is not known")
         build(isa, directory, progress)
     except OSError as error:
         directory = _temporary_directory() / directory.name
-        print(f"edgeinfer: kernels cannot be kept ({error}); they are compiled again in the next process. "
-              "Set EDGEINFER_CACHE to a writable directory.", file=sys.stderr)
+        _say(f"kernels cannot be kept ({error}); they are compiled again in the next process. "
+             "Set EDGEINFER_CACHE to a writable directory.")
         build(isa, directory, progress)
     return directory
+
+
+def _fault(directory: Path, isa: Isa) -> str:
+    """What is wrong with a set, or nothing."""
+    try:
+        if not directory.is_dir():
+            return _other_set(directory)
+        _checked_set(directory, isa=isa)
+        return ""
+    except KernelError as error:
+        return str(error)
+
+
+def _other_set(directory: Path) -> str:
+    """Why there is no set of this name: those of an instruction set differ by their sources alone."""
+    kind = directory.name.rpartition("-")[0]
+    others = directory.parent.glob(f"{kind}-*") if directory.parent.is_dir() else ()
+    return "they were built from other sources" if any(others) else "there are none"
+
+
+def _mark_used(directory: Path) -> None:
+    """Note once a day that the set is in use; tidy.py removes sets that nobody uses."""
+    manifest = directory / MANIFEST
+    with contextlib.suppress(OSError):  # not ours, or read-only
+        if time.time() - manifest.stat().st_mtime > _DAY_SECONDS:
+            os.utime(manifest)
+
+
+def _say(sentence: str) -> None:
+    print(f"edgeinfer: {sentence}", file=sys.stderr)
 
 
 @functools.cache
