@@ -22,7 +22,7 @@ from pathlib import Path
 from edgeinfer.errors import KernelError
 
 from .isa import LADDER, Isa, choose
-from .objects import MANIFEST, cache_directory, package_directory, read_set, set_directory, write_manifest
+from .objects import MANIFEST, cache_directory, fault, package_directory, read_set, set_directory, write_manifest
 from .tidy import scratch_prefix, tidy
 
 Progress = Callable[[int, int, str], None]
@@ -63,7 +63,7 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
         if any([worker.wait() for worker in workers]):
             raise KernelError(f"Compiling the {isa.name} kernels failed: {message}.")
         write_manifest(Path(scratch), isa)
-        _replace(Path(scratch), directory)
+        _replace(Path(scratch), directory, isa)
 
 
 def _start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str]:
@@ -119,7 +119,7 @@ def _lines(workers: list[subprocess.Popen[str]]) -> Iterator[str]:
             thread.join()
 
 
-def _replace(scratch: Path, directory: Path) -> None:
+def _replace(scratch: Path, directory: Path, isa: Isa) -> None:
     """Move a finished set into place; one that somebody else has finished meanwhile stays, for it may be in use."""
     import shutil
 
@@ -128,11 +128,11 @@ def _replace(scratch: Path, directory: Path) -> None:
         for file in (*scratch.glob("*.o"), scratch / MANIFEST):
             os.replace(file, staged / file.name)
         staged.chmod(0o755)  # mkdtemp's is for this user alone
-        if read_set(directory) is None:
+        if fault(directory, isa):
             shutil.rmtree(directory, ignore_errors=True)
             os.rename(staged, directory)
     except OSError:
-        if read_set(directory) is None:
+        if fault(directory, isa):
             raise
     finally:
         shutil.rmtree(staged, ignore_errors=True)

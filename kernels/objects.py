@@ -123,16 +123,17 @@ def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) 
     from .build import build
 
     released = set_directory(package_directory(), isa, released=True)
-    fault = _fault(released, isa)
-    if not fault:
+    lacking = fault(released, isa)
+    if not lacking:
         return released
     directory = set_directory(cache_directory(), isa)
-    worn = _fault(directory, isa)
+    worn = fault(directory, isa)
     if not worn:
         _mark_used(directory)
         return directory
     if package_directory().is_dir():  # a release: it should not have come to this
-        _say(f"the package's kernels for {isa.name} cannot be used ({fault}); they are compiled into the user's cache.")
+        _say(f"the package's kernels for {isa.name} cannot be used ({lacking}); "
+             "they are compiled into the user's cache.")
     if directory.is_dir():
         _say(f"the kernels in {directory} cannot be used ({worn}); they are compiled again.")
     try:
@@ -141,13 +142,14 @@ def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) 
         build(isa, directory, progress)
     except OSError as error:
         directory = _temporary_directory() / directory.name
-        _say(f"kernels cannot be kept ({error}); they are compiled again in the next process. "
-             "Set EDGEINFER_CACHE to a writable directory.")
-        build(isa, directory, progress)
+        if fault(directory, isa):
+            _say(f"kernels cannot be kept ({error}); they are compiled again in the next process. "
+                 "Set EDGEINFER_CACHE to a writable directory.")
+            build(isa, directory, progress)
     return directory
 
 
-def _fault(directory: Path, isa: Isa) -> str:
+def fault(directory: Path, isa: Isa) -> str:
     """What is wrong with a set, or nothing."""
     try:
         if not directory.is_dir():
