@@ -42,6 +42,13 @@ Budget = Annotated[
         help="Most memory of the whole process, such as 4GiB or 500MB.  [default: what the system can give now]",
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", envvar="EDGEINFER_DEVICE", metavar="NAME",
+        help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]",
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", envvar="EDGEINFER_MAX_TOKENS", metavar="N", help="Most tokens to generate."),

@@ -1,0 +1,150 @@
+"""`edgeinfer estimate`: tokens per second of a model on a device, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..config import GROUP_SIZES, KV_TYPES, WEIGHT_TYPES
+from ..errors import UsageError
+from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
+from .options import Device, Json, Kv
+from .output import print_json
+
+if TYPE_CHECKING:
+    from ..describe import ModelDescription
+    from ..devices import DeviceProfile
+
+DEFAULT_CTX, MOST_CTX = 4096, (1 << 24) - 1
+DEFAULT_PROMPT = 512
+
+JSON_FIELDS = {
+    "estimate": {
+        "model": "as given",
+        "device": "name of the profile; with `device_title`, `device_class`, `bandwidth_gbs`",
+        "ctx": "context in tokens; with `prompt`, `kv`, `weights`, `group_size`",
+        "decode_tok_per_s": "tokens per second at the end of the context",
+        "low": "with `high` the band that holds 80 % of measurements",
+        "ceiling_tok_per_s": "pure bandwidth: 4 bits for every weight, a byte for every key and value, no other time",
+        "prefill_tok_per_s": "of the prompt in an empty context; null where the device's peak is not known",
+        "prefill_low": "with `prefill_high` its band",
+        "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
+        "bytes_per_token": "read from memory for one token at the end of the context",
+        "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
+        "kv_bytes": "keys and values of the whole context, with their scales",
+        "pure": "figures without scales: `weight_bytes` (4 bits a weight), `kv_bytes` (a byte each), `parameters`",
+        "bits_per_weight": "stored bits with scales, over all weights",
+        "terms_ms": "milliseconds of one token, and of the prompt, by cause",
+        "basis": "'this machine, calibrated', 'class NAME' or 'unknown'; `error` and `error_source` of the band",
+        "fits": "whether weights and context fit the device's memory; `memory_bytes` is that memory",
+        "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
+        "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
+        "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
+        "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", show_default=False,
+            help="Bundle, checkpoint, config.json, GGUF file, known shape such as llama-2-7b, or hub id; no weights "
+            "are read.",
+        ),
+    ],
+    device: Device = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option("-c", "--ctx", envvar="EDGEINFER_CTX", metavar="TOKENS",
+                     help="Context at whose end a token is generated.  [default: the model's, at most 4096]"),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option("-p", metavar="TOKENS", help="Length of the prompt.  [default: 512, at most the context]"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(WEIGHT_TYPES), help="Type of the weights.  [default: a bundle's own, else q4]"),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(metavar="|".join(map(str, GROUP_SIZES)), help="Weights per scale.  [default: 32]")
+    ] = None,
+    kv: Kv = "int8",
+    accepted: Annotated[
+        float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
+    ] = 1.0,
+    all_devices: Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw tokens per second over the context: .svg, .png or .pdf.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say how fast a model will be, without loading or downloading its weights.
+
+    The estimate adds the time of the bytes that a token reads to a fixed time; constants are those of this machine
+    after 'edgeinfer devices --probe' and some runs, else those of the device's class. docs/estimator.md has the
+    formula, its constants and how far off it was.
+
+    \b
+    Examples:
+      edgeinfer estimate llama-2-7b --device rpi5
+      edgeinfer estimate ./my-bundle --ctx 32768 --plot speed.svg
+      edgeinfer estimate qwen3-8b --weights int8 --all-devices
+    """
+    check_request(device, ctx, prompt, kv, all_devices, plot)
+    from ..describe import describe
+    from ..devices import load_profile, profiles
+
+    one = None if all_devices else load_profile(device or "local")
+    described = describe(model, weights, group_size)
+    ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
+    length = prompt or min(DEFAULT_PROMPT, ctx)
+    if one is not None:
+        _one(described, one, (ctx, length), kv, accepted, plot, json)
+        return
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, accepted)
+    if json:
+        print_json(out)
+    else:
+        print_all_devices(out)
+
+
+def _one(
+    described: ModelDescription, profile: DeviceProfile, tokens: tuple[int, int], kv: str, accepted: float,
+    plot: Path | None, json: bool
+) -> None:
+    """Estimate on one device, and report."""
+    out = estimate_object(described, profile, *tokens, kv, accepted)
+    if plot is not None:
+        from .plot import save_plot
+
+        save_plot(chart(out), plot)
+    if json:
+        print_json(out)
+    else:
+        print_estimate(out)
+
+
+def check_request(
+    device: str | None, ctx: int | None, prompt: int | None, kv: str, all_devices: bool, plot: Path | None
+) -> None:
+    """Refuse what is wrong whatever the model and the device."""
+    for option, value in (("--ctx", ctx), ("-p", prompt)):
+        if value is not None and not 1 <= value <= MOST_CTX:
+            raise UsageError(f"{option} {value} is out of range; it must be from 1 to {MOST_CTX} tokens.")
+    if ctx is not None and prompt is not None and prompt > ctx:
+        raise UsageError(f"-p {prompt} does not fit --ctx {ctx}; the prompt is part of the context.")
+    if kv not in KV_TYPES:
+        raise UsageError(f"kv is {kv!r}; choose one of {', '.join(KV_TYPES)}.")
+    if all_devices and (device is not None or plot is not None):
+        what = "--device" if device is not None else "--plot"
+        raise UsageError(f"{what} belongs to one device; leave --all-devices out.")
+    if plot is not None:
+        from .plot import check_plot
+
+        check_plot(plot)

@@ -1,0 +1,202 @@
+"""What `edgeinfer estimate` reports: its JSON object, the same for people, and the curve over the context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..sizes import format_size
+from .output import table
+
+if TYPE_CHECKING:
+    from ..describe import ModelDescription
+    from ..devices import DeviceProfile, Estimate
+    from .plot import Chart
+
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+"""Shares of zero rows whose time is compared with the dense network's."""
+
+
+def estimate_object(
+    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, accepted: float
+) -> dict[str, Any]:
+    """The JSON object of one device, with the curve over the context."""
+    from ..devices import estimate
+
+    traffic = model.traffic(kv)
+    depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
+    curve = [estimate(profile, traffic, depth, prompt, accepted) for depth in depths]
+    contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
+                for item in curve]
+    return {
+        **_model_object(model, ctx, prompt, kv), **_device_object(model, profile, ctx, kv, curve[-1], curve[0]),
+        "contexts": contexts, "break_even": break_even_object(model, profile),
+    }
+
+
+def all_devices_object(
+    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, accepted: float
+) -> dict[str, Any]:
+    """The JSON object of all devices."""
+    from ..devices import estimate
+
+    traffic = model.traffic(kv)
+    found = []
+    for profile in profiles:
+        full, empty = (estimate(profile, traffic, depth, prompt, accepted) for depth in (ctx, 0))
+        found.append(_device_object(model, profile, ctx, kv, full, empty))
+    return {**_model_object(model, ctx, prompt, kv), "devices": found}
+
+
+def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> dict[str, Any]:
+    """What does not depend on the device."""
+    quantisation = model.quantisation
+    return {
+        "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
+        "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
+        "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
+        "weight_bytes_read": round(model.bytes_per_token), "kv_bytes": ctx * model.kv_bytes_per_position[kv],
+        "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
+                 "parameters": model.parameters},
+        "bits_per_weight": 8 * model.weight_bytes / model.parameters, "reason": model.reason,
+    }
+
+
+def _device_object(
+    model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, full: Estimate, empty: Estimate
+) -> dict[str, Any]:
+    """What depends on the device: a token at the end of the context, a prompt in an empty one."""
+    needed = model.weight_bytes + ctx * model.kv_bytes_per_position[kv]
+    prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
+    token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}
+    return {
+        "device": profile.name, "device_title": profile.title, "device_class": profile.device_class,
+        "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
+        "memory_bytes": profile.memory_bytes, "fits": needed <= profile.memory_bytes,
+        "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
+        "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
+        "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
+        "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
+        "basis": full.basis, "error": full.error, "error_source": full.error_source,
+    }
+
+
+def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
+    """Where skipping neurons of this model's feed-forward networks pays; None where scattered reads are not known."""
+    from ..devices import break_even, smallest_row
+
+    if profile.memory_random is None:
+        return None
+    row = neuron_bytes(model)
+    point = break_even(profile, row)
+    return {
+        "row_bytes": row, "efficiency": point.efficiency, "sparsity": point.sparsity,
+        "relative_time": {str(share): point.relative_time(share) for share in SPARSITIES},
+        "smallest_row_bytes": {str(share): smallest_row(profile, share) for share in SPARSITIES},
+    }
+
+
+def neuron_bytes(model: ModelDescription) -> int:
+    """Bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
+    quantisation, width = model.quantisation, model.config.hidden_size
+    bits = {"q4": 4, "int8": 8, "f16": 16, "f32": 32}[quantisation.weights]
+    scales = 2 * width // quantisation.group_size if quantisation.weights in ("q4", "int8") else 0
+    return width * bits // 8 + scales
+
+
+def print_estimate(out: dict[str, Any]) -> None:
+    """Print one device's estimate for people."""
+    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
+    print(f"{out['model']}, {out['weights']}{group}, on {out['device_title']} ({out['bandwidth_gbs']:g} GB/s)\n")
+    for line in table(_rows(out)):
+        print(line)
+    print()
+    steps = [("context", "tokens/s", "80 % band")]
+    for item in out["contexts"]:
+        steps.append((str(item["depth"]), _speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
+    for line in table(steps, right=[0, 1]):
+        print(line)
+    for line in _remarks(out):
+        print(f"\n{line}")
+
+
+def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    pure = out["pure"]
+    yield ("decode", f"{_speed(out['decode_tok_per_s'])} tokens/s at {out['ctx']} tokens of context "
+                     f"({_band(out['low'], out['high'])})")
+    if out["ttft_ms"] is None:
+        yield "prompt", "not known: nobody published this device's peak"
+    else:
+        yield ("prompt", f"{_speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
+                         f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
+    if out["ceiling_tok_per_s"] is not None:
+        drawn = out["effective_gbs"] or out["bandwidth_gbs"]
+        yield ("ceiling", f"{_speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:g} GB/s over pure 4 bits "
+                          f"({format_size(pure['weight_bytes'])}) and int8 KV ({format_size(pure['kv_bytes'])})")
+    yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each; "
+                      f"{format_size(out['weight_bytes_read'])} read for a token; pure 4 bits: "
+                      f"{format_size(pure['weight_bytes'])}")
+    yield ("KV", f"{format_size(out['kv_bytes'])} {out['kv']} with scales; pure int8: {format_size(pure['kv_bytes'])} "
+                 f"({pure['kv_bytes'] / 2**30:.2f} GiB)")
+    token = {key: value for key, value in out["terms_ms"].items() if not key.startswith("prefill")}
+    yield "one token", ", ".join(f"{key.replace('_', ' ')} {value:.1f} ms" for key, value in token.items())
+    yield "basis", f"{out['basis']}, ±{out['error']:.0%}: {out['error_source']}"
+
+
+def _remarks(out: dict[str, Any]) -> Iterator[str]:
+    needed = out["weight_bytes"] + out["kv_bytes"]
+    if not out["fits"]:
+        yield (f"It does not fit: weights and context take {format_size(needed)}, the device has "
+               f"{format_size(out['memory_bytes'])}.")
+    if out["ctx"] > out["max_ctx_of_model"]:
+        yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
+    if out["reason"]:
+        yield f"{out['reason']}."
+    point = out["break_even"]
+    if point is None:
+        yield ("Whether skipping neurons pays here is not known: scattered reads were not measured "
+               "(edgeinfer devices --probe).")
+        return
+    times = ", ".join(f"{value:.2f} x at {float(share):.0%}" for share, value in point["relative_time"].items())
+    yield (f"A sparse FFN with rows of {point['row_bytes']} bytes reads at {point['efficiency']:.0%} of the bandwidth, "
+           f"so it is faster than the dense one from {point['sparsity']:.0%} zeros on; its time by share of zeros: "
+           f"{times}.")
+    small = ", ".join(f"{float(share):.0%} from {nbytes} bytes" if nbytes else f"{float(share):.0%} never"
+                      for share, nbytes in point["smallest_row_bytes"].items())
+    yield f"Smallest rows that pay, by share of zeros: {small}."
+
+
+def print_all_devices(out: dict[str, Any]) -> None:
+    """Print a line per device."""
+    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
+    needed = format_size(out["weight_bytes"] + out["kv_bytes"])
+    print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n")
+    rows = [("device", "tokens/s", "80 % band", "ceiling", f"pp{out['prompt']}", "memory", "basis")]
+    for item in out["devices"]:
+        prefill, top = item["prefill_tok_per_s"], item["ceiling_tok_per_s"]
+        memory = format_size(item["memory_bytes"])
+        rows.append((
+            item["device"], _speed(item["decode_tok_per_s"]), _band(item["low"], item["high"]),
+            "" if top is None else _speed(top), "not known" if prefill is None else _speed(prefill),
+            memory if item["fits"] else f"{memory}: does not fit", item["basis"],
+        ))
+    for line in table(rows, right=[1, 3, 4]):
+        print(line)
+
+
+def chart(out: dict[str, Any]) -> Chart:
+    """Tokens per second over the context."""
+    from .plot import Chart, Line
+
+    found = out["contexts"]
+    columns = {key: [item[key] for item in found] for key in ("depth", "decode_tok_per_s", "low", "high")}
+    line = Line("estimate, 80 % band", columns["depth"], columns["decode_tok_per_s"], columns["low"], columns["high"])
+    return Chart(f"{out['model']} on {out['device_title']}", "tokens of context", "tokens/s", [line])
+
+
+def _speed(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _band(low: float, high: float) -> str:
+    return f"{_speed(low)} to {_speed(high)}"
