@@ -83,7 +83,7 @@ def _dot_u8(b, acc, w, x):
     return _dot_plain(b, acc, w, x)  # 0..15 reads the same signed
 
 
-def _dot_s8(b, acc, w, x):
+def dot_s8_line(b, acc, w, x):
     """Signed bytes in [-127, 127] times signed activations, exact; the start undoes the offset of VNNI."""
     if _vnni():  # the instruction takes unsigned weights: flipping the sign bit adds 128
         return _vpdpbusd(b, acc, b.xor(w, constant(VB, -128)), x)
@@ -135,7 +135,7 @@ def _dot_plain(b, acc, w, x):
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def _dot_block(b, block, acc, lines, x, dot, smull):
+def dot_block(b, block, acc, lines, x, dot, smull):
     """Add products to a block of m row tiles x n tokens.
 
     `lines` holds per row tile one or two lines; the 4 activations of token t lie at x + 4 t for the first, at
@@ -163,7 +163,7 @@ def _dot_block(b, block, acc, lines, x, dot, smull):
     return acc
 
 
-def _line_list(b, lines, value):
+def line_list(b, lines, value):
     """One line, or those of a tile."""
     return [b.extract_value(value, i) for i in range(lines.n)] if isinstance(lines, Tile) else [value]
 
@@ -177,7 +177,7 @@ def _dot_tile(dot, smull):
             return None
 
         def lower(context, b, sig, args):
-            return _dot_block(b, block, args[0], [(w,) for w in _line_list(b, lines, args[1])], args[2], dot, smull)
+            return dot_block(b, block, args[0], [(w,) for w in line_list(b, lines, args[1])], args[2], dot, smull)
 
         return block(block, lines, x), lower
 
@@ -185,7 +185,6 @@ def _dot_tile(dot, smull):
 
 
 dot_u8 = _dot_tile(_dot_u8, neon.by_smlal)
-dot_s8 = _dot_tile(_dot_s8, neon.by_smull)
 
 
 def _nibbles(b, line):
@@ -205,8 +204,8 @@ def dot_q4(context, block, lines, x):
         return None
 
     def lower(context, b, sig, args):
-        both = [_nibbles(b, line) for line in _line_list(b, lines, args[1])]
-        return _dot_block(b, block, args[0], both, args[2], _dot_u8, neon.by_smlal)
+        both = [_nibbles(b, line) for line in line_list(b, lines, args[1])]
+        return dot_block(b, block, args[0], both, args[2], _dot_u8, neon.by_smlal)
 
     return block(block, lines, x), lower
 
@@ -218,8 +217,8 @@ def dot_int8(context, block, lines, following, x):
         return None
 
     def lower(context, b, sig, args):
-        both = list(zip(*(_line_list(b, lines, value) for value in args[1:3]), strict=True))
-        return _dot_block(b, block, args[0], both, args[3], _dot_s8, neon.by_smull)
+        both = list(zip(*(line_list(b, lines, value) for value in args[1:3]), strict=True))
+        return dot_block(b, block, args[0], both, args[3], dot_s8_line, neon.by_smull)
 
     return block(block, lines, following, x), lower
 
@@ -293,7 +292,7 @@ def scale_add(context, acc, ints, w_scales, x_scales):
     n = acc.n // m
 
     def lower(context, b, sig, args):
-        out, scales = args[0], _line_list(b, w_scales, args[2])
+        out, scales = args[0], line_list(b, w_scales, args[2])
         for t in range(n):
             x = _of_tokens(b, acc, args[3], t, F32)
             for i, w in enumerate(scales):

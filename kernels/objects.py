@@ -18,8 +18,9 @@ from edgeinfer.errors import KernelError
 from . import abi, elf
 from .isa import Isa, triple
 
-_COMPILED = ("abi", "attention", "blocks", "common", "compile", "dots", "elementwise", "isa", "linear", "neon",
-             "parameters", "probe", "registry", "rope", "simd", "targets", "vecmath", "walk")
+_COMPILED = ("abi", "attention", "attention_rows", "attention_split", "blocks", "chains", "common", "compile", "dots",
+             "elementwise", "isa", "linear", "neon", "parameters", "probe", "registry", "rope", "simd", "targets",
+             "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 MANIFEST = "manifest.json"
 _DAY_SECONDS = 86400

@@ -162,33 +162,38 @@ def fma_splat(context, acc, v, x, stride):
     return acc(acc, v, x, stride), lower
 
 
-def _row_fma(name, llvm, align, widen):
-    """Intrinsic ``(tile, address, p)``: tile[i] + vector i at address (16 stored elements each) * the f32 at p."""
+def _outer_fma(name, llvm, align, widen):
+    """Intrinsic ``(acc, n, address, p, stride)``: acc[i, t] + vector i at address (16 stored elements) * the f32 of t.
 
-    @intrinsic
-    def fma_rows(context, acc, address, p):
-        if not isinstance(acc, Tile):
+    acc holds m vectors x n rows, vector by vector; the f32 of row t is at p + t * stride.
+    """
+
+    @intrinsic(prefer_literal=True)
+    def fma_rows(context, acc, n, address, p, stride):
+        rows = literal(n)
+        if rows is None or not isinstance(acc, Tile):
             return None
 
         def lower(context, b, sig, args):
-            scalar = splat(b, b.load(pointer(b, args[2]), typ=F32, align=4), VF)
-            size = ir.Constant(I64, 16 * align)
+            vectors = [widen(b, b.load(pointer(b, args[2], 16 * align * i), typ=llvm, align=align))
+                       for i in range(acc.n // rows)]
+            scalars = [splat(b, b.load(pointer(b, row(b, args[3], args[4], t)), typ=F32, align=4), VF)
+                       for t in range(rows)]
 
-            def step(b, v, i):
-                stored = b.load(pointer(b, row(b, args[1], size, i)), typ=llvm, align=align)
-                return emit_fma(b, widen(b, stored), scalar, v)
+            def step(b, v, k):
+                return emit_fma(b, vectors[k // rows], scalars[k % rows], v)
 
             return per_row(b, acc, args[0], step)
 
-        return acc(acc, address, p), lower
+        return acc(acc, n, address, p, stride), lower
 
     fma_rows.__name__ = name
     return fma_rows
 
 
-fma_rows_i8 = _row_fma("fma_rows_i8", ir.VectorType(I8, 16), 1, lambda b, v: b.sitofp(b.sext(v, VI), VF))
-fma_rows_f16 = _row_fma("fma_rows_f16", ir.VectorType(I16, 16), 2, emit_widen_f16)
-fma_rows_f32 = _row_fma("fma_rows_f32", VF, 4, lambda b, v: v)
+fma_rows_i8 = _outer_fma("fma_rows_i8", ir.VectorType(I8, 16), 1, lambda b, v: b.sitofp(b.sext(v, VI), VF))
+fma_rows_f16 = _outer_fma("fma_rows_f16", ir.VectorType(I16, 16), 2, emit_widen_f16)
+fma_rows_f32 = _outer_fma("fma_rows_f32", VF, 4, lambda b, v: v)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -239,9 +244,12 @@ def block_heights() -> tuple[int, int, int]:
     return _row_tiles, *_heights
 
 
-def attention_heights() -> tuple[int, int]:
-    """Rows of the large and the small tile of attention over int8: 32 registers of 16 lanes hold 8, others 4.
+def attention_tiles() -> tuple[tuple[int, tuple[int, ...], int], ...]:
+    """Register tiles of attention, largest first: rows, vectors of V at once, chains of the products with K.
 
-    Measured with AVX2 and AVX-VNNI: 8 rows spill and take 1.25 times as long.
+    32 registers of 16 lanes hold 16 sums with what they are made of, others 4 (measured with AVX2: 8 rows spill and
+    take 1.25 times as long). The last width is 1, the last tile has 1 row.
     """
-    return (8, 4) if has("avx512f") else (4, 2)
+    if has("avx512f"):
+        return (8, (2, 1), 1), (4, (4, 1), 2), (1, (8, 4, 1), 4)
+    return (4, (1,), 1), (2, (2, 1), 2), (1, (4, 1), 4)
