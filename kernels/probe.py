@@ -122,7 +122,7 @@ def f32_peak(rec, ctx, tid, n_threads):
     """
     base, out = place(rec, ctx, 0), place(rec, ctx, 1)
     x, y, rounds = splat_f32(load_f32(base)), splat_f32(load_f32(base + 4)), parameter(rec, 0)
-    vectors = fma_rows_f32(zero_tile(CHAINS), base + 64, base + 8)
+    vectors = fma_rows_f32(zero_tile(CHAINS), 1, base + 64, base + 8, 0)
     for _ in range(rounds):
         vectors = fma_all(vectors, x, y)
     store_tile(vectors, out + 1024 * tid, 64)
