@@ -45,7 +45,8 @@ class LLM:
     max_sequences : int
         Samples of one prompt that may be generated together (the option `n` of requests).
     progress : callable, optional
-        Called with (stage, done, total, item) while a model is downloaded or converted, or kernels compile.
+        Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
+        1 GB or more are loaded.
 
     Attributes
     ----------
@@ -98,7 +99,8 @@ class LLM:
         try:
             self._tokenizer = _open_tokenizer(self._bundle)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
-            self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"))
+            self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"),
+                                            loading=progress and partial(progress, "load"))
         except BaseException:
             self._bundle.close()
             raise

@@ -16,7 +16,7 @@ from .cache import cache_root
 from .errors import DestinationError, ModelNotFoundError
 
 Progress = Callable[[str, int, int, str], None]
-"""Called with (stage, done, total, item); the stages are download, convert and compile."""
+"""Called with (stage, done, total, item); the stages are download, convert, compile and load."""
 
 DEMO = "demo"
 KNOWN_NAMES = {

@@ -188,7 +188,7 @@ def run_tests(
     threads = config.threads or default_threads()
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
     with Probe(threads, read_bytes, partial(progress, "compile")) as probe:
-        session, bundle, load_ms = open_session(path, replace(config, threads=threads))
+        session, bundle, load_ms = open_session(path, replace(config, threads=threads), progress)
         try:
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
             peak = peak_rss_bytes()
@@ -203,7 +203,7 @@ def run_tests(
             session.close()
 
 
-def open_session(path: Path, config: RuntimeConfig) -> tuple[Session, Bundle, float]:
+def open_session(path: Path, config: RuntimeConfig, progress: ProgressLine) -> tuple[Session, Bundle, float]:
     """Open a bundle; returns the milliseconds that it took, too."""
     from ..bundle import Bundle
     from ..runtime import Session
@@ -211,7 +211,7 @@ def open_session(path: Path, config: RuntimeConfig) -> tuple[Session, Bundle, fl
     began = time.perf_counter()
     bundle = Bundle.open(path)
     try:
-        session = Session(bundle, config)
+        session = Session(bundle, config, loading=partial(progress, "load"))
     except BaseException:
         bundle.close()
         raise

@@ -114,7 +114,7 @@ def open_session(
 
     path = resolve(model, progress)
     bundle = stack.enter_context(Bundle.open(path))
-    session = Session(bundle, config, progress=partial(progress, "compile"))
+    session = Session(bundle, config, progress=partial(progress, "compile"), loading=partial(progress, "load"))
     stack.callback(session.close)
     return session, Tokenizer.open(path, {"bos_token_id": session.model.bos_token_id})
 

@@ -12,12 +12,14 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
-    "evaluate": "evaluating", "write": "writing random weights", "measure": "measuring",
+    "evaluate": "evaluating", "write": "writing random weights", "measure": "measuring", "load": "loading weights",
 }
-IN_BYTES = ("download", "convert", "verify", "write")
+IN_BYTES = ("download", "convert", "verify", "write", "load")
 REPEAT_SECONDS = 0.1
 SILENT_SECONDS = 0.3
 """What takes no longer is not worth a line."""
+NEVER_SILENT = ("load",)
+"""Stages that are told of only when there is much to do."""
 
 
 class ProgressLine:
@@ -35,7 +37,7 @@ class ProgressLine:
         if stage != self._stage:
             self._finish(now)
             self._stage, self._began, self._shown = stage, now, 0.0
-        if now - self._began < SILENT_SECONDS:
+        if now - self._began < SILENT_SECONDS and stage not in NEVER_SILENT:
             return
         if not self._rewrites and not self._shown:
             self._shown = now

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +23,10 @@ _HUGE = 2 << 20
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-def allocate(nbytes: int) -> NDArray[np.uint8]:
+def allocate(nbytes: int, touched: bool = True) -> NDArray[np.uint8]:
     """Zeroed memory at a multiple of 64 bytes, resident from the start, on huge pages where the system gives them.
+
+    With `touched` false its pages are left to a `Toucher`.
 
     Raises
     ------
@@ -41,20 +45,66 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % _HUGE if nbytes >= _HUGE else -raw.ctypes.data % 64
     view = raw[start : start + nbytes]
-    view[:: mmap.PAGESIZE] = 0  # touch every page: taken now, not while tokens flow
+    if touched:
+        view[:: mmap.PAGESIZE] = 0  # taken now, not while tokens flow
     return view
 
 
 READ_BYTES = 64 << 20
 """Weights read in at a time."""
-_POPULATE_READ = 22  # Linux 5.14: map pages for reading, all at once
+TOUCH_BYTES = 32 << 20
+"""Memory populated at a time: a close waits no longer."""
+PROGRESS_BYTES = 10**9
+"""Weights from which on progress is told."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, for reading or with memory of their own
+Progress = Callable[[int, int, str], None]
 
 
-def read_in(weights: NDArray[np.uint8], path: Path, progress: Callable[[int, int, str], None] | None = None) -> None:
+class Toucher:
+    """A thread that gives a region its pages in their order, ahead of the tokens that need them.
+
+    A KV pool of 1 GB costs 0.05-0.1 s, and seconds where a virtual machine must first get the memory from its host; the
+    first block is needed at once, the last after thousands of tokens. Where the system cannot populate pages without
+    writing to them they are written to now, by the caller.
+
+    Parameters
+    ----------
+    memory : uint8 array
+        Zeroed, from `allocate`; it may be used as soon as this object is there.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]):
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        first = min(TOUCH_BYTES, memory.nbytes)
+        if memory.nbytes < _HUGE or not _populate(memory[:first], _POPULATE_WRITE):
+            memory[:: mmap.PAGESIZE] = 0
+        elif memory.nbytes > first:
+            self._thread = threading.Thread(target=self._touch, args=(memory,), daemon=True, name="edgeinfer-touch")
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all pages are there."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Stop; returns when the memory is no longer needed."""
+        self._stop.set()
+        self.wait()
+
+    def _touch(self, memory: NDArray[np.uint8]) -> None:
+        for at in range(TOUCH_BYTES, memory.nbytes, TOUCH_BYTES):
+            if self._stop.is_set() or not _populate(memory[at : at + TOUCH_BYTES], _POPULATE_WRITE):
+                return
+
+
+def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = None) -> None:
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
     Page faults read a cold file 5-8 times slower than the disk can (llama.cpp issue 9244), and one by one they cost
-    0.1-0.25 us even when it is cached. Where the system lacks these calls the pages come as they are touched.
+    0.1-0.25 us even when it is cached. Where the system cannot map pages in bulk the file is read through once, and
+    its pages are mapped as they are touched.
 
     Parameters
     ----------
@@ -63,18 +113,35 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Callable[[int, int
     path : Path
         The file behind it.
     progress : callable, optional
-        Called with (bytes done, bytes in all, file name).
+        Called with (bytes done, bytes in all, file name) if there are PROGRESS_BYTES or more.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    start, size = weights.ctypes.data, weights.nbytes
-    with open(path, "rb") as file:
+    size = weights.nbytes
+    tell = progress if progress and size >= PROGRESS_BYTES else lambda done, total, name: None
+    tell(0, size, path.name)
+    buffer, mapping = bytearray(0), True
+    with open(path, "rb", buffering=0) as file:
         for at in range(0, size, READ_BYTES):
             n = min(READ_BYTES, size - at)
-            os.posix_fadvise(file.fileno(), at, min(2 * READ_BYTES, size - at), os.POSIX_FADV_WILLNEED)
-            if madvise(start + at, n, _POPULATE_READ):
-                return
-            if progress:
-                progress(at + n, size, path.name)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), at, min(2 * READ_BYTES, size - at), os.POSIX_FADV_WILLNEED)
+            mapping = mapping and _populate(weights[at : at + n], _POPULATE_READ)
+            if not mapping:
+                buffer = buffer or bytearray(min(READ_BYTES // 8, size))
+                _read_through(file, at, n, buffer)
+            tell(at + n, size, path.name)
+
+
+def _populate(memory: NDArray[np.uint8], advice: int) -> bool:
+    """Map all pages of a page-aligned array; False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise(memory.ctypes.data, memory.nbytes, advice) == 0
+
+
+def _read_through(file: io.FileIO, at: int, n: int, buffer: bytearray) -> None:
+    """Read a part of the file for its effect on the system's cache; a file that ends early is the mapping's matter."""
+    file.seek(at)
+    while n > 0 and (got := file.readinto(memoryview(buffer)[: min(n, len(buffer))])):
+        n -= got

@@ -19,7 +19,7 @@ from edgeinfer.memory_planner import SPLIT_TOKENS, Request, check_budget, defaul
 
 from .executor import Executor
 from .lowering import Lowering
-from .memory import allocate, read_in
+from .memory import Toucher, allocate, read_in
 from .sequence import KVCache, Sequence
 
 DEFAULT_CTX = 4096
@@ -36,7 +36,7 @@ class Session:
     progress : callable, optional
         Called with (done, total, name) while kernels compile on the first run.
     loading : callable, optional
-        Called with (bytes done, bytes in all, file name) while the weights are read in.
+        Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read in.
 
     Raises
     ------
@@ -56,8 +56,9 @@ class Session:
         self.budget_bytes = check_budget(self.graph, self.plan, bundle.weights_bytes, self.config.budget_bytes)
         kernels = Kernels(choose(), progress)
         self.isa = kernels.isa.name
-        regions = {name: allocate(self.plan.region(name).nbytes)
+        regions = {name: allocate(self.plan.region(name).nbytes, touched=name != "kv")
                    for name in ("kv", "activations", "logits", "constants", "scratch")}
+        self._toucher = Toucher(regions["kv"])
         regions["weights"] = bundle.weights
         read_in(bundle.weights, bundle.weights_path, loading)
         self._fill_constants(regions["constants"])
@@ -156,6 +157,7 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads and let go of all memory."""
+        self._toucher.close()
         self.executor.close()
         self.executor.regions.clear()
         self.kv.close()
