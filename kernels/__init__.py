@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import abi, layouts, parameters, quantise, reference
     from .isa import LADDER, Isa, available, choose, machine
-    from .objects import Kernels, cache_directory, find_set
+    from .objects import Kernels, cache_directory, find_set, package_directory
     from .parameters import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, fill
 
 _HOMES = {
     "Isa": "isa", "available": "isa", "choose": "isa", "machine": "isa", "LADDER": "isa",
     "Kernels": "objects", "cache_directory": "objects", "find_set": "objects",
+    "package_directory": "objects",
     "ACTIVATIONS": "parameters", "ATTENTION": "parameters", "LINEAR": "parameters", "ROPE": "parameters",
     "ROWS": "parameters", "fill": "parameters",
     "abi": "", "layouts": "", "parameters": "", "quantise": "", "reference": "",
@@ -39,6 +40,7 @@ __all__ = [
     "find_set",
     "layouts",
     "machine",
+    "package_directory",
     "parameters",
     "quantise",
     "reference",

@@ -16,6 +16,7 @@ JSON_FIELDS = {
     "warmup": {
         "isa": "instruction set",
         "directory": "where its kernels are",
+        "source": "package (a release brought them) or cache",
         "compiled": "kernels compiled now",
         "seconds": "duration",
     },
@@ -31,13 +32,14 @@ def warmup(
 ) -> None:
     """Compile the kernels of this machine now.
 
-    They go into the cache; what is there already is kept. Without this the first run compiles them.
+    They go into the cache; what is there already is kept. Without this the first run compiles them. A release brings
+    them in its package, and there is nothing to do.
 
     \b
     Example:
       edgeinfer warmup
     """
-    from ..kernels import choose, find_set
+    from ..kernels import choose, find_set, package_directory
 
     chosen = choose(isa)
     compiled = 0
@@ -52,9 +54,13 @@ def warmup(
 
         directory = find_set(chosen, count)
     seconds = time.perf_counter() - began
+    released = directory.is_relative_to(package_directory())
     if json:
-        print_json({"isa": chosen.name, "directory": str(directory), "compiled": compiled, "seconds": seconds})
+        print_json({"isa": chosen.name, "directory": str(directory), "source": "package" if released else "cache",
+                    "compiled": compiled, "seconds": seconds})
     elif compiled:
         print(f"{compiled} kernels for {chosen.name} compiled in {seconds:.1f} s into {directory}.")
+    elif released:
+        print(f"The kernels for {chosen.name} come with the package, in {directory}.")
     else:
         print(f"The kernels for {chosen.name} are in {directory}.")
