@@ -4,6 +4,7 @@ Profiles of devices (memory, bandwidth, instruction sets, storage), those of the
 tokens per second over a plain record of traffic. It knows no model.
 """
 
+from .calibration import DecodeRun, PromptRun, solve_constants
 from .classes import Constants, classes, constants_of
 from .estimator import Estimate, decode_terms, estimate
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
@@ -17,8 +18,10 @@ __all__ = [
     "BreakEven",
     "Constants",
     "Curve",
+    "DecodeRun",
     "DeviceProfile",
     "Estimate",
+    "PromptRun",
     "Traffic",
     "break_even",
     "classes",
@@ -34,4 +37,5 @@ __all__ = [
     "profiles",
     "save_profile",
     "smallest_row",
+    "solve_constants",
 ]

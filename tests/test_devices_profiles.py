@@ -116,7 +116,8 @@ def full() -> DeviceProfile:
         "storage_random": [[4096, 0.1], [65536, 0.5]], "memory_random": [[64, 1.5], [1 << 20, 12]],
         "constants": {"f_w": 0.9, "t0_ms": 0.0}, "sources": {"f_w": 'a "quoted" \\ é\x7f\n text'},
         "measured": "2026-05-01T12:00:00", "machine": "ARM, 4",
-        "curves": {"read_gbs_by_threads": [[1, 5.0], [4, 11.0]]}, "figures": {"frequency_share": 0.0}, "aliases": ["board"],
+        "curves": {"read_gbs_by_threads": [[1, 5.0], [4, 11.0]]}, "figures": {"frequency_share": 0.0},
+        "aliases": ["board"],
     }
     return parse_profile("board", table, "here")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import EdgeInferError, UsageError
-from . import bench, cache, convert, estimate, eval, info, run, verify, warmup
+from . import bench, cache, convert, devices, estimate, eval, info, run, verify, warmup
 from .output import print_json, say
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -41,6 +41,7 @@ def make_app() -> typer.Typer:
     app.command("run")(run.run)
     app.command("convert")(convert.convert)
     app.command("estimate")(estimate.estimate)
+    app.command("devices")(devices.devices)
     app.command("bench")(bench.bench)
     app.command("info")(info.info)
     app.command("verify")(verify.verify)

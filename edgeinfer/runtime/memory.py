@@ -23,10 +23,10 @@ _HUGE = 2 << 20
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-def allocate(nbytes: int, touched: bool = True) -> NDArray[np.uint8]:
+def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np.uint8]:
     """Zeroed memory at a multiple of 64 bytes, resident from the start, on huge pages where the system gives them.
 
-    With `touched` false its pages are left to a `Toucher`.
+    With `touched` false its pages are left to a `Toucher`; `huge` false asks for small pages, to measure the difference.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def allocate(nbytes: int, touched: bool = True) -> NDArray[np.uint8]:
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE:
         with suppress(OSError):  # a kernel without transparent huge pages serves small ones
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % _HUGE if nbytes >= _HUGE else -raw.ctypes.data % 64
     view = raw[start : start + nbytes]

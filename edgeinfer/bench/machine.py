@@ -1,0 +1,245 @@
+"""The whole probe: everything that a device profile holds, measured on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..devices import DecodeRun, DeviceProfile, PromptRun, machine_name, parse_profile, solve_constants
+from ..memory_planner import available_bytes
+from ..runtime import CHUNK_SIZES, MachineProbe, Probe, thread_counts
+from ..sizes import format_size
+from .calibration import Lengths, calibrate, lengths_for
+from .storage import StorageProbe, StorageSpeed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (stage, done, total, item)."""
+READ_BYTES = 1 << 30
+"""Memory to read; a quarter of what is free where that is less."""
+STORAGE_BYTES = 512 << 20
+LOAD_SECONDS, LOAD_STEP = 20.0, 0.5
+END_SHARE = 0.15
+"""Part of the load whose speed counts as that of the start, and as that of the end."""
+SMALL_PAGE_SIZES = (64, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """What to measure and how long; the defaults are those of ``edgeinfer devices --probe``."""
+
+    threads: int
+    directory: Path
+    """Where the storage's file goes."""
+    read_bytes: int | None = None
+    seconds: float = 0.15
+    """Of each measurement of memory and arithmetic."""
+    storage_bytes: int = STORAGE_BYTES
+    storage_seconds: float = 0.3
+    load_seconds: float = LOAD_SECONDS
+    lengths: Lengths | None = None
+    """Of the calibration's runs; None chooses by the int8 peak."""
+    quick: bool = False
+    """Leave the load and storage out."""
+
+
+@dataclass
+class _Findings:
+    """Fields of the profile as they come in."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    shares: list[tuple[int, float]] = field(default_factory=list)
+    """(size of a scattered piece, share of the bandwidth)."""
+
+    def add(self, name: str, value: object, source: str) -> None:
+        self.fields[name], self.sources[name] = value, f"probe: {source}"
+
+
+def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], progress: Progress) -> DeviceProfile:
+    """Measure this machine.
+
+    Parameters
+    ----------
+    request : ProbeRequest
+    bundles : callable
+        Makes the models of the calibration (calibration.SHAPES) and returns their paths; called when it is their turn.
+    progress : callable
+
+    Raises
+    ------
+    BudgetError
+        There is too little memory.
+    DestinationError
+        The storage's file cannot be written.
+    """
+    found = _Findings()
+    read_bytes = request.read_bytes or min(READ_BYTES, available_bytes() // 4)
+    with MachineProbe(read_bytes, request.seconds, partial(progress, "compile")) as probe:
+        found.fields["isa"] = probe.isa
+        _arithmetic(found, probe, request.threads, partial(progress, "arithmetic"))
+        _memory(found, probe, request.threads, partial(progress, "memory"))
+    if not request.quick:
+        _storage(found, request, partial(progress, "storage"))
+    _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
+    if not request.quick:
+        with MachineProbe(16 << 20, request.seconds) as probe:
+            _load(found, probe, request, partial(progress, "full load"))
+    return _profile(found, request)
+
+
+Tell = Callable[[int, int, str], None]
+
+
+def _arithmetic(found: _Findings, probe: MachineProbe, threads: int, tell: Tell) -> None:
+    counts = thread_counts(threads)
+    for done, count in enumerate(counts):
+        tell(done, len(counts), f"{count} threads")
+        for name, value in (("int8_gops_by_threads", probe.int8_gops(count)),
+                            ("f32_gflops_by_threads", probe.f32_gflops(count))):
+            found.curves.setdefault(name, []).append((count, value))
+    for name, curve in (("int8_peak_gops", "int8_gops_by_threads"), ("f32_peak_gflops", "f32_gflops_by_threads")):
+        found.add(name, found.curves[curve][-1][1], f"{threads} threads, products from registers")
+
+
+def _memory(found: _Findings, probe: MachineProbe, threads: int, tell: Tell) -> None:
+    """Reads in order by threads, scattered pieces by size, and both again on small pages."""
+    counts = thread_counts(threads)
+    total = len(counts) + len(CHUNK_SIZES) + 1 + len(SMALL_PAGE_SIZES)
+    for done, count in enumerate(counts):
+        tell(done, total, f"{count} threads")
+        found.curves.setdefault("read_gbs_by_threads", []).append((count, probe.read_gbs(count)))
+    bandwidth = found.curves["read_gbs_by_threads"][-1][1]
+    found.add("bandwidth_gbs", bandwidth, f"{threads} threads read {format_size(probe.read_bytes)} in order")
+    for done, size in enumerate(CHUNK_SIZES, len(counts)):
+        tell(done, total, f"pieces of {format_size(size)}")
+        found.shares.append((size, min(probe.random_share(size, threads)[0], 1.0)))
+    found.figures["huge_pages_share"] = huge_pages_share(probe.read_bytes)
+    probe.small_pages()
+    tell(total - 1 - len(SMALL_PAGE_SIZES), total, "small pages")
+    found.figures["huge_pages_gain_in_order"] = bandwidth / probe.read_gbs(threads)
+    for done, size in enumerate(SMALL_PAGE_SIZES, total - len(SMALL_PAGE_SIZES)):
+        tell(done, total, f"small pages, pieces of {format_size(size)}")
+        share = probe.random_share(size, threads)[0]
+        found.figures[f"huge_pages_gain_{size}_bytes"] = dict(found.shares)[size] / share
+
+
+def huge_pages_share(nbytes: int) -> float:
+    """Return which share of so many bytes of this process lies on huge pages; 0 where the system does not say."""
+    with suppress(OSError):
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii", errors="replace")
+        if match := re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE):
+            return min(int(match[1]) * 1024 / nbytes, 1.0)
+    return 0.0
+
+
+def _storage(found: _Findings, request: ProbeRequest, tell: Tell) -> None:
+    tell(0, 1, f"writing a file of {format_size(request.storage_bytes)} in {request.directory}")
+    with StorageProbe(request.directory, request.storage_bytes, request.storage_seconds) as probe:
+        speed = probe.measure(tell)
+    deepest = max(speed.random_gbs)
+    how = _how_read(speed)
+    found.add("storage_sequential_gbs", speed.sequential_gbs, f"pieces of 4 MiB, {how}")
+    found.add("storage_random", speed.random_gbs[deepest], f"{deepest} reads at a time, {how}")
+    for depth, points in speed.random_gbs.items():
+        found.curves[f"storage_random_gbs_queue_{depth}"] = list(points)
+
+
+def _how_read(speed: StorageSpeed) -> str:
+    """How the file was read, in words."""
+    if speed.direct:
+        return f"a file of {format_size(speed.file_bytes)} with direct I/O"
+    return (f"a file of {format_size(speed.file_bytes)} through the page cache, which was asked to forget it: the file "
+            "system refuses direct I/O")
+
+
+def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: Callable[[], list[Path]],
+                 tell: Tell) -> None:
+    """Constants of edgeinfer's own kernels; the bandwidth and the peak of these minutes become the profile's."""
+    lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
+    paths = bundles()
+    with Probe(request.threads, read_bytes) as probe:
+        decodes, prompts = calibrate(paths, probe, lengths, tell)
+    found.fields["constants"] = solve_constants(decodes, prompts)
+    text = (f"fitted to {len(decodes)} runs of decoding and {len(prompts)} prompts of {lengths.prompt} tokens on "
+            f"{len(paths)} random models, depths 0 to {lengths.depth}")
+    found.sources.update(dict.fromkeys(found.fields["constants"], text))
+    found.figures |= calibration_figures(found.fields["constants"], decodes, prompts)
+    bandwidth = statistics.median(run.bandwidth_gbs for run in decodes)
+    found.add("bandwidth_gbs", bandwidth, f"{request.threads} threads read {format_size(read_bytes)} in order; median "
+                                          f"beside {len(decodes)} runs")
+    peak = statistics.median(run.int8_peak_gops for run in prompts)
+    found.add("int8_peak_gops", peak, f"{request.threads} threads, products from registers; median beside "
+                                      f"{len(prompts)} runs")
+    share = found.fields["constants"].get("f_w")
+    if share is not None:
+        found.add("effective_gbs", bandwidth * min(share, 1.0), "what edgeinfer's kernels draw: f_w of the bandwidth")
+
+
+def calibration_figures(
+    constants: dict[str, float], decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]
+) -> dict[str, float]:
+    """How far the constants are off on their own runs: median of the relative errors of decoding and of prompts."""
+    t0 = constants["t0_ms"] / 32e3
+    decode = [
+        (t0 * run.layers + run.weight_bytes / (constants.get("f_w", 1.0) * run.bandwidth_gbs * 1e9)
+         + run.kv_bytes / (constants.get("f_kv", 1.0) * run.bandwidth_gbs * 1e9)) / run.seconds for run in decodes
+    ]
+    prompt = [
+        (t0 * run.layers + run.operations / (constants.get("mfu", 1.0) * run.int8_peak_gops * 1e9)
+         + run.attention_operations / (constants.get("mfu_attention", 1.0) * run.int8_peak_gops * 1e9)) / run.seconds
+        for run in prompts
+    ]
+    return {"decode_error": statistics.median(abs(ratio - 1) for ratio in decode),
+            "prompt_error": statistics.median(abs(ratio - 1) for ratio in prompt)}
+
+
+def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: Tell) -> None:
+    """All threads multiply for a while: how much slower they are in the end."""
+    began = time.perf_counter()
+    speeds: list[float] = []
+    while len(speeds) < 2 or time.perf_counter() - began < request.load_seconds:
+        tell(int(time.perf_counter() - began), int(request.load_seconds), "seconds")
+        speeds.append(probe.int8_gops(request.threads, min(LOAD_STEP, request.load_seconds)))
+    some = max(1, round(END_SHARE * len(speeds)))
+    # The best of each end: on a shared machine others take away some moments, but heat takes all of them.
+    found.figures["load_seconds"] = time.perf_counter() - began
+    found.figures["frequency_share"] = max(speeds[-some:]) / max(speeds[:some])
+    found.curves["int8_gops_under_load"] = list(enumerate(speeds, 1))
+
+
+def _profile(found: _Findings, request: ProbeRequest) -> DeviceProfile:
+    import psutil
+
+    bandwidth = found.fields["bandwidth_gbs"]
+    found.add("memory_random", [(size, share * bandwidth) for size, share in found.shares],
+              f"{request.threads} threads, prefetching along the list; shares of the bandwidth beside each pass")
+    found.add("memory_bytes", int(psutil.virtual_memory().total), "physical memory")
+    found.add("cores", request.threads, "threads that were used")
+    table = {
+        "title": f"This machine: {machine_name()}", "device_class": "local", "machine": machine_name(),
+        "measured": datetime.datetime.now().isoformat(timespec="seconds"), "figures": found.figures,
+        "sources": found.sources, "curves": {name: _pairs(points) for name, points in found.curves.items()},
+        **found.fields,
+    }
+    for name in ("memory_random", "storage_random"):
+        if name in table:
+            table[name] = _pairs(table[name])
+    return parse_profile("local", table, "the probe")
+
+
+def _pairs(points: Sequence[tuple[int, float]]) -> list[list[float]]:
+    """Points as TOML holds them, with as many digits as mean anything."""
+    return [[size, float(f"{value:.4g}")] for size, value in points]

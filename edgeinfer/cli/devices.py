@@ -1,0 +1,161 @@
+"""`edgeinfer devices`: the devices that are known, and the probe that measures this one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import DestinationError, UsageError
+from .devices_report import device_object, list_object, print_device, print_list, profile_chart
+from .options import Json, Threads
+from .output import print_json, say
+from .plot import check_plot, save_plot
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..devices import DeviceProfile
+
+JSON_FIELDS = {
+    "devices": {
+        "devices": "without NAME and --probe: per device `name`, `title` and the fields below that are known",
+        "local": "this machine's profile, likewise; null before --probe",
+        "name": "with NAME or --probe: what --device takes",
+        "device_class": "class of the estimator",
+        "memory_bytes": "largest common capacity; of this machine, physical memory",
+        "bandwidth_gbs": "vendor's peak of the memory; of this machine, what all threads read",
+        "effective_gbs": "what decoding was seen to draw",
+        "cores": "processor cores or a GPU's multiprocessors; of this machine, threads that were used",
+        "isa": "instruction set, or what the device is programmed with",
+        "int8_peak_gops": "int8 operations, 1e9 a second; likewise `f32_peak_gflops`",
+        "storage_sequential_gbs": "large reads in order",
+        "storage_random": "pairs of bytes and GB/s: scattered reads at the deepest queue",
+        "memory_random": "pairs of bytes and GB/s: scattered pieces of memory, all threads",
+        "constants": "of the estimator, where they differ from the class's",
+        "curves": "further curves of the probe, pairs of threads, seconds or bytes and a value",
+        "figures": "further figures of the probe",
+        "sources": "per field, where it is from",
+        "measured": "date and time of the probe",
+        "path": "with --probe: where the profile was saved",
+        "seconds": "with --probe: how long it took",
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+def devices(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="One device: a name, 'local', or a TOML file.", show_default=False),
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine and save its profile.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --probe: leave storage and the load out.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the device's curves: .svg, .png or .pdf.")
+    ] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """List the known devices, show one, or measure this machine.
+
+    The probe takes about 80 seconds and uses all cores. It reads memory by threads and in scattered pieces, multiplies
+    from registers, reads a temporary file of 512 MiB in the cache past the page cache, runs small random models, and
+    works 20 seconds at full load.
+
+    \b
+    Examples:
+      edgeinfer devices
+      edgeinfer devices rpi5
+      edgeinfer devices --probe --plot curves.svg
+    """
+    from ..devices import load_profile, local_profile, profiles
+
+    check_request(name, probe, quick, plot, threads)
+    if name is None and not probe and plot is None:
+        known, local = list(profiles().values()), local_profile()
+        if json:
+            print_json(list_object(known, local))
+        else:
+            print_list(known, local)
+        return
+    extra: dict[str, object] = {}
+    if probe:
+        began = time.perf_counter()
+        profile, path = probe_and_save(threads, quick)
+        extra = {"path": str(path), "seconds": time.perf_counter() - began}
+    else:
+        profile = load_profile(name or "local")
+    if plot is not None:
+        save_plot(profile_chart(profile), plot)
+    if json:
+        print_json({**device_object(profile), **extra})
+        return
+    print_device(profile)
+    if probe:
+        say(f"Measured in {extra['seconds']:.0f} s; saved as {extra['path']}.")
+
+
+def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None, threads: int | None) -> None:
+    """Refuse what is wrong before anything is measured."""
+    if probe and name is not None:
+        raise UsageError(f"--probe measures this machine; leave {name!r} out.")
+    if quick and not probe:
+        raise UsageError("--quick belongs to --probe.")
+    if threads is not None and not probe:
+        raise UsageError("--threads belongs to --probe.")
+    if threads is not None and not 1 <= threads <= 256:
+        raise UsageError(f"--threads {threads} is out of range; it must be from 1 to 256.")
+    if plot is None:
+        return
+    check_plot(plot)
+    if not plot.absolute().parent.is_dir():
+        raise DestinationError(f"{plot} cannot be written: there is no directory {plot.absolute().parent}.")
+
+
+def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Path]:
+    """Measure this machine; returns the profile and where it was saved."""
+    from ..bench import ProbeRequest, probe_machine
+    from ..devices import load_profile, local_path, save_profile
+    from ..memory_planner import default_threads
+
+    path = local_path()
+    check_writable(path.parent)
+    with ProgressLine() as progress, ExitStack() as stack:
+        def bundles() -> list[Path]:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=path.parent, prefix=".calibration-"))
+            return random_bundles(Path(directory), progress)
+
+        request = ProbeRequest(threads or default_threads(), path.parent, quick=quick)
+        save_profile(probe_machine(request, bundles, progress), path)
+    return load_profile("local"), path
+
+
+def random_bundles(directory: Path, progress: ProgressLine) -> list[Path]:
+    """Write the models of the calibration."""
+    from ..bench import SHAPES as WANTED
+    from ..converters import SHAPES, write_random_bundle
+
+    paths = []
+    for shape in WANTED:
+        config = replace(SHAPES[shape.name], num_hidden_layers=shape.layers, vocab_size=shape.vocab_size,
+                         windows=SHAPES[shape.name].windows[: shape.layers], max_position_embeddings=1 << 17)
+        paths.append(directory / shape.name)
+        write_random_bundle(config, paths[-1], progress=partial(progress, "write"))
+    return paths
+
+
+def check_writable(directory: Path) -> None:
+    """Refuse a cache that cannot hold the profile, before a minute of measurements."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise DestinationError(f"The profile cannot be saved in {directory}: {error.strerror or error}. "
+                               "EDGEINFER_CACHE moves the directory.") from error
