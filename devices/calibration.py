@@ -53,6 +53,8 @@ class PromptRun:
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
     """Return f_w, f_kv, t0_ms, mfu and mfu_attention; those that the runs do not show are left out.
 
+    Where they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
+
     Raises
     ------
     UsageError
@@ -63,7 +65,7 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
     rows = [[run.layers / LAYERS / 1e3, run.weight_bytes / run.bandwidth_gbs / 1e9,
              run.kv_bytes / run.bandwidth_gbs / 1e9] for run in decodes]
     t0_ms, weights, kv = _fit(rows, [run.seconds for run in decodes])
-    out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)}
+    out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)} if weights > 0 else {}
     if prompts:
         rows = [[run.operations / run.int8_peak_gops / 1e9, run.attention_operations / run.int8_peak_gops / 1e9]
                 for run in prompts]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from edgeinfer import bench, converters
-from edgeinfer.cli.charts import Chart, Series, draw
 from edgeinfer.devices import DeviceProfile, local_path, local_profile, parse_profile, profiles
 from tests.command_line import Outcome, edgeinfer
 
@@ -89,7 +88,7 @@ def test_the_calibrations_models_are_removed(monkeypatch: pytest.MonkeyPatch, ca
     made: list[Path] = []
 
     def write(config: Any, path: Path, **options: object) -> None:
-        assert config.max_position_embeddings >= 4096 and len(config.windows) == config.num_hidden_layers
+        assert config.max_position_embeddings >= 4096
         path.mkdir()
         made.append(path)
 
@@ -113,7 +112,7 @@ def test_the_calibrations_models_are_removed(monkeypatch: pytest.MonkeyPatch, ca
         (["--quick"], "--quick belongs to --probe", 2),
         (["--threads", "2"], "--threads belongs to --probe", 2),
         (["--probe", "--threads", "0"], "--threads 0 is out of range; it must be from 1 to 256", 2),
-        (["m1-max", "--plot", "a.png"], "--plot draws SVG; give a file name that ends in .svg instead of 'a.png'", 2),
+        (["m1-max", "--plot", "a.txt"], "--plot 'a.txt' has no known ending; use one of .svg, .png, .pdf", 2),
         (["m1-max", "--plot", "no/such/a.svg"], "a.svg cannot be written: there is no directory", 1),
         (["rpi5", "--plot", "a.svg"], "rpi5 has no curves to draw", 2),
         (["--plot", "a.svg"], "has no profile; measure it with", 2),
@@ -134,7 +133,7 @@ def test_a_picture_of_the_curves(probed: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "curves.svg"
     assert edgeinfer("devices", "--probe", "--plot", str(path)).code == 0
     texts = [one.text for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
-    for text in ("This machine", "bytes of a piece", "GB/s", "64 B", "1 MiB", "memory, scattered",
+    for text in ("This machine", "bytes of a piece", "GB/s", "memory, in order", "memory, scattered",
                  "storage, 1 at a time"):
         assert text in texts, text
     os.unlink(path)
@@ -142,29 +141,3 @@ def test_a_picture_of_the_curves(probed: list[Any], tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     refused(edgeinfer("devices", "m1-max", "--plot", str(path)), "curves.svg cannot be written: Is a directory", 1)
-
-
-# -- charts ------------------------------------------------------------------------------------------------------------
-
-
-def places(svg: str) -> list[list[tuple[float, float]]]:
-    """Points of each line."""
-    lines = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}polyline")
-    return [[tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()] for line in lines]
-
-
-def test_a_chart_scales_its_lines() -> None:
-    series = [Series("a", [(1, 1.0), (2, 10.0), (4, 100.0)]), Series("b <&", [(1, 1.0), (4, 1.0)], dashed=True)]
-    svg = draw(Chart("t", "x", "y", series, log_x=True, log_y=True))
-    (first, second, third), flat = places(svg)
-    assert second[0] - first[0] == pytest.approx(third[0] - second[0], abs=0.2)
-    assert first[1] - second[1] == pytest.approx(second[1] - third[1], abs=0.2)
-    assert flat[0] == first and flat[1][1] == first[1] and "b &lt;&amp;" in svg and svg.count("<circle") == 3
-    (low, middle, high), = places(draw(Chart("t", "x", "y", [Series("a", [(0, 0.0), (5, 5.0), (10, 10.0)])])))
-    assert middle[0] - low[0] == pytest.approx(high[0] - middle[0], abs=0.2) and low[1] > middle[1] > high[1]
-
-
-@pytest.mark.parametrize("points", [[(1, 5.0)], [(3, 7.0), (3, 7.0)], [(0, 0.0), (1e6, 1e-6)]])
-def test_odd_ranges_are_drawn_inside_the_picture(points: list[tuple[float, float]]) -> None:
-    for line in places(draw(Chart("t", "x", "y", [Series("a", points)]))):
-        assert all(0 <= x <= 860 and 0 <= y <= 520 for x, y in line)

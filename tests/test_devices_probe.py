@@ -183,11 +183,16 @@ def test_constants_that_the_runs_do_not_show_are_left_out() -> None:
         solve_constants([], [])
 
 
+def test_models_in_the_caches_show_nothing_of_decoding() -> None:
+    cached = [DecodeRun(layers, nbytes, 0.0, layers * 1e-5, 30.0) for layers, nbytes in ((4, 9e3), (8, 1e3), (12, 3e3))]
+    assert set(solve_constants(cached, runs()[1])) == {"mfu", "mfu_attention"}
+
+
 def test_no_constant_is_negative_or_beyond_belief() -> None:
     odd = [DecodeRun(30, 90e6, 0.0, 1e-3, 30.0), DecodeRun(2, 250e6, 0.0, 1e-4, 30.0),
            DecodeRun(2, 250e6, 9e6, 1e-4, 30.0)]
     found = solve_constants(odd, [PromptRun(2, 1e9, 1e8, 1e-9, 900.0)])
-    assert found["t0_ms"] >= 0 and all(0 < found[name] <= 1.5 for name in found if name != "t0_ms")
+    assert found.get("t0_ms", 0.0) >= 0 and all(0 < found[name] <= 1.5 for name in found if name != "t0_ms")
 
 
 def test_slow_machines_get_short_prompts() -> None:
@@ -219,14 +224,14 @@ def bundles_in(directory: Path) -> Callable[[], list[Path]]:
 def test_the_whole_probe(tmp_path: Path) -> None:
     stages: list[str] = []
     profile = probe_machine(small_request(tmp_path), bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
-    assert list(dict.fromkeys(stages)) == ["arithmetic", "memory", "storage", "calibration", "load"]
+    assert list(dict.fromkeys(stages)) == ["arithmetic", "memory", "storage", "calibration", "full load"]
     assert profile.name == "local" and profile.device_class == "local" and profile.measured and profile.machine
     assert profile.bandwidth_gbs > 0 and profile.int8_peak_gops and profile.f32_peak_gflops and profile.cores == 2
     assert profile.memory_random and [x for x, _ in profile.memory_random.points] == list(CHUNK_SIZES)
     assert profile.storage_random and profile.storage_sequential_gbs
     assert all(value <= profile.bandwidth_gbs * 1.001 for _, value in profile.memory_random.points)
-    assert {"f_w", "t0_ms", "mfu"} <= set(profile.constants)
-    assert profile.sources["f_w"].startswith("fitted to 4 runs of decoding and 2 prompts of 32 tokens on 1 random mod")
+    assert "mfu" in profile.constants  # the small model fits the caches, so decoding may show nothing
+    assert profile.sources["mfu"].startswith("fitted to 4 runs of decoding and 2 prompts of 32 tokens on 1 random mod")
     assert set(profile.curves) == {
         "int8_gops_by_threads", "f32_gflops_by_threads", "read_gbs_by_threads", "storage_random_gbs_queue_1",
         "storage_random_gbs_queue_8", "int8_gops_under_load",

@@ -192,7 +192,7 @@ def calibration_figures(
     constants: dict[str, float], decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]
 ) -> dict[str, float]:
     """How far the constants are off on their own runs: median of the relative errors of decoding and of prompts."""
-    t0 = constants["t0_ms"] / 32e3
+    t0 = constants.get("t0_ms", 0.0) / 32e3
     decode = [
         (t0 * run.layers + run.weight_bytes / (constants.get("f_w", 1.0) * run.bandwidth_gbs * 1e9)
          + run.kv_bytes / (constants.get("f_kv", 1.0) * run.bandwidth_gbs * 1e9)) / run.seconds for run in decodes

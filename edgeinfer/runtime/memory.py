@@ -26,7 +26,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np.uint8]:
     """Zeroed memory at a multiple of 64 bytes, resident from the start, on huge pages where the system gives them.
 
-    With `touched` false its pages are left to a `Toucher`; `huge` false asks for small pages, to measure the difference.
+    With `touched` false its pages are left to a `Toucher`; `huge` false asks for small ones, to measure the difference.
 
     Raises
     ------
