@@ -7,6 +7,7 @@ tokens per second over a plain record of traffic. It knows no model.
 from .calibration import DecodeRun, PromptRun, solve_constants
 from .classes import Constants, classes, constants_of
 from .estimator import Estimate, decode_terms, estimate
+from .learning import learn, may_learn, with_runs
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
 from .random_reads import BreakEven, break_even, smallest_row
 from .store import load_profile, local_path, local_profile, machine_name, profile_table, profiles, save_profile
@@ -28,14 +29,17 @@ __all__ = [
     "constants_of",
     "decode_terms",
     "estimate",
+    "learn",
     "load_profile",
     "local_path",
     "local_profile",
     "machine_name",
+    "may_learn",
     "parse_profile",
     "profile_table",
     "profiles",
     "save_profile",
     "smallest_row",
     "solve_constants",
+    "with_runs",
 ]

@@ -12,12 +12,10 @@ from .profile import DeviceProfile
 from .store import read_toml
 
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
-CALIBRATED_ERROR = 0.10
-"""Half-width of the 80 % band where runs of this machine were fitted."""
+CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
+"""Half-width of the 80 % band where the constants come from runs of this machine: of decoding, and of prompts."""
 OWN_ERROR = 0.25
 """The same where the profile says how fast decoding was seen on this device: other models and programs differ."""
-FITTED = "fitted to"
-"""How the source of a learned constant begins."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,14 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
         values["f_kv"] *= seen / values["f_w"]
         values["f_w"] = seen
     values.update(profile.constants)
-    learned = profile.sources.get("f_w", "")
-    if learned.startswith(FITTED):
-        error, basis, source = CALIBRATED_ERROR, CALIBRATED, learned
+    prefill_error = table["prefill_error"]
+    if profile.measured is not None and "f_w" in profile.constants:
+        error, basis, prefill_error = CALIBRATED_ERROR, CALIBRATED, CALIBRATED_PREFILL_ERROR
+        source = profile.sources.get("f_w", "runs of this machine")
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
         source = table["error_source"]
         if known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
-    return Constants(**values, peak=table["peak"], error=error, prefill_error=table["prefill_error"], basis=basis,
+    return Constants(**values, peak=table["peak"], error=error, prefill_error=prefill_error, basis=basis,
                      error_source=source)

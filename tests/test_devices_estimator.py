@@ -106,7 +106,7 @@ def test_bands_say_where_they_come_from():
     assert of_class.low == pytest.approx(of_class.decode_tok_per_s * (1 - classes()["x86-laptop"]["error"]))
     board = replace(PLAIN, device_class="arm-sbc", constants={})
     assert estimate(replace(board, effective_gbs=30.0), LLAMA).error == 0.25 < estimate(board, LLAMA).error
-    fitted = replace(PLAIN, sources={"f_w": "fitted to 12 runs of this machine"})
+    fitted = replace(PLAIN, measured="2026-05-01T12:00:00", sources={"f_w": "probe and 12 runs of this machine"})
     calibrated = estimate(fitted, LLAMA)
     assert (calibrated.basis, calibrated.error) == ("this machine, calibrated", 0.10)
     assert "12 runs" in calibrated.error_source

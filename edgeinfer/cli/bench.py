@@ -19,6 +19,7 @@ from ..sizes import parse_size
 from .bench_report import bench_object, print_report
 from .options import Budget, Json, Kv, Threads
 from .output import print_json, say
+from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ JSON_FIELDS = {
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
         "isa": "instruction set; with `threads`, `kv`, `ctx`",
+        "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
+        "`at_the_moment` (with the bandwidth or peak beside the test); `basis`, `error`, `error_source`; else null",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
     },
 }
@@ -116,11 +119,13 @@ def bench(
         report, measured = run_tests(path, config, tests, repetitions, profile, progress)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv)
-    out = bench_object(report, measured)
+    predictor = make_predictor(path, kv, report["threads"], report["isa"])
+    out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)
     else:
         print_report(out, measured)
+    learn_from_bench(predictor, measured)
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
@@ -73,8 +74,23 @@ def print_report(out: dict[str, Any], measured: Measurement) -> None:
     print()
     for line in table(_figures(out)):
         print(line)
+    for line in _estimate_lines(out.get("estimate")):
+        print(line)
     for profile in out.get("profile", []):
         _print_profile(profile)
+
+
+def _estimate_lines(estimate: dict[str, Any] | None) -> Iterator[str]:
+    """Predicted beside measured; nothing without a prediction."""
+    if estimate is None:
+        return
+    rows = [("test", "estimated", "80 % band", "measured", "miss", "with the bandwidth or peak of the moment")]
+    for row in estimate["rows"]:
+        if row["t_per_s"] is not None:
+            rows.append((row["test"], f"{row['t_per_s']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}",
+                         f"{row['measured']:.2f}", f"{row['miss']:+.0%}", f"{row['at_the_moment']:.2f}"))
+    yield f"\nestimated before ({estimate['basis']}, ±{estimate['error']:.0%}: {estimate['error_source']})"
+    yield from table(rows, right=[1, 3, 4, 5])
 
 
 def _figures(out: dict[str, Any]) -> list[tuple[str, str]]:

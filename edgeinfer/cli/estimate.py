@@ -26,6 +26,7 @@ JSON_FIELDS = {
         "device": "name of the profile; with `device_title`, `device_class`, `bandwidth_gbs`",
         "ctx": "context in tokens; with `prompt`, `kv`, `weights`, `group_size`",
         "decode_tok_per_s": "tokens per second at the end of the context",
+        "decode_empty_tok_per_s": "tokens per second in an empty context, as published speeds are mostly measured",
         "low": "with `high` the band that holds 80 % of measurements",
         "ceiling_tok_per_s": "pure bandwidth: 4 bits for every weight, a byte for every key and value, no other time",
         "prefill_tok_per_s": "of the prompt in an empty context; null where the device's peak is not known",

@@ -74,6 +74,7 @@ def _device_object(
         "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
         "memory_bytes": profile.memory_bytes, "fits": needed <= profile.memory_bytes,
         "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
+        "decode_empty_tok_per_s": empty.decode_tok_per_s,
         "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
         "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
         "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
@@ -171,16 +172,18 @@ def print_all_devices(out: dict[str, Any]) -> None:
     group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
     needed = format_size(out["weight_bytes"] + out["kv_bytes"])
     print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n")
-    rows = [("device", "tokens/s", "80 % band", "ceiling", f"pp{out['prompt']}", "memory", "basis")]
+    rows = [("device", "tokens/s empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "memory",
+             "basis")]
     for item in out["devices"]:
         prefill, top = item["prefill_tok_per_s"], item["ceiling_tok_per_s"]
         memory = format_size(item["memory_bytes"])
         rows.append((
-            item["device"], _speed(item["decode_tok_per_s"]), _band(item["low"], item["high"]),
+            item["device"], _speed(item["decode_empty_tok_per_s"]), _speed(item["decode_tok_per_s"]),
+            _band(item["low"], item["high"]),
             "" if top is None else _speed(top), "not known" if prefill is None else _speed(prefill),
             memory if item["fits"] else f"{memory}: does not fit", item["basis"],
         ))
-    for line in table(rows, right=[1, 3, 4]):
+    for line in table(rows, right=[1, 2, 4, 5]):
         print(line)
 
 

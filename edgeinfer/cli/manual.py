@@ -27,6 +27,7 @@ an error is one line on standard error; `EDGEINFER_DEBUG=1` shows where it comes
 |---|---|
 | `EDGEINFER_CACHE` | directory of converted checkpoints and compiled kernels |
 | `EDGEINFER_ISA` | instruction set to use instead of the best one |
+| `EDGEINFER_LEARN=0` | keep this machine's profile as the probe saved it; runs do not change its constants |
 | `EDGEINFER_CHECK=1` | compare every record of the program with its NumPy twin (slow) |
 | `EDGEINFER_DEBUG=1` | show where errors come from |
 """

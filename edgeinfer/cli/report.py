@@ -31,6 +31,8 @@ JSON_FIELDS = {
         "threads": "worker threads",
         "ctx": "context in tokens",
         "kv": "type of the KV cache",
+        "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
+        "`measured`, `miss`; `basis`, `error`, `error_source`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
     },

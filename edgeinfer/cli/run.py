@@ -32,6 +32,7 @@ from .options import (
     TopP,
 )
 from .output import figures, print_json
+from .prediction import Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
 from .report import JSON_FIELDS, run_object
 
@@ -220,14 +221,23 @@ def cancelling(llm: LLM) -> Iterator[threading.Event]:
 def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats: bool, load_ms: float) -> int:
     """Run one request, print its outcome, and return the exit code."""
     first_ms: list[float] = []
+    others, began = Disturbances(), time.perf_counter()
     completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
+    config = llm.session.config
+    disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
+    predictor = make_predictor(llm.path, config.kv, config.threads, llm.session.isa)
+    predicted = run_estimate(predictor, completion)
     if json:
-        print_json(run_object(llm, completion, load_ms, first_ms[0] if first_ms else None))
+        report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
+        print_json({**report, "estimate": predicted})
     elif options["n"] > 1:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
         print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
+        if line := sentence(predicted):
+            print(line, file=sys.stderr)
+    learn_from_run(predictor, completion, disturbed)
     return 1 if completion.finish_reason == "cancelled" else 0
 
 

@@ -1,0 +1,152 @@
+"""Predicted against measured on this machine: a probe, then decoding and prompts of known shapes, in one run.
+
+    python benchmarks/estimator_here.py [--shape NAME ...] [--no-probe] [--output docs/estimator.md]
+
+The probe saves this machine's profile; then `edgeinfer bench` measures each shape at depth 0 and 4096, without letting
+the profile learn from it. Every test is predicted twice: from the profile alone, and with the bandwidth (or the int8
+peak) that was read beside its repetitions, which tells a wrong model from a machine that has changed since the probe.
+The section of the document is replaced, the rest of it stays. The exit code is 1 if a prediction is over its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `python benchmarks/estimator_here.py` in a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.machine import describe  # noqa: E402
+from benchmarks.sections import replace_section  # noqa: E402
+
+SECTION = "here"
+SHAPES = ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b")
+DEPTHS, PROMPT, GENERATED, REPETITIONS = "0,4096", 512, 64, 5
+BOUND = 0.10
+"""Largest miss that passes, with the bandwidth and the peak of the same minutes."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test of one shape."""
+
+    shape: str
+    name: str
+    measured: float
+    """Median tokens per second."""
+    before: float
+    """Predicted from the profile."""
+    moment: float
+    """Predicted with the readings beside the test."""
+
+    __test__ = False  # pytest: this is no test
+
+    @property
+    def miss_before(self) -> float:
+        """Predicted over measured, less one."""
+        return self.before / self.measured - 1
+
+    @property
+    def miss(self) -> float:
+        """The same with the readings beside the test."""
+        return self.moment / self.measured - 1
+
+
+class NoPredictionError(Exception):
+    """A command failed, or had no prediction; carries what it said."""
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    """Run a command of this checkout with --json, and return its object.
+
+    Raises
+    ------
+    NoPredictionError
+        It failed.
+    """
+    environment = {**os.environ, "EDGEINFER_LEARN": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "edgeinfer", *arguments, "--json"], stdout=subprocess.PIPE, text=True,
+                          env=environment, check=False)
+    if done.returncode:
+        raise NoPredictionError(f"edgeinfer {' '.join(arguments)} failed: {done.stdout.strip()}")
+    return dict(json.loads(done.stdout))
+
+
+def bench(shape: str) -> tuple[list[Test], dict[str, Any]]:
+    """Measure one shape; returns its tests and the whole report.
+
+    Raises
+    ------
+    NoPredictionError
+        The measurement failed, or this machine has no profile with its number of threads.
+    """
+    report = command("bench", "--shape", shape, "-p", str(PROMPT), "-n", str(GENERATED), "-d", DEPTHS,
+                     "-r", str(REPETITIONS), "--no-startup")
+    if report["estimate"] is None:
+        raise NoPredictionError("This machine has no profile, or one of other threads; leave --no-probe out.")
+    return [Test(shape, row["test"], row["measured"], row["t_per_s"], row["at_the_moment"])
+            for row in report["estimate"]["rows"]], report
+
+
+def markdown(tests: Sequence[Test], profile: dict[str, Any], reports: Sequence[dict[str, Any]]) -> str:
+    """The section of the document."""
+    machine = ", ".join(describe().values())
+    constants = ", ".join(f"{key} {value:.3g}" for key, value in profile["constants"].items())
+    readings = [value for report in reports for value in (report["bandwidth_low_gbs"], report["bandwidth_high_gbs"])]
+    lines = [
+        "## On one machine, after a probe", "",
+        "`python benchmarks/estimator_here.py` probes the machine, then measures; the profile does not learn by it.",
+        f"{machine}; {date.today().isoformat()}.",
+        f"Probe: {profile['bandwidth_gbs']:.1f} GB/s, {profile['int8_peak_gops']:.0f} int8 GOPS; {constants}.",
+        f"Bandwidth during the tests: {min(readings):.1f} to {max(readings):.1f} GB/s.", "",
+        "| shape | test | measured, t/s (median) | from the probe | miss | with the readings beside the test | miss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for test in tests:
+        lines.append(f"| {test.shape} | {test.name} | {test.measured:.2f} | {test.before:.2f} | "
+                     f"{test.miss_before:+.1%} | {test.moment:.2f} | {test.miss:+.1%} |")
+    before, moment = [abs(test.miss_before) for test in tests], [abs(test.miss) for test in tests]
+    lines += ["", f"Median absolute miss: {statistics.median(before):.1%} from the probe, "
+              f"{statistics.median(moment):.1%} with the readings beside the tests; worst {max(before):.1%} and "
+              f"{max(moment):.1%}."]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Probe, measure, write the section, and return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", action="append", help="only this one; may be repeated")
+    parser.add_argument("--no-probe", action="store_true", help="use the profile that is there")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "estimator.md")
+    given = parser.parse_args(arguments)
+    try:
+        if not given.no_probe:
+            command("devices", "--probe")
+        profile = command("devices", "local")
+        tests, reports = [], []
+        for shape in given.shape or SHAPES:
+            found, report = bench(shape)
+            tests += found
+            reports.append(report)
+            for test in found:
+                print(f"{shape} {test.name}: {test.measured:.2f}, from the probe {test.miss_before:+.1%}, with the "
+                      f"readings {test.miss:+.1%}", flush=True)
+    except NoPredictionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    replace_section(given.output, SECTION, markdown(tests, profile, reports))
+    return int(max(abs(test.miss) for test in tests) > BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

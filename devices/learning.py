@@ -1,0 +1,185 @@
+"""The local profile learns: runs of this machine, kept beside its profile, from which its constants are solved again.
+
+The probe's own constants take part as a few runs that they would predict, so a handful of runs of one model bends
+them but cannot tear them apart; the more runs there are, the less they count. A new probe starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgeinfer.errors import EdgeInferError
+
+from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
+from .classes import Constants, constants_of
+from .profile import DeviceProfile
+from .store import local_path, local_profile, save_profile
+
+SWITCH = "EDGEINFER_LEARN"
+"""Environment variable; 0 keeps the local profile as the probe saved it."""
+MOST_RUNS = 64
+"""Runs of each kind that are kept, the newest."""
+FAR_OFF = 1.5
+"""A run that took so many times longer or shorter than predicted was disturbed, or is of another kind."""
+LEAST_BYTES = 32e6
+"""Weights below this may stay in the caches, and say nothing of the memory."""
+MOST_FILE_BYTES = 1 << 20
+TYPICAL = ((30, 1.1e8, 2.3e4, 2.1e8, 6.9e4), (22, 6.5e8, 2.4e4, 1.9e9, 1.8e5), (32, 3.8e9, 2.7e5, 1.3e10, 5.2e5))
+"""Layers, bytes of weights, of KV a position, operations of matrices, of attention a position: of 135M, 1.1B, 7B models
+whose times the probe's constants stand for."""
+DEPTHS, PROMPT = (0, 4096), 512
+Run = TypeVar("Run", DecodeRun, PromptRun)
+
+
+@dataclass
+class _Runs:
+    """What the file holds."""
+
+    probe: str | None
+    """When the profile was probed that the runs belong to."""
+    base: dict[str, float]
+    """Constants that the probe found."""
+    decodes: list[DecodeRun] = field(default_factory=list)
+    prompts: list[PromptRun] = field(default_factory=list)
+
+
+def may_learn() -> bool:
+    """Whether runs may change the local profile: it exists, and EDGEINFER_LEARN is not 0."""
+    return os.environ.get(SWITCH) != "0" and local_path().is_file()
+
+
+def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceProfile | None:
+    """Keep runs of this machine and solve the constants of its profile again.
+
+    Runs that are far from what the profile predicts are left out: others used the machine, or the model stayed in the
+    caches. Nothing raises: a run is not to fail because its speed cannot be written down.
+
+    Parameters
+    ----------
+    decodes : iterable of DecodeRun
+    prompts : iterable of PromptRun
+
+    Returns
+    -------
+    DeviceProfile or None
+        The new profile; None where nothing was learned.
+    """
+    if not may_learn():
+        return None
+    try:
+        profile = local_profile()
+        if profile is None:
+            return None
+        runs = _read(_runs_path(), profile)
+        constants = constants_of(profile)
+        kept = [run for run in decodes if _plausible_decode(run, constants)]
+        kept_prompts = [run for run in prompts if _plausible_prompt(run, constants)]
+        if not kept and not kept_prompts:
+            return None
+        runs.decodes = [*runs.decodes, *kept][-MOST_RUNS:]
+        runs.prompts = [*runs.prompts, *kept_prompts][-MOST_RUNS:]
+        learned = with_runs(profile, runs.base, runs.decodes, runs.prompts)
+        _write(_runs_path(), runs)
+        save_profile(learned, local_path())
+        return learned
+    except (EdgeInferError, OSError):
+        return None
+
+
+def with_runs(
+    profile: DeviceProfile, base: Mapping[str, float], decodes: list[DecodeRun], prompts: list[PromptRun]
+) -> DeviceProfile:
+    """Return a profile whose constants are solved from runs, and from those that its `base` constants stand for."""
+    plain = constants_of(replace(profile, constants=base, sources={}))
+    typical = _typical(plain, profile)
+    solved = solve_constants([*decodes, *typical[0]], [*prompts, *typical[1]])
+    said = f"probe and {len(decodes)} runs of decoding, {len(prompts)} prompts of this machine"
+    drawn = profile.bandwidth_gbs * min(solved.get("f_w", plain.f_w), 1.0)
+    return replace(profile, constants={**base, **solved}, sources={**profile.sources, **dict.fromkeys(solved, said)},
+                   effective_gbs=None if profile.effective_gbs is None else drawn)
+
+
+def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeRun], list[PromptRun]]:
+    """Runs that would take exactly what constants predict."""
+    decodes, prompts = [], []
+    peak = profile.int8_peak_gops or 1.0
+    for layers, weights, kv, matrices, attention in TYPICAL:
+        for depth in DEPTHS:
+            decode = DecodeRun(layers, weights, kv * depth, 1.0, profile.bandwidth_gbs)
+            decodes.append(replace(decode, seconds=decode_seconds(decode, constants)))
+            seen = PROMPT * depth + PROMPT * (PROMPT + 1) / 2
+            prompt = PromptRun(layers, matrices * PROMPT, attention * seen, 1.0, peak)
+            prompts.append(replace(prompt, seconds=prompt_seconds(prompt, constants)))
+    return decodes, prompts
+
+
+def decode_seconds(run: DecodeRun, constants: Constants) -> float:
+    """What constants predict for a token, with the bandwidth of the moment."""
+    bandwidth = run.bandwidth_gbs * 1e9
+    return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.weight_bytes / (constants.f_w * bandwidth)
+            + run.kv_bytes / (constants.f_kv * bandwidth))
+
+
+def prompt_seconds(run: PromptRun, constants: Constants) -> float:
+    """What constants predict for a prompt, with the peak of the moment."""
+    peak = run.int8_peak_gops * 1e9
+    return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.operations / (constants.mfu * peak)
+            + run.attention_operations / (constants.mfu_attention * peak))
+
+
+def _plausible_decode(run: DecodeRun, constants: Constants) -> bool:
+    return run.weight_bytes >= LEAST_BYTES and _near(run.seconds, decode_seconds(run, constants))
+
+
+def _plausible_prompt(run: PromptRun, constants: Constants) -> bool:
+    return run.operations > 0 and _near(run.seconds, prompt_seconds(run, constants))
+
+
+def _near(seconds: float, predicted: float) -> bool:
+    return seconds > 0 and predicted / FAR_OFF <= seconds <= predicted * FAR_OFF
+
+
+def _runs_path() -> Path:
+    return local_path().with_suffix(".runs.json")
+
+
+def _read(path: Path, profile: DeviceProfile) -> _Runs:
+    """The runs so far; none if they belong to an older probe, or the file is none of ours."""
+    fresh = _Runs(profile.measured, dict(profile.constants))
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            return fresh
+        data = json.loads(path.read_text(encoding="utf-8"))
+        base = {name: float(value) for name, value in data["base"].items()}
+        runs = _Runs(data["probe"], base, _parsed(DecodeRun, data["decodes"]), _parsed(PromptRun, data["prompts"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return fresh
+    return runs if runs.probe == profile.measured else fresh
+
+
+def _parsed(kind: type[Run], rows: list[dict[str, Any]]) -> list[Run]:
+    names = [item.name for item in fields(kind)]
+    found = [kind(int(row["layers"]), *(float(row[name]) for name in names[1:])) for row in rows[-MOST_RUNS:]]
+    if any(not 0 <= getattr(run, name) < 1e18 for run in found for name in names):
+        raise ValueError("a run with impossible figures")
+    return found
+
+
+def _write(path: Path, runs: _Runs) -> None:
+    """Write the runs, whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(runs), file)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
