@@ -58,6 +58,9 @@ class EdgeInfer:
         return {**self._runner.run(kind, tokens, depth), "bytes_per_token": bytes_per_token(self._session, case),
                 "operations_per_token": operations_per_token(self._session, case)}
 
+    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
+        return self._runner.run_for(kind, tokens, at, seconds)
+
     def memory(self) -> dict[str, Any]:
         return {"peak_rss_bytes": peak_rss_bytes(), "base_rss_bytes": self._base}
 
@@ -82,4 +85,5 @@ class EdgeInfer:
 
 if __name__ == "__main__":
     worker = EdgeInfer()
-    serve({name: getattr(worker, name) for name in ("load", "context", "run", "memory", "first_token", "probe")})
+    names = ("load", "context", "run", "run_for", "memory", "first_token", "probe")
+    serve({name: getattr(worker, name) for name in names})

@@ -76,6 +76,9 @@ class LlamaCpp:
     def run(self, kind: str, tokens: int, depth: int) -> dict[str, Any]:
         return self._runner.run(kind, tokens, depth)
 
+    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
+        return self._runner.run_for(kind, tokens, at, seconds)
+
     def memory(self) -> dict[str, Any]:
         return {"peak_rss_bytes": peak_rss_bytes(), "base_rss_bytes": self._base}
 
@@ -88,4 +91,4 @@ class LlamaCpp:
 
 if __name__ == "__main__":
     worker = LlamaCpp()
-    serve({name: getattr(worker, name) for name in ("load", "context", "run", "memory", "first_token")})
+    serve({name: getattr(worker, name) for name in ("load", "context", "run", "run_for", "memory", "first_token")})

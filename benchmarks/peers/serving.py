@@ -82,3 +82,22 @@ class Runner:
         seconds = time.perf_counter() - began
         self._truncate(depth)
         return {"seconds": seconds}
+
+    def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
+        """Tokens per second of work repeated from the time `at` on (seconds since 1970), for so many seconds.
+
+        Generation continues one sequence, which starts again after `tokens`; prompts have `tokens` tokens. Workers that
+        are given the same time work side by side; what one has not finished at the end counts for the time it took.
+        """
+        ids = token_ids(self._vocab_size, tokens)
+        time.sleep(max(0.0, at - time.time()))
+        began, done = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            if kind == "pp" or done % tokens == 0:
+                self._truncate(0)
+            self._process(ids if kind == "pp" else [ids[done % tokens]])
+            done += tokens if kind == "pp" else 1
+        elapsed = time.perf_counter() - began
+        self._truncate(0)
+        self._length = 0
+        return {"tok_per_s": done / elapsed}
