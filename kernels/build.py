@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from edgeinfer.errors import KernelError
+from edgeinfer.errors import DestinationError, KernelError
 
 from .isa import LADDER, Isa, choose
 from .objects import MANIFEST, cache_directory, fault, package_directory, read_set, set_directory, write_manifest
@@ -27,6 +27,8 @@ from .tidy import scratch_prefix, tidy
 
 Progress = Callable[[int, int, str], None]
 TICK_SECONDS = 0.5
+PATIENCE_SECONDS = 180.0
+"""Longest wait for another process that builds the same set: it may have been stopped."""
 
 
 def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
@@ -64,6 +66,28 @@ def build(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
             raise KernelError(f"Compiling the {isa.name} kernels failed: {message}.")
         write_manifest(Path(scratch), isa)
         _replace(Path(scratch), directory, isa)
+
+
+def build_once(isa: Isa, directory: Path, progress: Progress | None = None) -> None:
+    """As `build`, but where another process is at the same set, wait for that one: both would take twice as long."""
+    from edgeinfer.bundle import DestinationLock
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock, deadline = DestinationLock(directory), time.monotonic() + PATIENCE_SECONDS
+    while not lock.held and time.monotonic() < deadline:
+        try:
+            lock.acquire()
+        except DestinationError:
+            if not fault(directory, isa):
+                return
+            if progress:
+                progress(0, 0, "")
+            time.sleep(TICK_SECONDS)
+    try:
+        if fault(directory, isa):  # nobody has finished it since
+            build(isa, directory, progress)
+    finally:
+        lock.release()
 
 
 def _start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str]:

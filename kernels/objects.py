@@ -121,7 +121,7 @@ def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) 
     Sets that are damaged or do not belong here are named on standard error before new ones are compiled. Where the
     cache cannot be written the new one goes into a temporary directory, which is said there once, too.
     """
-    from .build import build
+    from .build import build, build_once
 
     released = set_directory(package_directory(), isa, released=True)
     lacking = fault(released, isa)
@@ -140,7 +140,7 @@ def find_set(isa: Isa, progress: Callable[[int, int, str], None] | None = None) 
     try:
         if str(directory).startswith("~"):
             raise OSError("the home directory is not known")
-        build(isa, directory, progress)
+        build_once(isa, directory, progress)
     except OSError as error:
         directory = _temporary_directory() / directory.name
         if fault(directory, isa):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.bundle import DestinationLock
 from edgeinfer.errors import KernelError
 from edgeinfer.kernels import Isa, available, build, elf, find_set, objects, tidy
 
@@ -167,6 +168,47 @@ def test_without_a_home_kernels_are_compiled_for_one_process(
 def test_the_architecture_of_what_is_no_elf_object_is_not_guessed(code: bytes) -> None:
     with pytest.raises(KernelError, match="is no 64-bit little-endian ELF file"):
         elf.machine(code)
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def test_processes_that_need_the_same_set_build_it_once(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads stand for processes: the lock does not tell them apart."""
+    shutil.rmtree(package.parent)
+    monkeypatch.setattr(build, "TICK_SECONDS", 0.02)
+    real, built = build.build, []
+
+    def slowly(isa: Isa, directory: Path, progress: object = None) -> None:
+        time.sleep(0.2)
+        built.append(directory)
+        real(isa, directory)
+
+    monkeypatch.setattr(build, "build", slowly)
+    found, ticks = [], []
+    threads = [threading.Thread(target=lambda: found.append(find_set(ISA, lambda *told: ticks.append(told))))
+               for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1 and found == built * 3 and set(ticks) == {(0, 0, "")}
+    assert [path.name for path in built[0].parent.iterdir()] == [built[0].name]  # the lock is gone
+
+
+def test_a_builder_that_does_not_move_is_not_waited_for_forever(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(package.parent)
+    monkeypatch.setattr(build, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(build, "PATIENCE_SECONDS", 0.1)
+    directory = objects.set_directory(objects.cache_directory(), ISA)
+    directory.parent.mkdir(parents=True)
+    (stopped := DestinationLock(directory)).acquire()
+    assert find_set(ISA) == directory and objects.read_set(directory) is not None
+    stopped.release()
 
 
 # -- clearing away -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .format import (
     weights_file_bytes,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
+from .lock import DestinationLock
 from .reader import Bundle, is_bundle
 from .writer import BundleWriter
 
@@ -28,6 +29,7 @@ __all__ = [
     "LAYOUTS",
     "Bundle",
     "BundleWriter",
+    "DestinationLock",
     "FileEntry",
     "Header",
     "Quantisation",
