@@ -1,9 +1,9 @@
 """Constants of the estimator from runs of this machine: least squares over its own formula.
 
-A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW)`` and a prompt ``t0 * layers/32 + matrices/(mfu*peak) +
-attention/(mfu_attention*peak)``, with the bandwidth and the peak of the same moment. Both are linear in t0 and in the
-reciprocals of the shares. Runs count by their relative error, and outliers little (least absolute deviations, found by
-reweighting).
+A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW)`` and a prompt ``t0 * layers/32 + (matrices/mfu +
+attention/mfu_attention + activation_cost * values)/peak``, with the bandwidth and the peak of the same moment. Both are
+linear in t0, in the cost and in the reciprocals of the shares. Runs count by their relative error, and outliers little
+(least absolute deviations, found by reweighting).
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class PromptRun:
     """For the whole prompt."""
     int8_peak_gops: float
     """From registers, at that moment."""
+    values: float = 0.0
+    """Values between the matrices, for the whole prompt: Traffic.activation_values x tokens."""
 
 
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
-    """Return f_w, f_kv, t0_ms, mfu and mfu_attention; those that the runs do not show are left out.
+    """Return f_w, f_kv, t0_ms, mfu, mfu_attention and activation_cost; those that the runs do not show are left out.
 
     Where they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
 
@@ -67,11 +69,15 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
     t0_ms, weights, kv = _fit(rows, [run.seconds for run in decodes])
     out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)} if weights > 0 else {}
     if prompts:
-        rows = [[run.operations / run.int8_peak_gops / 1e9, run.attention_operations / run.int8_peak_gops / 1e9]
+        rows = [[amount / run.int8_peak_gops / 1e9 for amount in (run.operations, run.attention_operations, run.values)]
                 for run in prompts]
         times = [max(run.seconds - t0_ms * run.layers / LAYERS / 1e3, run.seconds / 2) for run in prompts]
-        matrices, attention = _fit(rows, times)
+        matrices, attention, cost = _fit(rows, times)
+        if matrices < 1:  # models of one width cannot tell the two apart: no matrix is faster than the peak
+            matrices, attention, cost = *_fit([row[:2] for row in rows], times), 0.0
         out |= {**_share("mfu", matrices), **_share("mfu_attention", attention)}
+        if any(run.values for run in prompts):
+            out["activation_cost"] = cost
     return out
 
 

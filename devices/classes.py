@@ -32,6 +32,8 @@ class Constants:
     """Share of the peak that the matrices of prompts reach."""
     mfu_attention: float
     """Share of the peak that attention reaches in prompts."""
+    activation_cost: float
+    """Operations of the peak that take as long as the work on one value between the matrices of a prompt."""
     peak: str
     """Which peak mfu refers to: int8 or f32."""
     error: float
@@ -63,6 +65,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     known = profile.device_class in classes()
     table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
+    values["activation_cost"] = float(table.get("activation_cost", 0.0))
     if clock := profile.figures.get("clock_ghz"):
         if issue := table.get("issue_bytes_per_clock"):
             values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)

@@ -44,7 +44,7 @@ class Estimate:
     """Weights, keys and values read from memory for one token."""
     terms: Mapping[str, float]
     """Milliseconds of one token: overhead, weights, sparse_ffn, kv, flash; of the prompt: prefill_overhead,
-    prefill_matrices, prefill_attention."""
+    prefill_matrices, prefill_activations, prefill_attention."""
     basis: str
     """'this machine, calibrated', 'class NAME' or 'unknown'."""
     error: float
@@ -135,10 +135,11 @@ def prefill_terms(
     operations = (traffic.operations - traffic.head_operations) * prompt + traffic.head_operations
     matrices = operations / (constants.mfu * peak) / 1e6
     reading = (traffic.prefill_weight_bytes or traffic.weight_bytes) / (constants.f_w * profile.bandwidth_gbs) / 1e6
+    between = constants.activation_cost * traffic.activation_values * prompt / peak / 1e6
     attention = traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
     return {
         "prefill_overhead": constants.t0_ms * traffic.layers / LAYERS,
-        "prefill_matrices": max(matrices, reading), "prefill_attention": attention,
+        "prefill_matrices": max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,
     }
 
 

@@ -31,9 +31,10 @@ FAR_OFF = 1.5
 LEAST_BYTES = 32e6
 """Weights below this may stay in the caches, and say nothing of the memory."""
 MOST_FILE_BYTES = 1 << 20
-TYPICAL = ((30, 1.1e8, 2.3e4, 2.1e8, 6.9e4), (22, 6.5e8, 2.4e4, 1.9e9, 1.8e5), (32, 3.8e9, 2.7e5, 1.3e10, 5.2e5))
-"""Layers, bytes of weights, of KV a position, operations of matrices, of attention a position: of 135M, 1.1B, 7B models
-whose times the probe's constants stand for."""
+TYPICAL = ((30, 1.1e8, 2.3e4, 2.1e8, 6.9e4, 2.5e5), (22, 6.5e8, 2.4e4, 1.9e9, 1.8e5, 6.5e5),
+           (32, 3.8e9, 2.7e5, 1.3e10, 5.2e5, 2.1e6))
+"""Layers, bytes of weights, of KV a position, operations of matrices, of attention a position, values between matrices:
+of 135M, 1.1B, 7B models whose times the probe's constants stand for."""
 DEPTHS, PROMPT = (0, 4096), 512
 Run = TypeVar("Run", DecodeRun, PromptRun)
 
@@ -110,12 +111,12 @@ def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeR
     """Runs that would take exactly what constants predict."""
     decodes, prompts = [], []
     peak = profile.int8_peak_gops or 1.0
-    for layers, weights, kv, matrices, attention in TYPICAL:
+    for layers, weights, kv, matrices, attention, values in TYPICAL:
         for depth in DEPTHS:
             decode = DecodeRun(layers, weights, kv * depth, 1.0, profile.bandwidth_gbs)
             decodes.append(replace(decode, seconds=decode_seconds(decode, constants)))
             seen = PROMPT * depth + PROMPT * (PROMPT + 1) / 2
-            prompt = PromptRun(layers, matrices * PROMPT, attention * seen, 1.0, peak)
+            prompt = PromptRun(layers, matrices * PROMPT, attention * seen, 1.0, peak, values * PROMPT)
             prompts.append(replace(prompt, seconds=prompt_seconds(prompt, constants)))
     return decodes, prompts
 
@@ -131,7 +132,8 @@ def prompt_seconds(run: PromptRun, constants: Constants) -> float:
     """What constants predict for a prompt, with the peak of the moment."""
     peak = run.int8_peak_gops * 1e9
     return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.operations / (constants.mfu * peak)
-            + run.attention_operations / (constants.mfu_attention * peak))
+            + run.attention_operations / (constants.mfu_attention * peak)
+            + constants.activation_cost * run.values / peak)
 
 
 def _plausible_decode(run: DecodeRun, constants: Constants) -> bool:

@@ -28,10 +28,11 @@ MOST_OPERATIONS = 1e9
 """In 1e9 per second."""
 MOST_BYTES = 1 << 50
 MOST_CORES = 1 << 20
-CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4}
+CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4, "activation_cost": 1e5}
+MAY_BE_ZERO = ("t0_ms", "activation_cost")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
 shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers that are
-spent on neither."""
+spent on neither, and operations of the peak whose time a prompt spends on each value between its matrices."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ class _Checker:
     def constants(self, value: object) -> dict[str, float]:
         table = self.table("constants", value)
         self.known("constant", table, tuple(CONSTANTS))
-        return {key: self.number(f"constants.{key}", table[key], CONSTANTS[key], zero=key == "t0_ms") for key in table}
+        return {key: self.number(f"constants.{key}", value, CONSTANTS[key], zero=key in MAY_BE_ZERO)
+                for key, value in table.items()}
 
     def curve(self, name: str, value: Any) -> Curve:
         if not isinstance(value, list) or not value or \

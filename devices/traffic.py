@@ -36,6 +36,9 @@ class Traffic:
     that see all positions."""
     window_attention_operations: float = 0.0
     """The same in the windowed layers."""
+    activation_values: float = 0.0
+    """Values that go into and come out of the layers' matrices for one token: work of prompts that grows with the width
+    of a model, not with its square."""
     prefill_weight_bytes: float = 0.0
     """Weights that a walk over many prompt tokens reads; 0 is `weight_bytes`. A mixture of experts reads all of
     them."""

@@ -141,6 +141,7 @@ class ModelDescription:
             attention_operations=(self.layers - windowed) * attention,
             window_attention_operations=windowed * attention,
             prefill_weight_bytes=self.all_bytes_per_walk,
+            activation_values=self.graph.activation_values,
             parameters=self.active_parameters,
             kv_values=self.kv_values_per_position,
             ffn_bytes=self.ffn_bytes,

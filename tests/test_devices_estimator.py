@@ -28,7 +28,8 @@ LLAMA = Traffic(  # Llama-2-7B, pure 4 bits, int8 keys and values: 6.738 G weigh
 )
 PLAIN = DeviceProfile(
     "plain", "Plain", "local", 1 << 34, bandwidth_gbs=42.0, effective_gbs=None, cores=4, isa="generic",
-    int8_peak_gops=1000.0, constants={"f_w": 1.0, "f_kv": 0.5, "t0_ms": 0.0, "mfu": 0.5, "mfu_attention": 0.25},
+    int8_peak_gops=1000.0, constants={"f_w": 1.0, "f_kv": 0.5, "t0_ms": 0.0, "mfu": 0.5, "mfu_attention": 0.25,
+               "activation_cost": 0.0},
 )
 
 
@@ -77,6 +78,13 @@ def test_every_term_by_itself():
     assert outcome.terms["prefill_matrices"] == pytest.approx(1000 * (12.952 * 100 + 0.262) / 500)
     assert outcome.ttft_ms == pytest.approx(sum(v for k, v in outcome.terms.items() if k.startswith("prefill")))
     assert outcome.prefill_tok_per_s == pytest.approx(1000 * 100 / outcome.ttft_ms)
+
+
+def test_values_between_the_matrices_cost_prompts_of_narrow_models_more():
+    costly = replace(PLAIN, constants={**PLAIN.constants, "activation_cost": 200.0})
+    narrow = estimate(costly, replace(LLAMA, activation_values=1e6), prompt=100)
+    assert narrow.terms["prefill_activations"] == pytest.approx(1000 * 200 * 1e6 * 100 / 1e12)
+    assert estimate(PLAIN, replace(LLAMA, activation_values=1e6)).terms["prefill_activations"] == 0
 
 
 def test_fixed_time_grows_with_layers_and_acceptance_divides():

@@ -20,7 +20,7 @@ from edgeinfer.devices import (
     with_runs,
 )
 
-BASE = {"f_w": 0.8, "t0_ms": 1.0, "f_kv": 0.6, "mfu": 0.6, "mfu_attention": 0.2}
+BASE = {"f_w": 0.8, "t0_ms": 1.0, "f_kv": 0.6, "mfu": 0.6, "mfu_attention": 0.2, "activation_cost": 300.0}
 PROFILE = DeviceProfile(
     "local", "This machine", "local", 8 << 30, bandwidth_gbs=40.0, effective_gbs=32.0, cores=2, isa="avx2",
     int8_peak_gops=800.0, constants=BASE, sources={"f_w": "probe: 48 runs"}, measured="2026-05-01T12:00:00",
@@ -43,7 +43,8 @@ def decode(weights: float = 2e9, kv: float = 0.0, f_w: float = 0.8, layers: int 
 
 
 def prompt(operations: float = 1e12, mfu: float = 0.6) -> PromptRun:
-    return PromptRun(32, operations, 0.0, 1e-3 + operations / (mfu * 800e9), 800.0)
+    values = operations / 2e4
+    return PromptRun(32, operations, 0.0, 1e-3 + (operations / mfu + 300 * values) / 800e9, 800.0, values)
 
 
 def runs() -> dict:

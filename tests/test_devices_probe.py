@@ -175,6 +175,15 @@ def test_constants_are_recovered() -> None:
     assert disturbed == pytest.approx(want, rel=0.02)
 
 
+def test_the_cost_of_values_between_matrices_is_recovered() -> None:
+    decodes, prompts = runs()
+    prompts = [replace(run, values=1e9 * run.layers, seconds=run.seconds + 300 * run.layers / run.int8_peak_gops)
+               for run in prompts]
+    found = solve_constants(decodes, prompts)
+    assert found["activation_cost"] == pytest.approx(300, rel=1e-4)
+    assert found["mfu"] == pytest.approx(0.7, rel=1e-4)
+
+
 def test_constants_that_the_runs_do_not_show_are_left_out() -> None:
     decodes, _ = runs()
     without = [run for run in decodes if not run.kv_bytes]

@@ -149,7 +149,8 @@ class _Runner:
         layers, operations = model.num_hidden_layers, operations_per_token(self.session, Case(PROMPT, count, depth))
         seen = count * depth + count * (count + 1) / 2
         attention = 4.0 * model.num_attention_heads * model.head_dim * layers * seen
-        return PromptRun(layers, operations * count, attention, seconds, peak)
+        return PromptRun(layers, operations * count, attention, seconds, peak,
+                         self.session.graph.activation_values * count)
 
     def _some(self, count: int) -> list[int]:
         return [next(self._ids) for _ in range(count)]

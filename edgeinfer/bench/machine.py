@@ -199,7 +199,8 @@ def calibration_figures(
     ]
     prompt = [
         (t0 * run.layers + run.operations / (constants.get("mfu", 1.0) * run.int8_peak_gops * 1e9)
-         + run.attention_operations / (constants.get("mfu_attention", 1.0) * run.int8_peak_gops * 1e9)) / run.seconds
+         + run.attention_operations / (constants.get("mfu_attention", 1.0) * run.int8_peak_gops * 1e9)
+         + constants.get("activation_cost", 0.0) * run.values / (run.int8_peak_gops * 1e9)) / run.seconds
         for run in prompts
     ]
     return {"decode_error": statistics.median(abs(ratio - 1) for ratio in decode),

@@ -75,7 +75,8 @@ class Predictor:
             return None
         asked = self.traffic
         operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
-        return PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak)
+        return PromptRun(asked.layers, operations, asked.attention_operations_of(tokens, depth), seconds, peak,
+                         asked.activation_values * tokens)
 
     def _at(self, bandwidth_gbs: float | None, peak_gops: float | None) -> DeviceProfile:
         return replace(self.profile, bandwidth_gbs=bandwidth_gbs or self.profile.bandwidth_gbs,

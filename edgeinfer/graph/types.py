@@ -95,6 +95,16 @@ class Graph:
         """Parameters of the model, without padding; tied matrices count once."""
         return sum(math.prod(shape) for weight in self.weights for shape in weight.source_shapes)
 
+    @property
+    def activation_values(self) -> float:
+        """Values that go into and come out of the matrices of all layers for one token; of experts the active ones."""
+        total = 0.0
+        for op in self.ops:
+            if op.kind in ("linear", "gated") and op.weights[0].name.startswith("layers."):
+                share = float(op.attributes.get("active", 1)) / float(op.attributes.get("experts", 1))
+                total += share * sum(op.weights[0].shape)
+        return total
+
     def describe(self) -> str:
         """One line per operation: outputs, kind, attributes, inputs, weights with their shape and storage."""
         return "\n".join(self._line(op) for op in self.ops)
