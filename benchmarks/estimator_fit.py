@@ -28,6 +28,7 @@ from benchmarks.published.fit import (  # noqa: E402
     in_sample,
     leave_one_device_out,
     mean_miss,
+    predict_with_profile,
     prediction,
 )
 from benchmarks.published.rows import Row, read_rows  # noqa: E402
@@ -134,14 +135,21 @@ def _group_lines(group: Group) -> list[str]:
     if group.free:
         values = ", ".join(f"{key} = {group.fitted[key]:.3g}" for key in group.free)
         said = f"Fitted to all rows: {values}. 80 % of the misses are within {band(group.predictions):.0%}. {said}"
+    own = {item.row: predict_with_profile(item.row) for item in group.predictions} if group.name == "edge" else {}
+    known = [speed / row.tok_per_s - 1 for row, speed in own.items() if speed is not None]
+    if known:
+        said += (f" *Its profile* is what `edgeinfer estimate --device` says, in-sample too: {mean_miss(known):.1%} "
+                 f"over {len(known)} rows.")
     lines = [f"### {group.title}", "", *_paragraph(said), "",
-             "| device | model | class | measured, t/s | estimated | miss | one constant | parameters only | source |",
-             "|---|---|---|---|---|---|---|---|---|"]
+             "| device | model | class | measured, t/s | estimated | miss | its profile | one constant | parameters only "
+             "| source |", "|---|---|---|---|---|---|---|---|---|---|"]
     for item in group.predictions:
-        row = item.row
-        one = "" if math.isnan(item.one_constant) else f"{item.one_constant:.1f}"
-        lines.append(_cells((row.device, row.model, row.device_class, f"{row.tok_per_s:.4g}", f"{item.tok_per_s:.1f}",
-                             f"{item.miss:+.1%}", one, f"{item.parameters_only:.1f}", row.source)))
+        row, profile, one = item.row, own.get(item.row), item.one_constant
+        lines.append(_cells((
+            row.device, row.model, row.device_class, f"{row.tok_per_s:.4g}", f"{item.tok_per_s:.1f}",
+            f"{item.miss:+.1%}", "" if profile is None else f"{profile:.1f}", "" if math.isnan(one) else f"{one:.1f}",
+            f"{item.parameters_only:.1f}", row.source,
+        )))
     return [*lines, ""]
 
 

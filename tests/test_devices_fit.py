@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import estimator_fit
-from benchmarks.published.fit import fit_one_constant, in_sample, mean_miss, parameters_only, predict
+from benchmarks.published.fit import fit_one_constant, in_sample, mean_miss, parameters_only, predict, predict_with_profile
 from benchmarks.published.rows import INLINE_ECC, read_rows
 from benchmarks.sections import replace_section
 from edgeinfer.devices import CLASSES, classes
@@ -46,6 +47,15 @@ def test_bands_hold_80_percent_of_the_rows_of_each_class():
         if name == "cuda-consumer":  # the rows of 2024 belong to an older program
             found = [item for item in found if item.row.group != "cuda-2024"]
         assert classes()[name]["error"] >= estimator_fit.band(found) - 0.005, name
+
+
+def test_known_devices_are_better_than_their_classes():
+    edge = [row for row in ROWS if row.group == "edge"]
+    speeds = {row: predict_with_profile(row) for row in edge}
+    assert all(speeds.values())
+    misses = [speed / row.tok_per_s - 1 for row, speed in speeds.items()]
+    assert mean_miss(misses) < mean_miss(item.miss for item in in_sample(edge)) / 2
+    assert predict_with_profile(replace(edge[0], device="an unknown board")) is None
 
 
 def test_every_class_has_constants_with_a_source():

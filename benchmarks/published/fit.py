@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.devices import classes, constants_of, decode_terms
+from edgeinfer.devices import classes, constants_of, decode_terms, load_profile
+from edgeinfer.errors import UsageError
 
 from .rows import Row
 
@@ -33,6 +34,15 @@ class Prediction:
     def miss(self) -> float:
         """Predicted over measured, less one."""
         return self.tok_per_s / self.row.tok_per_s - 1
+
+
+def predict_with_profile(row: Row) -> float | None:
+    """Tokens per second by the profile that `edgeinfer estimate` takes for the device; None where there is none."""
+    try:
+        profile = load_profile(row.device)
+    except UsageError:
+        return None
+    return 1000 / math.fsum(decode_terms(profile, row.traffic, constants_of(profile), row.positions).values())
 
 
 def mean_miss(misses: Iterable[float]) -> float:
