@@ -141,8 +141,8 @@ def _group_lines(group: Group) -> list[str]:
         said += (f" *Its profile* is what `edgeinfer estimate --device` says, in-sample too: {mean_miss(known):.1%} "
                  f"over {len(known)} rows.")
     lines = [f"### {group.title}", "", *_paragraph(said), "",
-             "| device | model | class | measured, t/s | estimated | miss | its profile | one constant | parameters only "
-             "| source |", "|---|---|---|---|---|---|---|---|---|---|"]
+             "| device | model | class | measured, t/s | estimated | miss | its profile | one constant "
+             "| parameters only | source |", "|---|---|---|---|---|---|---|---|---|---|"]
     for item in group.predictions:
         row, profile, one = item.row, own.get(item.row), item.one_constant
         lines.append(_cells((

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import estimator_fit
-from benchmarks.published.fit import fit_one_constant, in_sample, mean_miss, parameters_only, predict, predict_with_profile
+from benchmarks.published.fit import (
+    fit_one_constant,
+    in_sample,
+    mean_miss,
+    parameters_only,
+    predict,
+    predict_with_profile,
+)
 from benchmarks.published.rows import INLINE_ECC, read_rows
 from benchmarks.sections import replace_section
 from edgeinfer.devices import CLASSES, classes
