@@ -14,6 +14,8 @@ from .store import read_toml
 CALIBRATED, UNKNOWN = "this machine, calibrated", "unknown"
 CALIBRATED_ERROR, CALIBRATED_PREFILL_ERROR = 0.10, 0.15
 """Half-width of the 80 % band where the constants come from runs of this machine: of decoding, and of prompts."""
+MEDIAN_TO_BAND, WIDEST = 1.9, 0.6
+"""80 % of normal errors are within so many times their median; and no band says more than this."""
 OWN_ERROR = 0.25
 """The same where the profile says how fast decoding was seen on this device: other models and programs differ."""
 
@@ -77,7 +79,9 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     values.update(profile.constants)
     prefill_error = table["prefill_error"]
     if profile.measured is not None and "f_w" in profile.constants:
-        error, basis, prefill_error = CALIBRATED_ERROR, CALIBRATED, CALIBRATED_PREFILL_ERROR
+        basis = CALIBRATED
+        error = _calibrated_error(profile, "decode_error", CALIBRATED_ERROR)
+        prefill_error = _calibrated_error(profile, "prompt_error", CALIBRATED_PREFILL_ERROR)
         source = profile.sources.get("f_w", "runs of this machine")
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
@@ -86,3 +90,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
             error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
     return Constants(**values, peak=table["peak"], error=error, prefill_error=prefill_error, basis=basis,
                      error_source=source)
+
+
+def _calibrated_error(profile: DeviceProfile, figure: str, least: float) -> float:
+    """The band of a calibrated machine, wider where the probe's own runs disagreed because others used the machine."""
+    return min(max(least, MEDIAN_TO_BAND * profile.figures.get(figure, 0.0)), WIDEST)

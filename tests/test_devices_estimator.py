@@ -118,6 +118,9 @@ def test_bands_say_where_they_come_from():
     calibrated = estimate(fitted, LLAMA)
     assert (calibrated.basis, calibrated.error) == ("this machine, calibrated", 0.10)
     assert "12 runs" in calibrated.error_source
+    shaky = replace(fitted, figures={"decode_error": 0.1, "prompt_error": 5.0})
+    assert estimate(shaky, LLAMA).error == pytest.approx(0.19)
+    assert constants_of(shaky).prefill_error == 0.6
     unknown = estimate(replace(PLAIN, device_class="abacus"), LLAMA)
     assert unknown.basis == "unknown"
     assert unknown.error > of_class.error > calibrated.error

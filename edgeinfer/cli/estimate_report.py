@@ -108,7 +108,7 @@ def neuron_bytes(model: ModelDescription) -> int:
 def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
     group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
-    print(f"{out['model']}, {out['weights']}{group}, on {out['device_title']} ({out['bandwidth_gbs']:g} GB/s)\n")
+    print(f"{out['model']}, {out['weights']}{group}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
     for line in table(_rows(out)):
         print(line)
     print()
@@ -132,7 +132,7 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
     if out["ceiling_tok_per_s"] is not None:
         drawn = out["effective_gbs"] or out["bandwidth_gbs"]
-        yield ("ceiling", f"{_speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:g} GB/s over pure 4 bits "
+        yield ("ceiling", f"{_speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:.4g} GB/s over pure 4 bits "
                           f"({format_size(pure['weight_bytes'])}) and int8 KV ({format_size(pure['kv_bytes'])})")
     yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each; "
                       f"{format_size(out['weight_bytes_read'])} read for a token; pure 4 bits: "
