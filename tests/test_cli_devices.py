@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from edgeinfer import bench, converters
+from edgeinfer.cli.devices_manual import renewed
 from edgeinfer.devices import DeviceProfile, local_path, local_profile, parse_profile, profiles
+from edgeinfer.errors import UsageError
 from tests.command_line import Outcome, edgeinfer
 
 LOCAL: dict[str, Any] = {
@@ -73,15 +75,31 @@ def test_one_device_with_its_sources() -> None:
 
 def test_the_probe_saves_the_profile(probed: list[Any], cache: Path) -> None:
     shown = edgeinfer("devices", "--probe", "--quick", "--threads", "3")
-    assert shown.code == 0 and f"saved as {local_path()}" in shown.err and "fitted to 3 runs" in shown.out
+    assert shown.code == 0 and f"saved as {local_path()}." in shown.out and "fitted to 3 runs" in shown.out
     assert "frequency share" in shown.out and "read gbs by threads" in shown.out
     assert probed[0].quick and probed[0].threads == 3 and probed[0].directory == local_path().parent
     assert local_profile() == parse_profile("local", LOCAL, "here")
     assert [path.name for path in (cache / "devices").iterdir()] == [local_path().name]
     assert edgeinfer("devices").out.splitlines()[1].startswith("local")
-    out = json.loads(edgeinfer("devices", "--probe", "--json").out)
+    full = edgeinfer("devices", "--probe", "--json")
+    assert "The probe writes a temporary file of 537 MB into" in full.err and "direct I/O" not in full.err
+    out = json.loads(full.out)
     assert out["path"] == str(local_path()) and out["seconds"] >= 0 and out["figures"]["frequency_share"] == 0.97
     assert json.loads(edgeinfer("devices", "local", "--json").out)["name"] == "local"
+
+
+def test_storage_without_direct_io_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {**LOCAL, "figures": {"storage_direct": 0.0}}
+    monkeypatch.setattr(bench, "probe_machine", lambda *call: parse_profile("local", table, "here"), raising=False)
+    assert "refuses direct I/O: storage was read through the page cache" in edgeinfer("devices", "--probe").err
+
+
+def test_the_table_in_the_manual_is_up_to_date() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert renewed(page) == page, "run: python -m edgeinfer.cli.devices_manual docs/devices.md"
+    assert all(f"| `{name}` |" in page for name in profiles())
+    with pytest.raises(UsageError, match="The page has no lines"):
+        renewed("# Devices")
 
 
 def test_the_calibrations_models_are_removed(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -151,6 +151,7 @@ def _storage(found: _Findings, request: ProbeRequest, tell: Tell) -> None:
         speed = probe.measure(tell)
     deepest = max(speed.random_gbs)
     how = _how_read(speed)
+    found.figures["storage_direct"] = float(speed.direct)
     found.add("storage_sequential_gbs", speed.sequential_gbs, f"pieces of 4 MiB, {how}")
     found.add("storage_random", speed.random_gbs[deepest], f"{deepest} reads at a time, {how}")
     for depth, points in speed.random_gbs.items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DestinationError, UsageError
+from ..sizes import format_size
 from .devices_report import device_object, list_object, print_device, print_list, profile_chart
 from .options import Json, Threads
 from .output import print_json, say
@@ -64,8 +65,8 @@ def devices(
 ) -> None:
     """List the known devices, show one, or measure this machine.
 
-    The probe takes about 80 seconds and uses all cores. It reads memory by threads and in scattered pieces, multiplies
-    from registers, reads a temporary file of 512 MiB in the cache past the page cache, runs small random models, and
+    The probe takes about a minute and uses all cores. It multiplies from registers, reads memory in order and in
+    scattered pieces, reads a temporary file of 512 MiB in the cache past the page cache, runs small random models, and
     works 20 seconds at full load.
 
     \b
@@ -98,7 +99,7 @@ def devices(
         return
     print_device(profile)
     if probe:
-        say(f"Measured in {extra['seconds']:.0f} s; saved as {extra['path']}.")
+        print(f"\nMeasured in {extra['seconds']:.0f} s; saved as {extra['path']}.")
 
 
 def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None, threads: int | None) -> None:
@@ -132,8 +133,15 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
             return random_bundles(Path(directory), progress)
 
         request = ProbeRequest(threads or default_threads(), path.parent, quick=quick)
+        if not quick:
+            say(f"The probe writes a temporary file of {format_size(request.storage_bytes)} into {path.parent} and "
+                "takes about a minute.")
         save_profile(probe_machine(request, bundles, progress), path)
-    return load_profile("local"), path
+    profile = load_profile("local")
+    if profile.figures.get("storage_direct") == 0:
+        say(f"The file system of {path.parent} refuses direct I/O: storage was read through the page cache, which was "
+            "asked to forget the file, and may look faster than it is.")
+    return profile, path
 
 
 def random_bundles(directory: Path, progress: ProgressLine) -> list[Path]:
