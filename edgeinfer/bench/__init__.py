@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .calibration import SHAPES, Lengths, Shape
+    from .calibration import CALM_SHARE, SHAPES, Lengths, Shape
     from .machine import ProbeRequest, probe_machine
     from .profile import make_profile, operation_name
     from .repetitions import measure, token_ids
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from .traffic import bytes_per_token, kv_read_bytes, operations_per_token
 
 _HOMES = {
-    "SHAPES": "calibration", "Lengths": "calibration", "Shape": "calibration",
+    "CALM_SHARE": "calibration", "SHAPES": "calibration", "Lengths": "calibration", "Shape": "calibration",
     "ProbeRequest": "machine", "probe_machine": "machine", "StorageProbe": "storage", "StorageSpeed": "storage",
     "measure": "repetitions", "token_ids": "repetitions", "make_profile": "profile", "operation_name": "profile",
     "Measurement": "results", "OperationTime": "results", "Profile": "results", "Row": "results", "Case": "results",
     "make_cases": "results", "needed_ctx": "results", "first_token_ms": "startup", "prompt_of": "startup",
     "bytes_per_token": "traffic", "kv_read_bytes": "traffic", "operations_per_token": "traffic",
 }
-__all__ = ["SHAPES", "Case", "Lengths", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Row", "Shape",
-           "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms", "kv_read_bytes", "make_cases",
+__all__ = ["CALM_SHARE", "SHAPES", "Case", "Lengths", "Measurement", "OperationTime", "ProbeRequest", "Profile", "Row",
+           "Shape", "StorageProbe", "StorageSpeed", "bytes_per_token", "first_token_ms", "kv_read_bytes", "make_cases",
            "make_profile", "measure", "needed_ctx", "operation_name", "operations_per_token", "probe_machine",
            "prompt_of", "token_ids"]
 

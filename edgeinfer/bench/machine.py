@@ -172,7 +172,9 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
     paths = bundles()
     with Probe(request.threads, read_bytes) as probe:
-        decodes, prompts = calibrate(paths, probe, lengths, tell)
+        runs = calibrate(paths, probe, lengths, tell)
+    decodes, prompts = runs.decodes, runs.prompts
+    found.figures["processor_share"] = statistics.median(runs.shares)
     found.fields["constants"] = solve_constants(decodes, prompts)
     text = (f"fitted to {len(decodes)} runs of decoding and {len(prompts)} prompts of {lengths.prompt} tokens on "
             f"{len(paths)} random models, depths 0 to {lengths.depth}")

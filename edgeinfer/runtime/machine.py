@@ -76,7 +76,7 @@ class MachineProbe:
         """Median bandwidth of reading all the memory in order, in GB/s."""
         with self._reader(threads) as executor:
             _timed(executor)
-            return self.read_bytes / _median(lambda: _timed(executor), self.seconds) / 1e9
+            return self.read_bytes / statistics.median(_repeated(lambda: _timed(executor), self.seconds)) / 1e9
 
     def random_share(self, size: int, threads: int) -> tuple[float, float]:
         """Bandwidth of scattered pieces of `size` bytes (a multiple of 64), as a share of reading in order.
@@ -117,11 +117,11 @@ class MachineProbe:
         self._memory = allocate(self.read_bytes, huge=False)
 
     def int8_gops(self, threads: int, seconds: float | None = None) -> float:
-        """Median of int8 multiplications and additions of all threads together, from registers, in 1e9/s."""
+        """Most int8 multiplications and additions of all threads together, from registers, in 1e9/s."""
         return self._operations("int8_peak", OPERATIONS, threads, seconds)
 
     def f32_gflops(self, threads: int) -> float:
-        """Median of f32 multiplications and additions of all threads together, from registers, in 1e9/s."""
+        """Most f32 multiplications and additions of all threads together, from registers, in 1e9/s."""
         head = np.array([0.5, 1.0, 1.0], np.float32)
         self._memory[: 12] = head.view(np.uint8)
         self._memory[LINE : LINE + 12 * LINE] = np.arange(192, dtype=np.float32).view(np.uint8)
@@ -159,7 +159,7 @@ class MachineProbe:
         with self._executor(Record(kernel, kernel, places, (rounds,)), threads) as loop:
             _timed(loop)
             wanted = self.seconds if seconds is None else seconds
-            return threads * rounds * operations / _median(lambda: _timed(loop), wanted) / 1e9
+            return threads * rounds * operations / min(_repeated(lambda: _timed(loop), wanted)) / 1e9
 
 
 def thread_counts(threads: int) -> list[int]:
@@ -167,13 +167,13 @@ def thread_counts(threads: int) -> list[int]:
     return sorted({1 << shift for shift in range(int(math.log2(threads)) + 1)} | {threads})
 
 
-def _median(measure: Callable[[], float], seconds: float) -> float:
-    """Median of a measurement that is repeated for some time, at least 3 times."""
+def _repeated(measure: Callable[[], float], seconds: float) -> list[float]:
+    """A measurement that is repeated for some time, at least 3 times."""
     values: list[float] = []
     ended = time.perf_counter() + seconds
     while len(values) < LEAST_PASSES or time.perf_counter() < ended:
         values.append(measure())
-    return statistics.median(values)
+    return values
 
 
 def _timed(executor: Executor) -> float:
