@@ -97,6 +97,8 @@ class RuntimeConfig:
     """Sequences that may be alive at once (parallel samples); sizes the KV pool and the token batch."""
     outputs: int = 1
     """Rows of logits kept per walk; evaluation asks for more than one."""
+    mlock: bool = False
+    """Lock the weights into memory, so that the system cannot drop them."""
 
     def __post_init__(self) -> None:
         if self.ctx is not None and self.ctx < 1:

@@ -58,14 +58,28 @@ class DestinationError(EdgeInferError):
 
 
 class BudgetError(EdgeInferError):
-    """The plan needs more memory than the budget allows; carries the plan so that it can be printed."""
+    """The plan needs more memory than the budget allows; carries what can be printed about it.
+
+    Parameters
+    ----------
+    message : str
+    plan : MemoryPlan, optional
+    budget_bytes : int, optional
+    alternatives : tuple of Alternative
+        Smaller requests that were checked to fit, in the order in which they are to be tried.
+    """
 
     code = "does_not_fit"
     exit_code = 3
 
-    def __init__(self, message: str, plan: object | None = None):
+    def __init__(
+        self, message: str, plan: object | None = None, budget_bytes: int | None = None,
+        alternatives: tuple[object, ...] = (),
+    ):
         super().__init__(message)
         self.plan = plan
+        self.budget_bytes = budget_bytes
+        self.alternatives = alternatives
 
 
 class RequestError(EdgeInferError):

@@ -44,6 +44,8 @@ class LLM:
         Most prompt tokens processed at a time.
     max_sequences : int
         Samples of one prompt that may be generated together (the option `n` of requests).
+    mlock : bool
+        Lock the weights into memory, so that the system cannot drop them when others need memory.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -84,11 +86,12 @@ class LLM:
         threads: int | None = None,
         prefill_chunk: int = 256,
         max_sequences: int = 1,
+        mlock: bool = False,
         progress: Progress | None = None,
     ):
         config = RuntimeConfig(
             ctx=ctx, kv=kv, threads=threads, budget_bytes=None if budget is None else parse_size(budget),
-            prefill_chunk=prefill_chunk, max_sequences=max_sequences,
+            prefill_chunk=prefill_chunk, max_sequences=max_sequences, mlock=mlock,
         )
         self.name = os.fspath(model)
         self.path = resolve(model, progress)

@@ -1,20 +1,30 @@
 """Where every byte lives: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
 
+from .alternatives import Alternative, alternatives, check_budget, largest_ctx, refusal
 from .blocks import BlockPool
-from .budget import available_bytes, check_budget, default_threads
+from .budget import available_bytes, default_threads
 from .lifetimes import Placement, place_activations
-from .plan import SPLIT_TOKENS, MemoryPlan, Region, Request, make_plan
+from .plan import SPLIT_TOKENS, MemoryPlan, Planner, Region, Request, make_plan
+from .request import default_ctx, resolve, to_request
 
 __all__ = [
     "SPLIT_TOKENS",
+    "Alternative",
     "BlockPool",
     "MemoryPlan",
     "Placement",
+    "Planner",
     "Region",
     "Request",
+    "alternatives",
     "available_bytes",
     "check_budget",
+    "default_ctx",
     "default_threads",
+    "largest_ctx",
     "make_plan",
     "place_activations",
+    "refusal",
+    "resolve",
+    "to_request",
 ]

@@ -11,8 +11,10 @@ from .lifetimes import Placement, place_activations
 
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
-PYTHON_RESERVE_BYTES = 144 << 20
-"""The interpreter, NumPy, LLVM's loader, the tokenizer: measured 110-140 MB on Linux, stated as one region."""
+PYTHON_RESERVE_BYTES = 112_000_000
+"""The interpreter, NumPy, LLVM's loader, the command line: 104-109 MB on Linux without a tokenizer (docs/memory.md)."""
+VOCABULARY_RESERVE_BYTES = 420
+"""Each entry of the tokenizer: 350-450 bytes with tables of merges, 250 as SentencePiece (docs/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,13 @@ class Request:
     """Most rows of logits of one walk."""
     sequences: int
     """Sequences alive at once."""
+    mlock: bool = False
+    """Whether the weights are locked into memory."""
+
+
+PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
+"""How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
+such pages locked into memory; set aside for what others allocate."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class Region:
     nbytes: int
     reason: str
     """What it is for, with the numbers that give its size."""
+    kind: str = PRIVATE
+    """private, mapped, locked or reserve."""
 
     @property
     def bytes(self) -> int:
@@ -69,8 +80,23 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all regions."""
+        """Sum of all regions: the most that the process holds, weights included."""
         return sum(r.nbytes for r in self.regions)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that stays taken until the run ends: all but mapped weights that are not locked."""
+        return self.total_bytes - self.reclaimable_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Weights, which are pages of their file: shared by all processes that map it."""
+        return sum(r.nbytes for r in self.regions if r.kind in (MAPPED, LOCKED))
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Mapped weights that the system may drop when memory is short, and read again when they are needed."""
+        return sum(r.nbytes for r in self.regions if r.kind == MAPPED)
 
     def region(self, name: str) -> Region:
         """The region of that name."""
@@ -82,7 +108,7 @@ class MemoryPlan:
 
 
 def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
-    """Plan a run.
+    """Plan one run; a `Planner` plans several of the same model faster.
 
     Parameters
     ----------
@@ -91,33 +117,62 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     weight_bytes : int
         Length of weights.bin.
     """
-    c = graph.config
-    placements, arena = place_activations(graph, request.tokens, request.outputs)
-    kv_block_bytes = c.num_key_value_heads * abi.kv_head_bytes(request.kv, c.head_dim)
-    per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
-    copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
-    kv_blocks = request.sequences * (per_sequence + copies)
-    rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
-    splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-    partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))
-    scratch = thread_scratch(graph)
-    logits_stride = 4 * round_up(c.vocab_size, 16)
-    layers = c.num_hidden_layers
-    tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8) + abi.RECORD_BYTES * (len(graph.ops) + layers)
-    tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
-    regions = (
-        Region("weights", weight_bytes, f"mapped from the bundle, {_types(graph)}"),
-        Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
-               f"{request.kv}, {kv_blocks} blocks of 16 tokens x {layers} layers"),
-        Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
-        Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} rows of {c.vocab_size}"),
-        Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
-        Region("scratch", round_up(request.threads * scratch, 64) + SPLIT_TOKENS * partial + 64,
-               f"{request.threads} threads; partial attention of {splits} splits"),
-        Region("tables", tables, "ctx block, tokens, block tables, program"),
-        Region("python", PYTHON_RESERVE_BYTES, "interpreter, NumPy, kernel loader, tokenizer (reserve)"),
-    )
-    return MemoryPlan(request, regions, placements, logits_stride, kv_blocks, kv_block_bytes, scratch, splits, rope_row)
+    return Planner(graph, weight_bytes).plan(request)
+
+
+class Planner:
+    """Plans runs of one model as it is stored.
+
+    Parameters
+    ----------
+    graph : Graph
+    weight_bytes : int
+        Length of weights.bin.
+    """
+
+    def __init__(self, graph: Graph, weight_bytes: int):
+        self.graph = graph
+        self.weight_bytes = weight_bytes
+        self._scratch = thread_scratch(graph)
+        self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
+
+    def plan(self, request: Request) -> MemoryPlan:
+        """Give every region of a run its bytes."""
+        c, layers = self.graph.config, self.graph.config.num_hidden_layers
+        rows = (request.tokens, request.outputs)
+        if rows not in self._activations:  # whatever the context
+            self._activations[rows] = place_activations(self.graph, *rows)
+        placements, arena = self._activations[rows]
+        kv_block_bytes = c.num_key_value_heads * abi.kv_head_bytes(request.kv, c.head_dim)
+        per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
+        copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
+        kv_blocks = request.sequences * (per_sequence + copies)
+        rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
+        splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
+        partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))
+        logits_stride = 4 * round_up(c.vocab_size, 16)
+        tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8)
+        tables += abi.RECORD_BYTES * (len(self.graph.ops) + layers)
+        tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
+        regions = (
+            self._weights(request.mlock),
+            Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
+                   f"{request.kv}, {kv_blocks} pages of 16 tokens x {layers} layers x {kv_block_bytes} bytes"),
+            Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
+            Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} x {c.vocab_size} values"),
+            Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
+            Region("scratch", round_up(request.threads * self._scratch, 64) + SPLIT_TOKENS * partial + 64,
+                   f"{request.threads} threads; partial attention of {splits} splits"),
+            Region("tables", tables, "ctx block, tokens, block tables, program"),
+            Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
+                   f"interpreter, libraries, tokenizer of {c.vocab_size}: what others allocate", RESERVE),
+        )
+        return MemoryPlan(request, regions, placements, logits_stride, kv_blocks, kv_block_bytes, self._scratch, splits,
+                          rope_row)
+
+    def _weights(self, mlock: bool) -> Region:
+        how = "mapped and locked" if mlock else "mapped, reclaimable"
+        return Region("weights", self.weight_bytes, f"{how}; {_types(self.graph)}", LOCKED if mlock else MAPPED)
 
 
 def thread_scratch(graph: Graph) -> int:

@@ -49,6 +49,12 @@ Device = Annotated[
         help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]",
     ),
 ]
+Mlock = Annotated[
+    bool,
+    typer.Option(
+        "--mlock", envvar="EDGEINFER_MLOCK", help="Lock the weights into memory, so that the system cannot drop them."
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", envvar="EDGEINFER_MAX_TOKENS", metavar="N", help="Most tokens to generate."),

@@ -24,6 +24,7 @@ from .options import (
     Kv,
     MaxTokens,
     MinP,
+    Mlock,
     Seed,
     Stop,
     Temperature,
@@ -71,6 +72,7 @@ def run(
     stop: Stop = None,
     kv: Kv = _RUNTIME.kv,
     budget: Budget = None,
+    mlock: Mlock = False,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -129,7 +131,7 @@ def run(
         began = time.perf_counter()
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
-            progress=progress,
+            mlock=mlock, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

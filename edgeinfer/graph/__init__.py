@@ -4,9 +4,9 @@ from .builder import GraphBuilder, round_up
 from .config import ModelConfig, RopeConfig
 from .model import build_graph, read_config, supported_architectures
 from .outlines import Outline, read_outline
-from .rope import rope_tables
+from .rope import fill_rope_tables, rope_tables
 from .shapes import Shape, builtin_shapes
-from .storage import expected_types, requested_types
+from .storage import TypeOf, expected_types, requested_types
 from .types import Graph, Op, Tensor, Weight, WeightType
 
 __all__ = [
@@ -18,11 +18,13 @@ __all__ = [
     "RopeConfig",
     "Shape",
     "Tensor",
+    "TypeOf",
     "Weight",
     "WeightType",
     "build_graph",
     "builtin_shapes",
     "expected_types",
+    "fill_rope_tables",
     "read_config",
     "read_outline",
     "requested_types",

@@ -100,15 +100,22 @@ def rope_tables(
     """
     import numpy as np
 
-    frequencies = inverse_frequencies(rope, head_dim)
     cos = np.empty((n_positions, head_dim // 2), np.float32)
     sin = np.empty_like(cos)
-    for start in range(0, n_positions, ROWS_AT_ONCE):
-        rows = slice(start, min(start + ROWS_AT_ONCE, n_positions))
+    fill_rope_tables(rope, head_dim, cos, sin)
+    return cos, sin
+
+
+def fill_rope_tables(rope: RopeConfig, head_dim: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
+    """Write `rope_tables` into memory that is there, some rows at a time, for long contexts make large tables."""
+    import numpy as np
+
+    frequencies = inverse_frequencies(rope, head_dim)
+    for start in range(0, len(cos), ROWS_AT_ONCE):
+        rows = slice(start, min(start + ROWS_AT_ONCE, len(cos)))
         angles = np.arange(rows.start, rows.stop, dtype=np.float64)[:, None] * frequencies
         cos[rows] = np.cos(angles) * rope.attention_factor
         sin[rows] = np.sin(angles) * rope.attention_factor
-    return cos, sin
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:

@@ -50,6 +50,31 @@ def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np
     return view
 
 
+def lock(weights: NDArray[np.uint8]) -> None:
+    """Lock mapped weights into memory until they are unmapped.
+
+    Raises
+    ------
+    EdgeInferError
+        If the system does not allow it.
+    """
+    if sys.platform == "win32":
+        raise EdgeInferError("Weights cannot be locked into memory on Windows; run without --mlock.")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    if libc.mlock(weights.ctypes.data, weights.nbytes):
+        import resource
+
+        why = os.strerror(ctypes.get_errno())
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        allowed = "" if limit == resource.RLIM_INFINITY else \
+            f": RLIMIT_MEMLOCK allows {limit / 1e6:.3g} MB; raise it (ulimit -l {-(-weights.nbytes // 1024)})"
+        raise EdgeInferError(
+            f"The system refuses to lock {weights.nbytes / 1e6:.3g} MB of weights ({why}){allowed}, or run without "
+            "--mlock."
+        )
+
+
 READ_BYTES = 64 << 20
 """Weights read in at a time."""
 TOUCH_BYTES = 32 << 20

@@ -153,29 +153,30 @@ class KVCache:
         RequestError
             If the pool has no room for it.
         """
+        sequence = Sequence()
         try:
             with open(path, "rb") as file:
                 header = self._read_header(file, path, model)
-                n_blocks = -(-len(header["tokens"]) // abi.BLOCK_TOKENS)
-                data = file.read(n_blocks * self.plan.kv_block_bytes * len(self._layers) + 1)
+                self.extend(sequence, len(header["tokens"]))
+                if self._read_blocks(file, sequence, header) != header["sha256"]:
+                    raise _damaged(path)
         except OSError as error:
+            self.trim(sequence)
             raise BundleError(f"Cannot read the prompt cache {path}: {error.strerror or error}.") from None
-        sealed = header.pop("sha256")
-        digest = _start_digest(header)
-        digest.update(data)
-        if digest.hexdigest() != sealed:
-            raise _damaged(path)
-        sequence = Sequence()
-        try:
-            self.extend(sequence, len(header["tokens"]))
-        except RequestError:
+        except BaseException:
             self.trim(sequence)
             raise
-        stored = np.frombuffer(data, np.uint8).reshape(len(self._layers), n_blocks, self.plan.kv_block_bytes)
-        for layer, rows in zip(self._layers, stored, strict=True):
-            layer[sequence.blocks] = rows
         sequence.tokens = header["tokens"]
         return sequence
+
+    def _read_blocks(self, file: BinaryIO, sequence: Sequence, header: dict[str, Any]) -> str:
+        """Read straight into the pool, which was planned, and return the checksum; empty if the length is wrong."""
+        digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
+        for row in self._rows(sequence):
+            if file.readinto(row) != len(row):  # type: ignore[attr-defined]
+                return ""
+            digest.update(row)
+        return "" if file.read(1) else str(digest.hexdigest())
 
     def _rows(self, sequence: Sequence) -> Iterator[memoryview]:
         """The sequence's blocks, layer by layer."""

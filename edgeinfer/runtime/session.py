@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +12,15 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import HEADER_FILE, Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, build_graph, rope_tables, round_up
+from edgeinfer.graph import ModelConfig, build_graph, fill_rope_tables, round_up
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Request, check_budget, default_threads, make_plan
+from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
 
 from .executor import Executor
 from .lowering import Lowering
-from .memory import Toucher, allocate, read_in
+from .memory import Toucher, allocate, lock, read_in
 from .sequence import KVCache, Sequence
 
-DEFAULT_CTX = 4096
 Logits = NDArray[np.float32]
 
 
@@ -52,8 +50,9 @@ class Session:
         self.config = resolve(config or RuntimeConfig(), self.model)
         self.graph = build_graph(self.model, lambda w: bundle.weight_type(w.name))
         bundle.check({w.name: w.shape for w in self.graph.weights})
-        self.plan = make_plan(self.graph, _request(self.config), bundle.weights_bytes)
-        self.budget_bytes = check_budget(self.graph, self.plan, bundle.weights_bytes, self.config.budget_bytes)
+        planner = Planner(self.graph, bundle.weights_bytes)
+        self.plan = planner.plan(to_request(self.config))
+        self.budget_bytes = check_budget(planner, self.plan, self.config, lambda t: build_graph(self.model, t))
         kernels = Kernels(choose(), progress)
         self.isa = kernels.isa.name
         regions = {name: allocate(self.plan.region(name).nbytes, touched=name != "kv")
@@ -61,6 +60,8 @@ class Session:
         self._toucher = Toucher(regions["kv"])
         regions["weights"] = bundle.weights
         read_in(bundle.weights, bundle.weights_path, loading)
+        if self.config.mlock:
+            lock(bundle.weights)
         self._fill_constants(regions["constants"])
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         self.program = Lowering(self.graph, self.plan, offsets, kernels.isa.heights).program()
@@ -205,8 +206,7 @@ class Session:
         half = self.model.head_dim // 2
         padded = round_up(half, 16)
         table = region[: self.plan.request.ctx * self.plan.rope_row_bytes].view(np.float32).reshape(-1, 2, padded)
-        tables = rope_tables(self.model.rope, self.model.head_dim, self.plan.request.ctx)
-        table[:, 0, :half], table[:, 1, :half] = tables
+        fill_rope_tables(self.model.rope, self.model.head_dim, table[:, 0, :half], table[:, 1, :half])
 
     def _identity(self) -> str:
         return hashlib.sha256((self.bundle.path / HEADER_FILE).read_bytes()).hexdigest()
@@ -250,26 +250,3 @@ class _Tables:
             start += count
         self._outputs[: len(outputs)] = outputs
         return highest
-
-
-def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
-    """Fill in what was left open: context, threads, rows of logits.
-
-    Raises
-    ------
-    RequestError
-        If the context asked for is longer than the model's.
-    """
-    longest = model.max_position_embeddings
-    if config.ctx is not None and config.ctx > longest:
-        raise RequestError(f"The context of {config.ctx} tokens is longer than the model's {longest}; lower --ctx.")
-    ctx = config.ctx or min(longest, DEFAULT_CTX)
-    return replace(config, ctx=ctx, threads=config.threads or default_threads(),
-                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=max(config.outputs, config.max_sequences))
-
-
-def _request(config: RuntimeConfig) -> Request:
-    tokens = max(config.prefill_chunk, config.max_sequences, config.outputs)
-    return Request(config.ctx or 0, config.kv, config.threads or 1, tokens, config.outputs, config.max_sequences)
-
-

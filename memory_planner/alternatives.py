@@ -1,0 +1,153 @@
+"""What fits instead: the largest context, a smaller KV type, fewer bits a weight; each checked against the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from edgeinfer.bundle import weights_file_bytes
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.errors import BudgetError
+from edgeinfer.graph import Graph, TypeOf, requested_types
+from edgeinfer.kernels import abi
+
+from .budget import available_bytes
+from .plan import MemoryPlan, Planner
+from .request import to_request
+
+Options = dict[str, str | int]
+Rebuild = Callable[[TypeOf], Graph]
+"""Gives the model's graph with weights stored in another way."""
+BLOCK = abi.BLOCK_TOKENS
+STORAGES = (("f16", 32), ("int8", 32), ("q4", 32), ("q4", 64), ("q4", 128))
+"""Types of weights and their groups, from the most bytes to the fewest."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A smaller request that fits."""
+
+    options: Options
+    """What to change, by the name of the option: ctx, kv, weights, group_size."""
+    total_bytes: int
+    """Of the plan with these options."""
+
+    @property
+    def change(self) -> str:
+        """The options' names, such as ``ctx`` or ``kv+ctx``."""
+        return "+".join(name for name in self.options if name != "group_size")
+
+    @property
+    def value(self) -> str | int:
+        """The option's new value; joined as `change` where there are several."""
+        values = [value for name, value in self.options.items() if name != "group_size"]
+        return values[0] if len(values) == 1 else "+".join(map(str, values))
+
+    def __str__(self) -> str:
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
+
+
+def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebuild: Rebuild) -> int:
+    """Refuse a plan that exceeds the budget.
+
+    Parameters
+    ----------
+    planner : Planner
+    plan : MemoryPlan
+        Of `config`, which has no open fields but its budget: None is what the system can give now.
+    config : RuntimeConfig
+    rebuild : callable
+
+    Returns
+    -------
+    int
+        The budget that was applied, in bytes.
+
+    Raises
+    ------
+    BudgetError
+        With alternatives that were checked to fit; it carries the plan.
+    """
+    budget = available_bytes() if config.budget_bytes is None else config.budget_bytes
+    if plan.total_bytes <= budget:
+        return budget
+    options = list(alternatives(planner, config, budget, rebuild))
+    raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
+    """The sentence for a plan that does not fit."""
+    needs, has = next((needs, has) for digits in (2, 3, 6, 9)
+                      if (needs := f"{plan.total_bytes / 1e9:.{digits}f}") != (has := f"{budget / 1e9:.{digits}f}"))
+    advice = "Nothing smaller of this model fits; take a smaller model."
+    if options:
+        advice = "Fits: " + "; ".join(map(str, options)) + "."
+        if any("weights" in option.options for option in options):
+            advice += " (--weights is an option of edgeinfer convert.)"
+    return f"The run needs {needs} GB and the budget is {has} GB. {advice}"
+
+
+def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
+    """Smaller requests that fit, in the order in which they are to be tried: context, KV type, weight type.
+
+    Where a smaller KV or weight type does not help alone, it is offered with what helps together with it.
+    """
+    kv, smaller = config.kv, _smaller_kv(config.kv)
+    least = smaller[-1:] or [kv]
+    lighter, same = list(storages(planner, rebuild)), Options()
+    stages: tuple[list[tuple[Planner, Options, str, bool]], ...] = (
+        [(planner, same, kv, True)],
+        [(planner, same, other, False) for other in smaller] + [(planner, same, other, True) for other in smaller[-1:]],
+        [(other, stored, used, False) for used in (kv, *smaller[-1:]) for stored, other in lighter]
+        + [(other, stored, least[0], True) for stored, other in lighter if stored["weights"] == "q4"],
+    )
+    for stage in stages:
+        tried = (_fitting(config, budget, *candidate) for candidate in stage)
+        if found := next(filter(None, tried), None):
+            yield found
+
+
+def _smaller_kv(kv: str) -> list[str]:
+    """KV types with fewer bytes, the largest first."""
+    sizes = abi.KV_ELEMENT_BYTES
+    return sorted((other for other in sizes if sizes[other] < sizes[kv]), key=lambda other: -sizes[other])
+
+
+def _fitting(
+    config: RuntimeConfig, budget: int, planner: Planner, stored: Options, kv: str, shorter: bool
+) -> Alternative | None:
+    """The request with this storage and KV type if it fits, `shorter` with the largest context that does."""
+    asked = config.ctx or 0
+    ctx = largest_ctx(planner, config, budget, BLOCK * ((asked - 1) // BLOCK), kv) if shorter else asked
+    if not ctx or (total := planner.plan(to_request(config, ctx, kv)).total_bytes) > budget:
+        return None
+    options = stored | ({"kv": kv} if kv != config.kv else {}) | ({"ctx": ctx} if shorter else {})
+    return Alternative(options, total)
+
+
+def storages(planner: Planner, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:
+    """Ways to store the weights in fewer bytes than they are now, the most bytes first."""
+    for weights, group_size in STORAGES:
+        graph = rebuild(requested_types(weights, group_size))
+        nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+        if nbytes < planner.weight_bytes:
+            options: Options = {"weights": weights}
+            yield options | ({} if weights == "f16" else {"group_size": group_size}), Planner(graph, nbytes)
+
+
+def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None) -> int:
+    """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below it."""
+
+    def fits(ctx: int) -> bool:
+        return planner.plan(to_request(config, ctx, kv)).total_bytes <= budget
+
+    if at_most < 1 or fits(at_most):
+        return max(at_most, 0)
+    low, high = 0, at_most // BLOCK
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(BLOCK * middle):
+            low = middle
+        else:
+            high = middle - 1
+    return BLOCK * low

@@ -1,0 +1,43 @@
+"""From what a user asks for to what is planned: every open field of a request filled in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.errors import RequestError
+from edgeinfer.graph import ModelConfig
+
+from .budget import default_threads
+from .plan import Request
+
+DEFAULT_CTX = 4096
+
+
+def default_ctx(model: ModelConfig) -> int:
+    """Context of a run that does not say: the model's, at most 4096."""
+    return min(model.max_position_embeddings, DEFAULT_CTX)
+
+
+def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
+    """Fill in what was left open: context, threads, rows of logits.
+
+    Raises
+    ------
+    RequestError
+        If the context asked for is longer than the model's.
+    """
+    longest = model.max_position_embeddings
+    if config.ctx is not None and config.ctx > longest:
+        raise RequestError(f"The context of {config.ctx} tokens is longer than the model's {longest}; lower --ctx.")
+    ctx = config.ctx or default_ctx(model)
+    return replace(config, ctx=ctx, threads=config.threads or default_threads(),
+                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=max(config.outputs, config.max_sequences))
+
+
+def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = None) -> Request:
+    """What to plan for a configuration without open fields, with another context or KV type where given."""
+    ctx = ctx or config.ctx or DEFAULT_CTX
+    outputs = max(config.outputs, config.max_sequences)
+    tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
+    return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock)
