@@ -1,5 +1,6 @@
 """The header of a GGUF file as the fields of a config.json; the tensors themselves are never read.
 
+So the beginning of a file is enough, as far as its header goes.
 Format: ggml's docs/gguf.md, versions 2 and 3, little-endian.
 """
 
@@ -87,17 +88,13 @@ class _Reader:
         for _ in range(n_pairs):
             key = self._text()
             fields[key] = self._value(self._number("<I"))
-        tensors, furthest = {}, 0
+        tensors = {}
         for _ in range(n_tensors):
             name, n_dims = self._text(), self._number("<I")
             if not 1 <= n_dims <= 4:
                 raise self._damaged(f"the tensor {name:.60} has {n_dims} dimensions")
             tensors[name] = tuple(self._count(2**40, "rows") for _ in range(n_dims))
-            self._number("<I")
-            furthest = max(furthest, self._number("<Q"))
-        if tensors and self._at + furthest >= self._size:
-            raise CheckpointError(f"{self._path} is cut short: its last tensor begins at byte {self._at + furthest} "
-                                  f"and the file has {self._size}; download it again.")
+            self._take(12)  # its type, and where it begins
         return Header(fields, tensors)
 
     def _value(self, kind: int) -> Any:
@@ -168,7 +165,8 @@ def _config(header: Header, path: Path) -> dict[str, Any]:
     tokens = fields.get("tokenizer.ggml.tokens")
     own = fields.get(f"{name}.vocab_size")
     config["vocab_size"] = own if own is not None else len(tokens) if isinstance(tokens, (list, range)) else None
-    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    tied = "output.weight" not in header.tensors if header.tensors else name.startswith("gemma")
+    config["tie_word_embeddings"] = tied
     if "blk.0.attn_q.bias" in header.tensors:
         config["attention_bias"] = True
     if experts := fields.get(f"{name}.expert_count"):
@@ -184,10 +182,10 @@ def _config(header: Header, path: Path) -> dict[str, Any]:
 
 
 def _check(config: dict[str, Any], header: Header, path: Path) -> None:
-    """Refuse fields and tensors that do not belong to the same model."""
+    """Refuse fields and tensors that do not belong to the same model; a header may be without tensors."""
     outline = read_outline(config, str(path))
     graph = outline.graph(requested_types()) if outline else build_graph(read_config(config), requested_types())
     stored = sum(math.prod(shape) for name, shape in header.tensors.items() if not name.startswith("rope_"))
-    if not header.tensors or abs(stored - graph.weight_count) > TOLERANCE * graph.weight_count:
+    if header.tensors and abs(stored - graph.weight_count) > TOLERANCE * graph.weight_count:
         raise CheckpointError(f"The header of {path} contradicts itself: its fields make a model of "
                               f"{graph.weight_count:,} parameters, but its tensors have {stored:,}; download it again.")

@@ -18,6 +18,7 @@ from .graph import (
     ModelConfig,
     Op,
     Outline,
+    TypeOf,
     Weight,
     build_graph,
     builtin_shapes,
@@ -49,6 +50,8 @@ class ModelDescription:
     """Its forward pass; an outline where `reason` is not empty."""
     weight_bytes: int
     """Length of weights.bin."""
+    outline: Outline | None = None
+    """Where the graph comes from for a family that edgeinfer cannot run."""
     reason: str = ""
     """Why edgeinfer cannot run it; empty where it can."""
 
@@ -123,6 +126,10 @@ class ModelDescription:
     def pure_weight_bytes(self, bits: float = 4) -> float:
         """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
         return self.parameters * bits / 8
+
+    def rebuild(self, type_of: TypeOf) -> Graph:
+        """Give the graph with weights stored in another way."""
+        return self.outline.graph(type_of) if self.outline else build_graph(self.config, type_of)
 
     def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
         """What the estimator reads."""
@@ -204,9 +211,9 @@ def describe_config(
 def _described(
     name: str, source: str, model: ModelConfig | Outline, weights: str, group_size: int
 ) -> ModelDescription:
-    type_of = requested_types(weights, group_size)
+    type_of, outline = requested_types(weights, group_size), None
     if isinstance(model, Outline):
-        config, graph = model.config, model.graph(type_of)
+        config, graph, outline = model.config, model.graph(type_of), model
         known = ", ".join(supported_architectures())
         reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"
     else:
@@ -214,7 +221,7 @@ def _described(
     follow = weights if weights in ("f16", "f32") else "int8"
     quantisation = Quantisation(weights, group_size, follow, follow)
     nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
-    return ModelDescription(name, source, config, quantisation, graph, nbytes, reason)
+    return ModelDescription(name, source, config, quantisation, graph, nbytes, outline, reason)
 
 
 def _from_bundle(name: str, path: Path, weights: str | None, group_size: int | None) -> ModelDescription:

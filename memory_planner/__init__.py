@@ -2,7 +2,7 @@
 
 from .alternatives import Alternative, alternatives, check_budget, largest_ctx, refusal
 from .blocks import BlockPool
-from .budget import available_bytes, default_threads
+from .budget import available_bytes, default_threads, process_budget
 from .lifetimes import Placement, place_activations
 from .plan import SPLIT_TOKENS, MemoryPlan, Planner, Region, Request, make_plan
 from .request import default_ctx, resolve, to_request
@@ -24,6 +24,7 @@ __all__ = [
     "largest_ctx",
     "make_plan",
     "place_activations",
+    "process_budget",
     "refusal",
     "resolve",
     "to_request",

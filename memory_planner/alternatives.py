@@ -11,7 +11,7 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 
-from .budget import available_bytes
+from .budget import process_budget
 from .plan import MemoryPlan, Planner
 from .request import to_request
 
@@ -68,7 +68,7 @@ def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebu
     BudgetError
         With alternatives that were checked to fit; it carries the plan.
     """
-    budget = available_bytes() if config.budget_bytes is None else config.budget_bytes
+    budget = process_budget() if config.budget_bytes is None else config.budget_bytes
     if plan.total_bytes <= budget:
         return budget
     options = list(alternatives(planner, config, budget, rebuild))

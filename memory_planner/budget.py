@@ -17,6 +17,25 @@ def available_bytes() -> int:
     return available if left is None else min(available, left)
 
 
+def process_budget() -> int:
+    """Most memory that this whole process can hold: what the system can give now, and what the process has already."""
+    return available_bytes() + own_bytes()
+
+
+def own_bytes() -> int:
+    """Memory that this process holds by itself, without pages of files."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def default_threads() -> int:
     """Physical cores that affinity and the container's CPU quota allow."""
     import psutil

@@ -17,13 +17,16 @@ def memory_left() -> int | None:
     """Bytes that the tightest group still allows; None where nothing limits.
 
     A group's use contains the page cache, which the kernel gives up before it refuses memory: file pages do not count.
+    Nor does the kernel's own memory (page tables of those who run there), most of which goes with them.
     """
     left = []
     for group in _groups("memory"):
         for limit_file, used_file, prefix in _MEMORY_FILES:
             limit, used = _number(group / limit_file), _number(group / used_file)
             if limit is not None and used is not None:
-                left.append(max(0, limit - used + _file_pages(group / "memory.stat", prefix)))
+                spare = _statistics(group / "memory.stat", [f"{prefix}inactive_file", f"{prefix}active_file", "kernel"])
+                spare += _number(group / "memory.kmem.usage_in_bytes") or 0  # version 1 has it in a file of its own
+                left.append(max(0, limit - used + spare))
     return min(left, default=None)
 
 
@@ -49,8 +52,8 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group.is_dir())
 
 
-def _file_pages(path: Path, prefix: str) -> int:
-    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+def _statistics(path: Path, names: list[str]) -> int:
+    """The sum of some entries of memory.stat."""
     pairs = [line.split() for line in _lines(path)]
     return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names and pair[1].isdigit())
 

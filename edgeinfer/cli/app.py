@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import EdgeInferError, UsageError
-from . import bench, cache, convert, devices, estimate, eval, info, run, verify, warmup
-from .output import print_json, say
+from . import bench, cache, convert, devices, estimate, eval, info, plan, run, verify, warmup
+from .output import alternative_object, print_json, say
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 TYPER_INTERRUPTED = 130
@@ -22,6 +22,7 @@ HELP = """Run language models on this machine.
 edgeinfer run demo "Once upon a time"     continue a text with the embedded model
 edgeinfer run MODEL                       chat, on a terminal
 edgeinfer convert CHECKPOINT BUNDLE       store a checkpoint as the kernels read it
+edgeinfer plan MODEL                      memory that a run needs, and its speed, before anything is loaded
 """
 EPILOG = """\b
 Options that occur in several commands mean the same everywhere and can be set by the environment variable named
@@ -40,6 +41,7 @@ def make_app() -> typer.Typer:
     app.callback()(_program)
     app.command("run")(run.run)
     app.command("convert")(convert.convert)
+    app.command("plan")(plan.plan)
     app.command("estimate")(estimate.estimate)
     app.command("devices")(devices.devices)
     app.command("bench")(bench.bench)
@@ -147,6 +149,8 @@ def _print_error(error: BaseException, code: str, message: str) -> None:
         report["fits"] = False
         report["regions"] = [{"name": region.name, "bytes": region.bytes} for region in plan.regions]
         report["total_bytes"] = plan.total_bytes
+        report["budget_bytes"] = getattr(error, "budget_bytes", None)
+        report["alternatives"] = [alternative_object(option) for option in getattr(error, "alternatives", ())]
     print_json(report)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..sizes import format_size
 
 if TYPE_CHECKING:
-    from ..memory_planner import MemoryPlan
+    from ..memory_planner import Alternative, MemoryPlan
     from ..runtime import Completion
 
 
@@ -45,9 +45,15 @@ def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[
 
 
 def plan_lines(plan: MemoryPlan) -> Iterator[str]:
-    """The memory plan as a table: region, size, reason."""
-    rows = [(region.name, format_size(region.bytes), region.reason) for region in plan.regions]
-    yield from table([*rows, ("total", format_size(plan.total_bytes), "")], right=[1])
+    """The memory plan as a table: region, size, how it is kept, reason."""
+    rows = [(region.name, format_size(region.bytes), region.kind, region.reason) for region in plan.regions]
+    yield from table([*rows, ("total", format_size(plan.total_bytes), "", "")], right=[1])
+
+
+def alternative_object(option: Alternative) -> dict[str, Any]:
+    """An alternative as a JSON object."""
+    return {"change": option.change, "value": option.value, "options": option.options,
+            "total_bytes": option.total_bytes}
 
 
 def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) -> str:

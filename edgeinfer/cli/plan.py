@@ -1,0 +1,180 @@
+"""`edgeinfer plan`: what a run needs, whether it fits, and how fast it will be, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import GROUP_SIZES, WEIGHT_TYPES, GenerationConfig, RuntimeConfig
+from ..errors import BudgetError, UsageError
+from ..sizes import parse_size
+from .options import Budget, Ctx, Json, Kv, Mlock, Threads
+from .output import alternative_object, print_json
+from .plan_report import JSON_FIELDS, print_report
+
+if TYPE_CHECKING:
+    from ..describe import ModelDescription
+    from ..devices import DeviceProfile
+    from ..memory_planner import MemoryPlan
+
+__all__ = ["JSON_FIELDS", "plan"]
+_RUNTIME = RuntimeConfig()
+LONGEST_CTX = 1 << 27
+"""No model has positions beyond; a larger context is a slip."""
+MOST_THREADS = 256
+PROMPT = 512
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", show_default=False,
+            help="Bundle, checkpoint directory, config.json, GGUF file, built-in shape such as llama-2-7b, or hub id "
+            "(only config.json is fetched).",
+        ),
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", envvar="EDGEINFER_DEVICE", metavar="NAME",
+            help="Device to plan for: its memory is the budget and its speed the estimate.  [default: this machine]",
+        ),
+    ] = None,
+    ctx: Ctx = None,
+    budget: Budget = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(WEIGHT_TYPES), help="Type of the weights.  [default: the bundle's, else q4]"),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="|".join(map(str, GROUP_SIZES)), help="Weights per scale.  [default: the bundle's, else 32]"
+        ),
+    ] = None,
+    kv: Kv = _RUNTIME.kv,
+    threads: Threads = None,
+    samples: Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")] = GenerationConfig.n,
+    prefill_chunk: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
+    ] = _RUNTIME.prefill_chunk,
+    mlock: Mlock = False,
+    json: Json = False,
+) -> int:
+    """Say what a run needs, whether it fits and how fast it will be; nothing is loaded.
+
+    Every region of memory has its bytes and the reason for them; `run` takes exactly these, up front. A plan that does
+    not fit is printed too, with what would fit instead, and the exit code is 3. Contexts beyond the model's own limit
+    are planned, with a remark: `run` refuses them.
+
+    \b
+    Examples:
+      edgeinfer plan llama-3.1-8b --device rpi5 --ctx 8192
+      edgeinfer plan ./my-bundle --budget 2GiB --kv f16
+      edgeinfer plan owner/model --weights int8 --json
+    """
+    from ..describe import describe
+    from ..devices import load_profile, local_profile
+
+    limit = None if budget is None else parse_size(budget)
+    config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock)
+    if ctx is not None and ctx > LONGEST_CTX:
+        raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
+    profile = None if device is None else load_profile(device)
+    described = describe(model, weights, group_size)
+    report = _Planned(described, config, profile, profile or local_profile()).report()
+    if json:
+        print_json(report)
+    else:
+        print_report(report)
+    return 0 if report["fits"] else BudgetError.exit_code
+
+
+class _Planned:
+    """One plan, what it was made for, and what else would fit."""
+
+    def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
+                 profile: DeviceProfile | None):
+        from dataclasses import replace
+
+        from ..memory_planner import Planner, default_ctx, default_threads, to_request
+
+        threads = config.threads or (_cores(device) if device else default_threads())
+        self.model, self.device, self.profile = model, device, profile
+        self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
+        self.budget, self.budget_source = self._limit()
+        self.planner = Planner(model.graph, model.weight_bytes)
+        self.plan: MemoryPlan = self.planner.plan(to_request(self.config))
+
+    def _limit(self) -> tuple[int, str]:
+        from ..memory_planner import process_budget
+
+        if self.config.budget_bytes is not None:
+            return self.config.budget_bytes, "--budget"
+        if self.device is not None:
+            return self.device.memory_bytes, f"memory of {self.device.title}"
+        return process_budget(), "what this system can give now"
+
+    def report(self) -> dict[str, Any]:
+        """The JSON object."""
+        from ..memory_planner import alternatives, largest_ctx, refusal
+
+        plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
+        fits = plan.total_bytes <= self.budget
+        options = [] if fits else list(alternatives(self.planner, config, self.budget, model.rebuild))
+        report: dict[str, Any] = {
+            "model": model.name, "source": model.source, "runnable": model.runnable, "fits": fits,
+            "parameters": model.parameters, "weights": model.quantisation.weights,
+            "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
+            "device": None if self.device is None else self.device.name,
+            "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
+            "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes,
+            "mapped_bytes": plan.mapped_bytes, "reclaimable_bytes": plan.reclaimable_bytes,
+            "budget_bytes": self.budget, "budget_source": self.budget_source,
+            "remaining_bytes": self.budget - plan.total_bytes,
+            "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
+            "pure_weight_bytes": round(model.pure_weight_bytes(4)),
+            "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
+            "alternatives": [alternative_object(option) for option in options],
+            "estimate": self._estimate(), "notes": self._notes(),
+        }
+        if not fits:
+            report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
+        return report
+
+    def _estimate(self) -> dict[str, Any] | None:
+        """Speed with a full context, and with an empty one; None where this machine was not probed."""
+        from ..devices import estimate
+
+        if self.profile is None:
+            return None
+        ctx, traffic = self.config.ctx or 0, self.model.traffic(self.config.kv)
+        full, empty = (estimate(self.profile, traffic, depth, min(PROMPT, ctx)) for depth in (ctx, 0))
+        return {
+            "device": self.profile.name, "depth": ctx, "decode_tok_per_s": full.decode_tok_per_s, "low": full.low,
+            "high": full.high, "decode_tok_per_s_empty": empty.decode_tok_per_s,
+            "prefill_tok_per_s": empty.prefill_tok_per_s, "basis": full.basis, "error_source": full.error_source,
+        }
+
+    def _notes(self) -> list[str]:
+        notes, own = [], self.model.config.max_position_embeddings
+        if not self.model.runnable:
+            notes.append(f"A shape only: {self.model.reason}.")
+        if (self.config.ctx or 0) > own:
+            notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
+        if self.profile is None:
+            notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
+        if not self.config.mlock:
+            notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
+                         "short, which --mlock forbids.")
+        return notes
+
+
+def _cores(device: DeviceProfile) -> int:
+    """Threads on a device: its processor cores; a GPU's multiprocessors run none."""
+    from ..kernels import LADDER
+
+    names = {isa.name for isa in LADDER}
+    return min(device.cores, MOST_THREADS) if device.isa in names else 1

@@ -1,0 +1,107 @@
+"""How `edgeinfer plan` shows a plan: a table of regions, a bar, what remains, what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..sizes import format_size
+from .output import say, table
+
+JSON_FIELDS = {
+    "plan": {
+        "model": "as given",
+        "source": "where its description comes from",
+        "runnable": "false for shapes of families that edgeinfer cannot run yet",
+        "fits": "whether the plan is within the budget",
+        "parameters": "of the model; tied matrices count once",
+        "weights": "type of the layers' matrices",
+        "group_size": "weights that share a scale",
+        "ctx": "context in tokens",
+        "kv": "type of the KV cache",
+        "threads": "worker threads",
+        "device": "as given, or null",
+        "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
+        "total_bytes": "their sum: the most memory that the process will hold",
+        "resident_bytes": "part of it that stays taken until the end",
+        "mapped_bytes": "part of it that is the weights' file",
+        "reclaimable_bytes": "part of that which the system may drop and read again; 0 with --mlock",
+        "budget_bytes": "limit",
+        "budget_source": "where the limit comes from",
+        "remaining_bytes": "limit less total; negative where it does not fit",
+        "max_ctx": "largest context that fits, at most the model's own; 0 where none does",
+        "model_ctx": "the model's own limit",
+        "pure_weight_bytes": "parameters at 4 bits each, without scales",
+        "kv_bytes_per_position": "bytes of the KV cache for each token",
+        "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +), `value`, `options` "
+        "(each by name), `total_bytes`; in the order in which to try them, each checked to fit",
+        "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
+        "`decode_tok_per_s_empty`, `depth`, `device`, `basis`, `error_source`; null without a profile",
+        "notes": "remarks",
+        "error": "where it does not fit: `code`, `message`",
+    },
+}
+"""Fields of the JSON object, by command."""
+COLUMNS = 64
+MARKS = {"weights": "W", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s", "tables": "t",
+         "python": "P"}
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print a plan for people; why it does not fit goes to standard error."""
+    print(f"{report['model']}: {report['parameters'] / 1e9:.3g} G parameters, {report['source']}")
+    print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
+    for line in table(_rows(report), right=[2]):
+        print(line)
+    print()
+    for line in bar_lines(report):
+        print(line)
+    print()
+    for line in _figures(report):
+        print(line)
+    for note in report["notes"]:
+        print(note)
+    if not report["fits"]:
+        for option in report["alternatives"]:
+            change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
+            print(f"fits: {change} ({format_size(option['total_bytes'])})")
+        say(report["error"]["message"])
+
+
+def _storage(report: dict[str, Any]) -> str:
+    grouped = report["weights"] in ("q4", "int8")
+    return f"{report['weights']} in groups of {report['group_size']}" if grouped else str(report["weights"])
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for region in report["regions"]:
+        mark = MARKS.get(region["name"], region["name"][:1])
+        yield mark, region["name"], format_size(region["bytes"]), region["kind"], region["reason"]
+    split = f"{format_size(report['resident_bytes'])} resident"
+    if report["reclaimable_bytes"]:
+        split += f", {format_size(report['reclaimable_bytes'])} mapped and reclaimable"
+    yield "", "total", format_size(report["total_bytes"]), "", split
+
+
+def bar_lines(report: dict[str, Any]) -> list[str]:
+    """The regions to scale, and below them the budget; the longer of both fills the line."""
+    whole = max(report["total_bytes"], report["budget_bytes"])
+    bar, end = "", 0
+    for region in report["regions"]:
+        end += region["bytes"]
+        bar += MARKS.get(region["name"], region["name"][:1]) * (round(COLUMNS * end / whole) - len(bar))
+    limit = max(1, round(COLUMNS * report["budget_bytes"] / whole))
+    return [f"[{bar.ljust(COLUMNS, '.')}]", f" {'=' * limit} budget {format_size(report['budget_bytes'])}"]
+
+
+def _figures(report: dict[str, Any]) -> Iterator[str]:
+    left = report["remaining_bytes"]
+    verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
+    yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
+    yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
+    if found := report["estimate"]:
+        prefill = found["prefill_tok_per_s"]
+        prompt = "" if prefill is None else f"; prompts {prefill:.0f} tok/s"
+        yield (f"speed    {found['decode_tok_per_s']:.1f} tok/s at {found['depth']} tokens "
+               f"({found['low']:.1f} to {found['high']:.1f}), {found['decode_tok_per_s_empty']:.1f} at none{prompt}")
+        yield f"         estimated for {found['device']}: {found['basis']}; band: {found['error_source']}"
