@@ -32,6 +32,9 @@ SHARE, BYTES = 0.03, 24_000_000
 """A measured peak may differ from the plan by the larger of these."""
 LONGEST = 1 << 17
 GENERATED = 8
+LONGEST_FILLED = 2048
+"""Longer contexts are not filled: their prompts take minutes."""
+TIMEOUT_S = 3600
 ENOUGH = 0.9
 """Share of the memory there is that a run may take; what needs more is left out, and named."""
 
@@ -95,7 +98,7 @@ def measure(path: Path, case: Case) -> Row:
     if case.cold:
         evict(path / "weights.bin")
     with control_group() as group:
-        done = watch(command(path, case), environment(), group, prompt)
+        done = watch(command(path, case), environment(), group, prompt, TIMEOUT_S)
         peak = group.peak_bytes() if group else None
     if done.code:
         raise SystemExit(f"{case}: exit code {done.code}: {done.err}")
@@ -133,14 +136,15 @@ def limited(path: Path, case: Case) -> Limited | None:
             if group is None:
                 return None
             run = [*command(path, case), "--budget", f"{4 * planned['total_bytes']}B"]
-            codes.append(watch(run, environment(), group, b"a" * 40).code)
+            codes.append(watch(run, environment(), group, b"a" * 40, TIMEOUT_S).code)
     return Limited(case, planned["total_bytes"], codes[0], planned["resident_bytes"] // 2, codes[1])
 
 
 def cases(shape: str, weights: str, contexts: list[int], kinds: list[str], filled: bool) -> Iterator[Case]:
     for ctx in contexts:
         for kv in kinds:
-            yield Case(shape, weights, ctx, kv, filled, cold=ctx == contexts[0] and kv == kinds[0])
+            fill = filled and ctx <= LONGEST_FILLED
+            yield Case(shape, weights, ctx, kv, fill, cold=ctx == contexts[0] and kv == kinds[0])
 
 
 def megabytes(nbytes: int | None) -> str:

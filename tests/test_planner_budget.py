@@ -3,104 +3,163 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from edgeinfer.bundle import weights_file_bytes
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError, EdgeInferError
-from edgeinfer.graph import build_graph, requested_types
-from edgeinfer.memory_planner import Request, available_bytes, cgroup, check_budget, default_threads, make_plan
+from edgeinfer.graph import Graph, TypeOf, build_graph, requested_types
+from edgeinfer.memory_planner import (
+    Alternative,
+    Planner,
+    alternatives,
+    available_bytes,
+    budget,
+    cgroup,
+    check_budget,
+    default_threads,
+    largest_ctx,
+    process_budget,
+    to_request,
+)
 from tests.sessions import TINY, session, tokens, write_model
 
-MODEL = replace(TINY, max_position_embeddings=1 << 20)
-GRAPH = build_graph(MODEL, requested_types("q4"))
-WEIGHTS = 1_000_000
+MODEL = replace(TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
+                max_position_embeddings=1 << 20)
 
 
-def total(ctx: int, kv: str, sequences: int = 1) -> int:
-    return make_plan(GRAPH, Request(ctx, kv, 2, 64, 1, sequences), WEIGHTS).total_bytes
+def rebuild(type_of: TypeOf) -> Graph:
+    return build_graph(MODEL, type_of)
 
 
-def refusal(ctx: int, kv: str, budget: int) -> tuple[str, list[dict[str, str]]]:
-    """The message, and its alternatives as option: value."""
-    plan = make_plan(GRAPH, Request(ctx, kv, 2, 64, 1, 1), WEIGHTS)
+def planner_of(weights: str, group_size: int = 32) -> Planner:
+    graph = rebuild(requested_types(weights, group_size))
+    return Planner(graph, weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights))
+
+
+def config_of(ctx: int, kv: str, limit: int | None = None, **more: Any) -> RuntimeConfig:
+    return RuntimeConfig(ctx, kv, 2, limit, 64, **more)
+
+
+def total(ctx: int, kv: str, weights: str = "q4", group_size: int = 32) -> int:
+    return planner_of(weights, group_size).plan(to_request(config_of(ctx, kv))).total_bytes
+
+
+def refusal(ctx: int, kv: str, limit: int, weights: str = "q4") -> BudgetError:
+    planner, config = planner_of(weights), config_of(ctx, kv, limit)
+    plan = planner.plan(to_request(config))
     with pytest.raises(BudgetError) as caught:
-        check_budget(GRAPH, plan, WEIGHTS, budget)
-    assert caught.value.plan is plan and caught.value.exit_code == 3
-    return str(caught.value), alternatives(str(caught.value))
-
-
-def alternatives(text: str) -> list[dict[str, str]]:
-    """What a message offers."""
-    offers = re.search(r"Fits: (.*)\.$", text)
-    return [dict(re.findall(r"--(\w+) (\w+)", one)) for one in offers[1].split("; ")] if offers else []
+        check_budget(planner, plan, config, rebuild)
+    error = caught.value
+    assert error.plan is plan and error.exit_code == 3 and error.budget_bytes == limit
+    return error
 
 
 def test_a_plan_within_the_budget_passes() -> None:
-    plan = make_plan(GRAPH, Request(512, "int8", 2, 64, 1, 1), WEIGHTS)
-    assert check_budget(GRAPH, plan, WEIGHTS, plan.total_bytes) == plan.total_bytes
-    assert check_budget(GRAPH, plan, WEIGHTS, None) >= plan.total_bytes
+    planner = planner_of("q4")
+    plan = planner.plan(to_request(config_of(512, "int8")))
+    assert check_budget(planner, plan, config_of(512, "int8", plan.total_bytes), rebuild) == plan.total_bytes
+    assert check_budget(planner, plan, config_of(512, "int8"), rebuild) >= plan.total_bytes
 
 
+@pytest.mark.parametrize("weights", ["f32", "f16", "int8", "q4"])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
-@pytest.mark.parametrize("ctx", [48, 250, 1000, 4096, 65536, 100_000])
-def test_alternatives_fit_and_nothing_larger_does(ctx: int, kv: str) -> None:
-    """For budgets from hopeless to one byte short."""
-    least, most = total(16, "int8"), total(ctx, kv)
-    offered = 0
-    for part in (0, 0.01, 0.1, 0.3, 0.6, 0.9, 0.999, 1):
-        budget = int(least + part * (most - 1 - least))
-        text, offers = refusal(ctx, kv, budget)
-        for offer in offers:
-            small, use = int(offer.get("ctx", ctx)), offer.get("kv", kv)
-            assert small < ctx or use != kv
-            assert total(small, use) <= budget
-            if "ctx" in offer:  # the next one up does not fit; contexts from 1024 tokens on are multiples of 256
-                step = 16 if small < 1024 else 256
-                assert small % step == 0
-                assert small + step >= ctx or total(small + step, use) > budget
-        offered += len(offers)
-        if kv != "int8" and total(ctx, "int8") <= budget:
-            assert {"kv": "int8"} in offers
-        if not offers:
-            assert text.endswith("convert it with fewer bits per weight or take a smaller model.")
-    assert offered
+@pytest.mark.parametrize("ctx", [16, 48, 250, 1000, 4096, 65536, 100_000])
+def test_alternatives_fit_and_nothing_larger_does(ctx: int, kv: str, weights: str) -> None:
+    """For budgets from hopeless to one byte short: each alternative is planned anew with its options."""
+    least, most = total(16, "int8", "q4", 128), total(ctx, kv, weights)
+    for part in (-0.01, 0, 0.01, 0.1, 0.3, 0.6, 0.9, 0.999, 1):
+        limit = min(int(least + part * (most - 1 - least)), most - 1)
+        offers = [one for one in refusal(ctx, kv, limit, weights).alternatives if isinstance(one, Alternative)]
+        changes = [one.change for one in offers]
+        assert changes == sorted(changes, key=lambda c: 2 if "weights" in c else 1 if "kv" in c else 0)
+        for one in offers:
+            small, use = int(one.options.get("ctx", ctx)), str(one.options.get("kv", kv))
+            stored = str(one.options.get("weights", weights)), int(one.options.get("group_size", 32))
+            assert small < ctx or use != kv or stored != (weights, 32)
+            assert total(small, use, *stored) == one.total_bytes <= limit
+            if "ctx" in one.options:  # a block more does not fit
+                assert small % 16 == 0
+                assert small + 16 >= ctx or total(small + 16, use, *stored) > limit
+        if ctx > 16 and total(16, kv, weights) <= limit:
+            assert changes[0] == "ctx"
+        if kv != "int8" and total(ctx, "int8", weights) <= limit:
+            assert "kv" in changes
+        if weights != "q4" and total(ctx, kv, "q4") <= limit:
+            assert "weights" in changes
+        assert bool(offers) == (limit >= least) or ctx == 16
+
+
+def test_the_smallest_step_that_helps_is_offered() -> None:
+    """From f32 KV to f16 before int8; from f16 weights to int8 before 4 bits."""
+    offers = refusal(4096, "f32", total(4096, "f16", "f16"), "f16").alternatives
+    assert str(offers[1]) == "--kv f16"
+    offers = refusal(4096, "f16", total(4096, "f16", "int8"), "f16").alternatives
+    assert [(one.change, one.value) for one in offers][-1] == ("weights", "int8")  # type: ignore[attr-defined]
+    offers = refusal(4096, "f16", total(1024, "int8", "q4"), "f16").alternatives
+    last = offers[-1]
+    assert isinstance(last, Alternative) and (last.change, last.value) == ("weights+kv+ctx", "q4+int8+1024")
+    assert str(last) == "--weights q4 --group-size 32 --kv int8 --ctx 1024"
 
 
 def test_a_hopeless_budget_names_what_helps() -> None:
-    text, offers = refusal(4096, "f16", 1000)
+    error = refusal(4096, "f16", 1000)
     needs = total(4096, "f16") / 1e9
-    assert text == (f"The run needs {needs:.2f} GB and the budget is 0.00 GB. Nothing smaller in this model fits; "
-                    "convert it with fewer bits per weight or take a smaller model.")  # fmt: skip
-    assert offers == []
+    assert str(error) == (f"The run needs {needs:.2f} GB and the budget is 0.00 GB. Nothing smaller of this model fits;"
+                          " take a smaller model.")  # fmt: skip
+    assert error.alternatives == ()
 
 
 def test_a_budget_that_is_hardly_short_shows_as_short() -> None:
     most = total(4096, "int8")
-    text, _ = refusal(4096, "int8", most - 1)
+    text = str(refusal(4096, "int8", most - 1))
     needs, has = most / 1e9, (most - 1) / 1e9
-    assert text.startswith(f"The run needs {needs:.9f} GB and the budget is {has:.9f} GB. Fits: --ctx ")
+    assert text.startswith(f"The run needs {needs:.9f} GB and the budget is {has:.9f} GB. Fits: --ctx 4080")
+    assert text.endswith("(--weights is an option of edgeinfer convert.)")
+
+
+def test_the_largest_context() -> None:
+    planner, config = planner_of("q4"), config_of(512, "int8")
+    for ctx in (17, 100, 1000, 5000, 99_999):
+        exact = total(ctx, "int8")
+        assert largest_ctx(planner, config, exact, ctx) == ctx  # as asked, though no whole block
+        assert largest_ctx(planner, config, exact - 1, ctx) == 16 * ((ctx - 1) // 16) or ctx == 17
+        assert largest_ctx(planner, config, exact, 1 << 20) // 16 == ctx // 16
+    assert largest_ctx(planner, config, 1000, 4096) == 0
+    assert largest_ctx(planner, config, 10**12, 0) == 0
+
+
+def test_samples_are_part_of_the_alternatives() -> None:
+    planner, config = planner_of("q4"), config_of(4096, "int8", max_sequences=8)
+    whole = planner.plan(to_request(config)).total_bytes
+    half = next(alternatives(planner, config, whole - 1_000_000, rebuild))
+    ctx = int(half.options["ctx"])
+    assert planner.plan(to_request(config, ctx)).request.sequences == 8
+    assert planner.plan(to_request(config, ctx)).total_bytes == half.total_bytes
 
 
 def test_a_session_is_refused_before_it_takes_memory_and_opens_as_advised(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     with session(path, ctx=1024, kv="f32", max_sequences=8) as opened:
-        budget = opened.plan.total_bytes - 4_000_000
+        limit = opened.plan.total_bytes - 4_000_000
     process = psutil.Process()
     before = process.memory_info().rss
-    with pytest.raises(BudgetError) as caught, session(path, ctx=1024, kv="f32", max_sequences=8, budget_bytes=budget):
+    with pytest.raises(BudgetError) as caught, session(path, ctx=1024, kv="f32", max_sequences=8, budget_bytes=limit):
         pass
     assert process.memory_info().rss - before < 1 << 20
-    offers = alternatives(str(caught.value))
+    offers = [one for one in caught.value.alternatives if isinstance(one, Alternative) and "weights" not in one.change]
     assert len(offers) == 2
     for offer in offers:
-        options = {"ctx": int(offer.get("ctx", 1024)), "kv": offer.get("kv", "f32"), "budget_bytes": budget}
+        options = {"ctx": int(offer.options.get("ctx", 1024)), "kv": str(offer.options.get("kv", "f32")),
+                   "budget_bytes": limit}
         with session(path, max_sequences=8, **options) as opened:
-            assert opened.plan.total_bytes <= opened.budget_bytes == budget
+            assert opened.plan.total_bytes <= opened.budget_bytes == limit
             opened.prefill(opened.new_sequence(), tokens(options["ctx"]))
 
 
@@ -170,6 +229,24 @@ def test_strange_files_limit_nothing(groups: Path, text: str) -> None:
     write(groups, membership="0::/\nx\n7:", memory__max=text, memory__current=text, cpu__max=text, memory__stat=text)
     assert available_bytes() == 8_000_000_000
     assert default_threads() == 8
+
+
+def test_the_kernels_own_memory_can_be_had(groups: Path) -> None:
+    """Page tables and stacks belong to those who run, and go with them."""
+    write(groups, membership="0::/box")
+    write(groups / "box", memory__max=5_000_000, memory__current=3_000_000, memory__stat="anon 1\nkernel 400000")
+    assert available_bytes() == 2_400_000
+    write(groups, membership="9:memory:/box")
+    write(groups / "memory" / "box", memory__limit_in_bytes=5_000_000, memory__usage_in_bytes=3_000_000,
+          memory__kmem__usage_in_bytes=500_000)  # fmt: skip
+    assert available_bytes() == 2_500_000
+
+
+def test_what_the_process_has_is_part_of_its_budget(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = process_budget() - available_bytes()
+    assert 10_000_000 < own <= psutil.Process().memory_info().rss + (8 << 20)
+    monkeypatch.setattr(budget, "open", lambda *_, **__: (_ for _ in ()).throw(OSError()), raising=False)
+    assert process_budget() - available_bytes() == pytest.approx(psutil.Process().memory_info().rss, abs=8 << 20)
 
 
 def test_affinity_limits_threads(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import typer
 from ..config import GROUP_SIZES, WEIGHT_TYPES, GenerationConfig, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
-from .options import Budget, Ctx, Json, Kv, Mlock, Threads
+from .options import Budget, Ctx, Device, Json, Kv, Mlock, Threads
 from .output import alternative_object, print_json
 from .plan_report import JSON_FIELDS, print_report
 
@@ -35,13 +35,7 @@ def plan(
             "(only config.json is fetched).",
         ),
     ],
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", envvar="EDGEINFER_DEVICE", metavar="NAME",
-            help="Device to plan for: its memory is the budget and its speed the estimate.  [default: this machine]",
-        ),
-    ] = None,
+    device: Device = None,
     ctx: Ctx = None,
     budget: Budget = None,
     weights: Annotated[
@@ -65,9 +59,10 @@ def plan(
 ) -> int:
     """Say what a run needs, whether it fits and how fast it will be; nothing is loaded.
 
-    Every region of memory has its bytes and the reason for them; `run` takes exactly these, up front. A plan that does
-    not fit is printed too, with what would fit instead, and the exit code is 3. Contexts beyond the model's own limit
-    are planned, with a remark: `run` refuses them.
+    Every region of memory has its bytes and the reason for them; `run` takes exactly these, up front. The budget is
+    --budget, else the memory of --device, else what this system can give now. A plan that does not fit is printed too,
+    with what would fit instead, and the exit code is 3. Contexts beyond the model's own limit are planned, with a
+    remark: `run` refuses them.
 
     \b
     Examples:
