@@ -81,9 +81,9 @@ def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
                       if (needs := f"{plan.total_bytes / 1e9:.{digits}f}") != (has := f"{budget / 1e9:.{digits}f}"))
     advice = "Nothing smaller of this model fits; take a smaller model."
     if options:
-        advice = "Fits: " + "; ".join(map(str, options)) + "."
-        if any("weights" in option.options for option in options):
-            advice += " (--weights is an option of edgeinfer convert.)"
+        stored = any("weights" in option.options for option in options)
+        how = " (--weights is an option of edgeinfer convert)" if stored else ""
+        advice = "Fits: " + "; ".join(map(str, options)) + f"{how}."
     return f"The run needs {needs} GB and the budget is {has} GB. {advice}"
 
 

@@ -121,7 +121,7 @@ def test_a_budget_that_is_hardly_short_shows_as_short() -> None:
     text = str(refusal(4096, "int8", most - 1))
     needs, has = most / 1e9, (most - 1) / 1e9
     assert text.startswith(f"The run needs {needs:.9f} GB and the budget is {has:.9f} GB. Fits: --ctx 4080")
-    assert text.endswith("(--weights is an option of edgeinfer convert.)")
+    assert text.endswith("(--weights is an option of edgeinfer convert).")
 
 
 def test_the_largest_context() -> None:

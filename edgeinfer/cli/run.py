@@ -229,6 +229,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
     predictor = make_predictor(llm.path, config.kv, config.threads, llm.session.isa)
     predicted = run_estimate(predictor, completion)
+    if json or stats:
+        llm.session.settle()  # a short run may end before the last page of a large KV pool is there
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
         print_json({**report, "estimate": predicted})

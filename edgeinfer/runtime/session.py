@@ -152,6 +152,10 @@ class Session:
             self._walk([sequence] * len(chunk), chunk, list(range(len(chunk))))
             yield start, self._logits[: len(chunk)].copy()
 
+    def settle(self) -> None:
+        """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
+        self._toucher.wait()
+
     def cancel(self) -> None:
         """End the running call within 100 ms with a CancelledError; callable from any thread."""
         self.executor.cancel()
