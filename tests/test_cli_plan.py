@@ -196,7 +196,7 @@ def test_what_people_see() -> None:
         (["llama-2-7b", "--ctx", "0"], 2, "ctx is 0; a context holds at least 1 token."),
         (["llama-2-7b", "--ctx", "-5"], 2, "ctx is -5; a context holds at least 1 token."),
         (["llama-2-7b", "--ctx", "1000000000"], 2, "ctx is 1000000000; no model has a context above 134217728 tokens."),
-        (["llama-2-7b", "--ctx", "many"], 2, "Invalid value for '-c' / '--ctx': 'many' is not a valid "),
+        (["llama-2-7b", "--ctx", "many"], 2, "Invalid value for '-c' / '--ctx'"),
         (["llama-2-7b", "--budget", "-4GiB"], 2, "Size '-4GiB' cannot be read; write a number and a unit"),
         (["llama-2-7b", "--budget", "lots"], 2, "Size 'lots' cannot be read; write a number and a unit"),
         (["llama-2-7b", "--budget", "4"], 2, "Size '4' cannot be read; did you mean 4GiB or 4MB?"),
