@@ -31,6 +31,7 @@ from benchmarks.published.fit import (  # noqa: E402
     predict_with_profile,
     prediction,
 )
+from benchmarks.published.prompts import Prompt, read_prompts  # noqa: E402
 from benchmarks.published.rows import Row, read_rows  # noqa: E402
 from benchmarks.sections import replace_section  # noqa: E402
 from edgeinfer.devices import classes  # noqa: E402
@@ -126,7 +127,21 @@ def markdown(groups: Sequence[Group]) -> str:
         "parameters x factor of the quantisation; it knows no bandwidth."), ""]
     for group in groups:
         lines += _group_lines(group)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_prompt_lines(read_prompts())])
+
+
+def _prompt_lines(prompts: Sequence[Prompt]) -> list[str]:
+    """Prompts, which are known less well."""
+    held = sum(abs(item.miss) <= item.band for item in prompts)
+    lines = ["### Prompts", "", *_paragraph(
+        f"In-sample: mfu of a class is the middle of such rows, which are few. Mean absolute error "
+        f"{mean_miss(item.miss for item in prompts):.0%}; {held} of {len(prompts)} lie within their bands. mfu of "
+        "NVIDIA's classes is an assumption."), "",
+        "| device | model | tokens | measured, t/s | estimated | miss | band | source |",
+        "|---|---|---|---|---|---|---|---|"]
+    lines += [_cells((item.device, item.model, item.tokens, f"{item.tok_per_s:.4g}", f"{item.estimated:.1f}",
+                      f"{item.miss:+.0%}", f"±{item.band:.0%}", item.source)) for item in prompts]
+    return lines
 
 
 def _group_lines(group: Group) -> list[str]:

@@ -16,6 +16,7 @@ from benchmarks.published.fit import (
     predict,
     predict_with_profile,
 )
+from benchmarks.published.prompts import FILE, read_prompts
 from benchmarks.published.rows import INLINE_ECC, read_rows
 from benchmarks.sections import replace_section
 from edgeinfer.devices import CLASSES, classes
@@ -63,6 +64,17 @@ def test_known_devices_are_better_than_their_classes():
     misses = [speed / row.tok_per_s - 1 for row, speed in speeds.items()]
     assert mean_miss(misses) < mean_miss(item.miss for item in in_sample(edge)) / 2
     assert predict_with_profile(replace(edge[0], device="an unknown board")) is None
+
+
+def test_bands_hold_80_percent_of_the_published_prompts(tmp_path):
+    prompts = read_prompts()
+    assert sum(abs(item.miss) <= item.band for item in prompts) >= 0.8 * len(prompts)
+    assert mean_miss(item.miss for item in prompts) <= 0.25
+    path = tmp_path / "prompts.tsv"
+    first, second, *_ = FILE.read_text(encoding="utf-8").splitlines()
+    path.write_text(f"{first}\n{second.replace('m4', 'sd8g3', 1)}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="sd8g3 has no peak"):
+        read_prompts(path)
 
 
 def test_every_class_has_constants_with_a_source():
