@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,14 @@ def test_the_table_in_the_manual_is_up_to_date() -> None:
     assert all(f"| `{name}` |" in page for name in profiles())
     with pytest.raises(UsageError, match="The page has no lines"):
         renewed("# Devices")
+
+
+def test_remains_of_a_killed_probe_go(probed: list[Any], cache: Path) -> None:
+    for name, age in (("old", 7200), ("new", 60)):
+        (cache / "devices" / f".calibration-{name}" / "a").mkdir(parents=True)
+        os.utime(cache / "devices" / f".calibration-{name}", (time.time() - age,) * 2)
+    assert edgeinfer("devices", "--probe").code == 0
+    assert [path.name for path in (cache / "devices").glob(".calibration-*")] == [".calibration-new"]
 
 
 def test_the_calibrations_models_are_removed(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -87,12 +87,12 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     """
     found = _Findings()
     read_bytes = request.read_bytes or min(READ_BYTES, available_bytes() // 4)
+    if not request.quick:  # first, because a full disk is known at once
+        _storage(found, request, partial(progress, "storage"))
     with MachineProbe(read_bytes, request.seconds, partial(progress, "compile")) as probe:
         found.fields["isa"] = probe.isa
         _arithmetic(found, probe, request.threads, partial(progress, "arithmetic"))
         _memory(found, probe, request.threads, partial(progress, "memory"))
-    if not request.quick:
-        _storage(found, request, partial(progress, "storage"))
     _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
     if not request.quick:
         with MachineProbe(16 << 20, request.seconds) as probe:

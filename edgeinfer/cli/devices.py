@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from contextlib import ExitStack
@@ -23,6 +24,10 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..devices import DeviceProfile
 
+MODELS = ".calibration-"
+"""How the directories of the calibration's models begin."""
+OLD_SECONDS = 3600
+"""Age from which on they are remains of a probe that was killed."""
 JSON_FIELDS = {
     "devices": {
         "devices": "without NAME and --probe: per device `name`, `title` and the fields below that are known",
@@ -127,9 +132,10 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
 
     path = local_path()
     check_writable(path.parent)
+    remove_remains(path.parent)
     with ProgressLine() as progress, ExitStack() as stack:
         def bundles() -> list[Path]:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=path.parent, prefix=".calibration-"))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=path.parent, prefix=MODELS))
             return random_bundles(Path(directory), progress)
 
         request = ProbeRequest(threads or default_threads(), path.parent, quick=quick)
@@ -170,3 +176,10 @@ def check_writable(directory: Path) -> None:
     except OSError as error:
         raise DestinationError(f"The profile cannot be saved in {directory}: {error.strerror or error}. "
                                "EDGEINFER_CACHE moves the directory.") from error
+
+
+def remove_remains(directory: Path) -> None:
+    """Delete models that a killed probe left behind."""
+    for path in directory.glob(f"{MODELS}*"):
+        if time.time() - path.stat().st_mtime > OLD_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
