@@ -1,6 +1,7 @@
 """How far off the estimator is on speeds that others published; fits the constants of classes of devices.
 
     python benchmarks/estimator_fit.py [--output docs/estimator.md]
+    python benchmarks/estimator_fit.py --rows FILE      judge rows that no constant was fitted to
 
 Rows are in benchmarks/published/speeds.tsv, each with its public source. Where a group has at least three devices, each
 device is predicted with constants fitted to the others; elsewhere the constants of devices/classes.toml are judged by
@@ -31,10 +32,12 @@ from benchmarks.published.fit import (  # noqa: E402
     predict_with_profile,
     prediction,
 )
+from benchmarks.published.others import judge_file  # noqa: E402
 from benchmarks.published.prompts import Prompt, read_prompts  # noqa: E402
 from benchmarks.published.rows import Row, read_rows  # noqa: E402
 from benchmarks.sections import replace_section  # noqa: E402
 from edgeinfer.devices import classes  # noqa: E402
+from edgeinfer.errors import UsageError  # noqa: E402
 
 SECTION = "published"
 OVERHEAD = ("t0_ms",)
@@ -176,12 +179,30 @@ def _paragraph(text: str) -> list[str]:
     return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
+def print_others(path: Path) -> int:
+    """Print the rows of a file beside their estimates; returns the exit code."""
+    try:
+        others = judge_file(path)
+    except (UsageError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for item in others:
+        print(f"{item.device} | {item.model} | {item.tok_per_s:.4g} | {item.estimated:.1f} | {item.miss:+.1%} "
+              f"| {item.how}")
+    print(f"{len(others)} rows: mean absolute error {mean_miss(item.miss for item in others):.1%}")
+    return 0
+
+
 def main() -> int:
     """Judge all groups, write the section, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "estimator.md")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="judge the rows of another file, and write nothing")
+    given = parser.parse_args()
+    if given.rows is not None:
+        return print_others(given.rows)
     groups = judge(read_rows())
-    replace_section(parser.parse_args().output, SECTION, markdown(groups))
+    replace_section(given.output, SECTION, markdown(groups))
     failed = 0
     for group in groups:
         error = mean_miss(item.miss for item in group.predictions)

@@ -54,9 +54,10 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     """Return the constants to use for a device.
 
     A constant of the profile comes first. Where the profile says what decoding draws, that share of the bandwidth comes
-    next, and f_kv keeps its ratio to f_w. The rest is the class's. On GPUs two figures of the device change it:
-    `issue_bytes_per_clock` limits f_w where the multiprocessors cannot ask for as many bytes as the memory could
-    deliver, and t0_ms holds at `t0_clock_ghz`, for it is spent in kernels that wait for no memory.
+    next, and f_kv keeps its ratio to f_w. The rest is the class's. On GPUs figures of the device change it: `ecc_share`
+    is what error correction in the same memory leaves of the bandwidth, `issue_bytes_per_clock` limits f_w where the
+    multiprocessors cannot ask for as many bytes as the memory could deliver, and t0_ms holds at `t0_clock_ghz`, for it
+    is spent in kernels that wait for no memory.
 
     Parameters
     ----------
@@ -68,6 +69,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
     values["activation_cost"] = float(table.get("activation_cost", 0.0))
+    values["f_w"] *= profile.figures.get("ecc_share", 1.0)
     if clock := profile.figures.get("clock_ghz"):
         if issue := table.get("issue_bytes_per_clock"):
             values["f_w"] = min(values["f_w"], issue * clock * profile.cores / profile.bandwidth_gbs)

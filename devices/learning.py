@@ -30,6 +30,8 @@ FAR_OFF = 1.5
 """A run that took so many times longer or shorter than predicted was disturbed, or is of another kind."""
 LEAST_BYTES = 32e6
 """Weights below this may stay in the caches, and say nothing of the memory."""
+LEAST_OPERATIONS = 5e9
+"""Prompts of fewer operations are mostly waiting."""
 MOST_FILE_BYTES = 1 << 20
 TYPICAL = ((30, 1.1e8, 2.3e4, 2.1e8, 6.9e4, 2.5e5), (22, 6.5e8, 2.4e4, 1.9e9, 1.8e5, 6.5e5),
            (32, 3.8e9, 2.7e5, 1.3e10, 5.2e5, 2.1e6))
@@ -141,7 +143,7 @@ def _plausible_decode(run: DecodeRun, constants: Constants) -> bool:
 
 
 def _plausible_prompt(run: PromptRun, constants: Constants) -> bool:
-    return run.operations > 0 and _near(run.seconds, prompt_seconds(run, constants))
+    return run.operations >= LEAST_OPERATIONS and _near(run.seconds, prompt_seconds(run, constants))
 
 
 def _near(seconds: float, predicted: float) -> bool:

@@ -138,6 +138,8 @@ def test_multiprocessors_limit_what_fast_memory_delivers():
                    figures={"clock_ghz": 1.41})
     issue = classes()["cuda-datacentre"]["issue_bytes_per_clock"]
     assert constants_of(a100).f_w == pytest.approx(issue * 108 * 1.41 / 2039)
+    inline = replace(a100, figures={"ecc_share": 0.9375})
+    assert constants_of(inline).f_w == pytest.approx(0.9375 * classes()["cuda-datacentre"]["f_w"])
     assert constants_of(replace(a100, figures={})).f_w == classes()["cuda-datacentre"]["f_w"]
 
 

@@ -16,6 +16,7 @@ from benchmarks.published.fit import (
     predict,
     predict_with_profile,
 )
+from benchmarks.published.others import judge_file, layers_of
 from benchmarks.published.prompts import FILE, read_prompts
 from benchmarks.published.rows import INLINE_ECC, read_rows
 from benchmarks.sections import replace_section
@@ -109,6 +110,42 @@ def test_the_document_has_every_row_and_its_misses(groups):
     assert "+142" in text
     document = (estimator_fit.ROOT / "docs" / "estimator.md").read_text(encoding="utf-8")
     assert text.strip() in document, "run python benchmarks/estimator_fit.py"
+
+
+HEADER = "class\tdevice\tbandwidth_gbs\tmodel\tgb_read_per_token\ttok_per_s\tsource\n"
+
+
+def test_other_rows_are_judged_by_profile_or_class(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.tsv"
+    path.write_text(HEADER + "apple-gpu\tM4 Pro\t273\tLlama-2-7B Q4_0\t3.82\t50\tx\n"
+                    "gpu-2024\tRTX 4090\t1008\tLlama-3-8B F16\t15.08\t54.34\tx\n"
+                    "edge\tA board\t10\t1B\t1.0\t5\tx\n", encoding="utf-8")
+    apple, nvidia, board = judge_file(path)
+    assert apple.how == "profile m4-pro"
+    assert abs(apple.miss) < 0.1
+    assert nvidia.how == "profile rtx4090, constants of 2024"
+    assert abs(nvidia.miss) < 0.15
+    assert board.how == "class unknown"
+    monkeypatch.setattr("sys.argv", ["estimator_fit.py", "--rows", str(path)])
+    assert estimator_fit.main() == 0
+    assert "3 rows: mean absolute error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("class\tdevice\n", "has no column 'bandwidth_gbs'; it needs class, device"),
+    (HEADER + "edge\tA board\tfast\t1B\t1.0\t5\tx\n", "has a figure that cannot be read"),
+])
+def test_other_files_are_refused_in_a_sentence(tmp_path, monkeypatch, capsys, text, words):
+    path = tmp_path / "rows.tsv"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["estimator_fit.py", "--rows", str(path)])
+    assert estimator_fit.main() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_layers_follow_the_size_in_a_name():
+    names = ("Llama-2-7B Q4_0", "Llama-2-13B", "0.5B Q2_K", "TinyLlama-1.1B", "Mystery")
+    assert [layers_of(name) for name in names] == [32, 40, 24, 22, 32]
 
 
 def test_a_section_is_replaced_alone(tmp_path):
