@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
@@ -96,7 +97,9 @@ def machine_name() -> str:
     """This machine in words: processor, logical processors, memory. A home on another machine gives another name."""
     names = getattr(os, "sysconf_names", {})
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 0
-    return f"{_processor()}, {os.cpu_count()} logical processors, {memory / 2**30:.0f} GiB, {platform.system()}"
+    # Rounded up: firmware keeps some of the memory for itself, and how much changes with updates.
+    gib = math.ceil(memory / 2**30)
+    return f"{_processor()}, {os.cpu_count()} logical processors, {gib} GiB, {platform.system()}"
 
 
 def save_profile(profile: DeviceProfile, path: Path) -> None:
@@ -217,6 +220,8 @@ def _not_probed() -> DeviceProfile:
 
 def _processor() -> str:
     """Name of the processor as the system gives it."""
+    if sys.platform == "darwin":
+        return _mac_processor() or platform.machine()
     with suppress(OSError):
         fields: dict[str, str] = {}
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -231,3 +236,14 @@ def _processor() -> str:
         if "CPU part" in fields:
             return f"ARM {fields.get('CPU implementer', '')} {fields['CPU part']}"
     return platform.processor() or platform.machine()
+
+
+def _mac_processor() -> str:
+    """Name of a Mac's chip, such as "Apple M2 Pro"; empty where the system does not say."""
+    import subprocess
+
+    try:
+        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return asked.stdout.strip()

@@ -165,11 +165,14 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
             load_profile(path)
 
 
-@pytest.mark.skipif(sys.platform == "win32" or not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all")
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.toml"
     path.write_text("")
-    path.chmod(0)
+
+    def refuse(*arguments: object, **options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ProfileError, match=r"a\.toml cannot be read: Permission denied"):
         load_profile(path)
 
@@ -241,6 +244,26 @@ def test_another_machine_with_the_same_home_is_noticed(cache: Path, monkeypatch:
     assert local_profile() is None
     with pytest.raises(UsageError, match=r"This machine \(Another, .*\) has no profile \(1 of other machines lie in"):
         load_profile("local")
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ({"cpuinfo": "processor\t: 0\nmodel name\t: A 1000\n\nmodel name\t: B\n"}, "A 1000"),
+        ({"cpuinfo": "CPU implementer\t: 0x41\nCPU part\t: 0xd0b\n", "model": "Raspberry Pi 5 Model B\0"},
+         "Raspberry Pi 5 Model B"),
+        ({"cpuinfo": "CPU implementer\t: 0x41\nCPU part\t: 0xd0b\n"}, "ARM 0x41 0xd0b"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's files")
+def test_names_of_processors(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], name: str) -> None:
+    def read(path: Path, **options: object) -> str:
+        if path.name not in files:
+            raise FileNotFoundError(path)
+        return files[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert sys.modules[local_path.__module__]._processor() == name
 
 
 def test_the_machine_in_words() -> None:
