@@ -7,6 +7,9 @@ import os
 
 from . import cgroup
 
+CHARGE_BATCH_BYTES = 64 * 4096
+"""Taken from a control group's limit at once, per processor (the kernel's MEMCG_CHARGE_BATCH)."""
+
 
 def available_bytes() -> int:
     """Memory that the system can really give now: free and reclaimable, and not above the container's limit."""
@@ -18,8 +21,11 @@ def available_bytes() -> int:
 
 
 def process_budget() -> int:
-    """Most memory that this whole process can hold: what the system can give now, and what the process has already."""
-    return available_bytes() + own_bytes()
+    """Most memory that this whole process can hold: what the system can give now, and what the process has already.
+
+    Linux charges control groups in batches, so that what they have used is counted that much too high.
+    """
+    return available_bytes() + own_bytes() + CHARGE_BATCH_BYTES * (os.cpu_count() or 1)
 
 
 def own_bytes() -> int:

@@ -11,8 +11,8 @@ from .lifetimes import Placement, place_activations
 
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
-PYTHON_RESERVE_BYTES = 112_000_000
-"""The interpreter, NumPy, LLVM's loader, the command line: 104-109 MB on Linux without a tokenizer (docs/memory.md)."""
+PYTHON_RESERVE_BYTES = 120_000_000
+"""The interpreter, NumPy, LLVM's loader, the command line: 105-118 MB on Linux without a tokenizer (docs/memory.md)."""
 VOCABULARY_RESERVE_BYTES = 420
 """Each entry of the tokenizer: 350-450 bytes with tables of merges, 250 as SentencePiece (docs/memory.md)."""
 
