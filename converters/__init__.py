@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, is_checkpoint, read_json
+    from .checkpoint import Checkpoint, is_checkpoint
     from .conversion import convert
     from .gguf_header import read_gguf_config
     from .hub import fetch, fetch_config
+    from .json_file import read_json
     from .random_bundle import SHAPES, write_random_bundle
     from .report import ConversionReport, TensorReport
 
@@ -25,7 +26,7 @@ __all__ = [
     "write_random_bundle",
 ]
 _HOMES = {
-    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "read_json": "checkpoint",
+    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "read_json": "json_file",
     "convert": "conversion", "fetch": "hub", "fetch_config": "hub", "read_gguf_config": "gguf_header",
     "SHAPES": "random_bundle", "write_random_bundle": "random_bundle",
     "ConversionReport": "report", "TensorReport": "report",

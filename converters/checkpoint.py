@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +12,12 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Weight, read_config
 
+from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_JSON_BYTES = 64 << 20
 TRAVELLING = re.compile(
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json"
     r"|vocab\.json|merges\.txt|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}|README\.md"
@@ -204,21 +201,3 @@ def no_weights(path: Path) -> CheckpointError:
             "save the model again with safetensors (transformers' save_pretrained does so) or download that version."
         )
     return CheckpointError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for its purpose.")
-    try:
-        data = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {str(error)[:120]}.") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is no JSON object.")
-    return data

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 
-from .checkpoint import CONFIG_FILE
+from .json_file import CONFIG_FILE
 
 PATTERNS = [
     "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",

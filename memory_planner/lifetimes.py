@@ -61,16 +61,19 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
                 deaths[tensor.name] = step
                 tensors[tensor.name] = tensor
     placed: dict[str, Placement] = {}
+    alive: list[list[Placement]] = [[] for _ in graph.ops]
     for name in sorted(tensors, key=lambda n: (-_bytes(tensors[n], n_tokens, n_outputs), births[n])):
         size = _bytes(tensors[name], n_tokens, n_outputs)
-        neighbours = sorted((p.offset, p.offset + p.nbytes) for other, p in placed.items()
-                            if births[other] <= deaths[name] and births[name] <= deaths[other])
+        life = range(births[name], deaths[name] + 1)
+        neighbours = sorted({(p.offset, p.offset + p.nbytes) for step in life for p in alive[step]})
         offset = 0
         for start, end in neighbours:
             if offset + size <= start:
                 break
             offset = max(offset, end)
         placed[name] = Placement(offset, row_stride(tensors[name]), size)
+        for step in life:
+            alive[step].append(placed[name])
     return placed, max((p.offset + p.nbytes for p in placed.values()), default=0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +173,17 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
 
 
 def test_what_people_see() -> None:
-    done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "4.9GB", "--ctx", 8192)
+    done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
     assert done.code == 3
     assert lines[0].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("W  weights") and "5.05 GB" in line and "mapped" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
     assert len(bar) == 66 and bar.count("W") > 40 and "K" in bar
-    assert any(line.strip().startswith("=") and line.endswith("budget 4.90 GB") for line in lines)
-    assert any(line.startswith("budget   4.90 GB (--budget): ") and line.endswith("too much") for line in lines)
-    assert any(line.startswith("fits: weights q4, group size 128, ctx ") for line in lines)
-    assert done.sentence.startswith("The run needs 5.79 GB and the budget is 4.90 GB. Fits: --weights q4 --group-size")
+    assert any(line.strip().startswith("=") and line.endswith("budget 5.00 GB") for line in lines)
+    assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("too much") for line in lines)
+    assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
+    assert done.sentence.startswith("The run needs 5.80 GB and the budget is 5.00 GB. Fits: --weights q4 --group-size")
     shape = edgeinfer("plan", "mixtral-8x7b", "--device", "m1-max", "--budget", "64GiB")
     assert shape.code == 0 and "A shape only: edgeinfer cannot run Mixtral, a mixture of experts, yet" in shape.out
     assert "remain" in shape.out and "context  32768 tokens fit at most" in shape.out
@@ -257,26 +256,31 @@ def test_of_a_hub_model_only_the_config_is_asked_for(tmp_path: Path) -> None:
     assert done.json["regions"] == planned(folder)["regions"]
 
 
+LIMIT_S = 0.5
 TIMED = """
 import sys
 from edgeinfer.cli import main
 try:
     main(sys.argv[1:])
 finally:
-    print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "llvmlite"}), file=sys.stderr)
+    print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "llvmlite", "numpy"}), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["demo", "llama-3.1-405b", "qwen3-235b-a22b"])
 def test_it_is_quick_and_imports_no_compiler(model: str) -> None:
-    """The fastest of some runs: other work on the machine is none of ours. The budget forces a search."""
-    fastest = 9.0
-    for _ in range(10):
-        began = time.perf_counter()
-        command = [sys.executable, "-c", TIMED, "plan", model, "--json", "--device", "rpi5", "--budget", "100MB"]
+    """In seconds of processor time, for other work on the machine is none of ours. The budget forces a search."""
+    import resource
+
+    command = [sys.executable, "-c", TIMED, "plan", model, "--json", "--device", "rpi5", "--budget", "100MB"]
+    least = 9.0
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
-        fastest = min(fastest, time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        least = min(least, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert done.returncode == 3 and done.stderr.splitlines()[-1] == "[]", done.stderr
-        if fastest < 0.5:
+        if least < LIMIT_S:
             break
-    assert fastest < 0.5
+    assert least < LIMIT_S

@@ -1,0 +1,30 @@
+"""The small JSON files of a checkpoint; config.json alone says what a model is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for its purpose.")
+    try:
+        data = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {str(error)[:120]}.") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} is no JSON object.")
+    return data
