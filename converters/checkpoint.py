@@ -83,6 +83,10 @@ class Checkpoint:
         """Rows start to stop of a tensor as float32 of shape (rows, elements per row)."""
         return self.files[name].read_rows(name, start, stop)
 
+    def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Columns start to stop of a matrix as float32 of shape (rows, columns)."""
+        return self.files[name].read_columns(name, start, stop)
+
     @property
     def travelling_files(self) -> list[Path]:
         """Tokenizer, chat template, licence and card, sorted by name."""

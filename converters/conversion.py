@@ -35,6 +35,7 @@ def convert(
     group_size: int = 32,
     embedding: str | None = None,
     head: str | None = None,
+    ffn_layout: str = "tile16",
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -54,6 +55,8 @@ def convert(
         Columns that share one scale (q4, int8).
     embedding, head : {'q4', 'int8', 'f16', 'f32'}, optional
         Type of the embedding and of the output head; by default int8, or as `weights` if that is f16 or f32.
+    ffn_layout : {'tile16', 'neuron'}
+        How FFNs are stored: as matrices, or neuron by neuron (q4, int8), so that dead neurons are not read.
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -73,7 +76,7 @@ def convert(
         For an unknown type or group size.
     """
     began = time.perf_counter()
-    type_of = requested_types(weights, group_size, embedding, head)
+    type_of = requested_types(weights, group_size, embedding, head, ffn_layout)
     with Checkpoint.open(source) as checkpoint:
         graph = build_graph(checkpoint.config, type_of)
         remarks = checkpoint.check(graph)
@@ -129,6 +132,21 @@ class _Reading:
         for start in range(0, weight.shape[0], step):
             yield read(weight, start, min(start + step, weight.shape[0]), cols)
 
+    def neurons(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
+        """Blocks (neurons, 3, hidden_size) of an FFN: gate rows, up rows, down columns."""
+        gate, up, down = weight.sources
+        total, _, hidden = weight.shape
+        step = max(1, BLOCK_WEIGHTS // (3 * hidden))
+        for start in range(0, total, step):
+            stop = min(start + step, total)
+            block = np.empty((stop - start, 3, hidden), np.float32)
+            block[:, 0], block[:, 1] = self._rows(gate, start, stop), self._rows(up, start, stop)
+            columns = self._checkpoint.read_columns(down, start, stop)
+            quantise.check_finite(columns, down, 0, start)
+            block[:, 2] = columns.T
+            self._count(down, total, stop - start)
+            yield block
+
     def _concatenated(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
         out = np.empty((stop - start, cols), np.float32)
         first = 0
@@ -153,11 +171,14 @@ class _Reading:
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         rows = self._checkpoint.read_rows(name, start, stop)
         quantise.check_finite(rows, name, start)
-        source = self._checkpoint.tensor(name)
-        self._done += source.nbytes // source.shape[0] * (stop - start)
+        self._count(name, self._checkpoint.tensor(name).shape[0], stop - start)
+        return rows
+
+    def _count(self, name: str, of: int, n: int) -> None:
+        """n of a tensor's rows (or columns) were read."""
+        self._done += self._checkpoint.tensor(name).nbytes // of * n
         if self._progress:
             self._progress(self._done, self.total, name)
-        return rows
 
 
 def packed(
@@ -165,6 +186,14 @@ def packed(
 ) -> Iterator[NDArray[np.uint8]]:
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
     name = ", ".join(weight.sources)
+    if stored.layout == "neuron":
+        for neurons in reading.neurons(weight):
+            codes, scales, errors = quantise.quantise(
+                neurons.reshape(-1, neurons.shape[2]), stored.dtype, stored.group_size, name)
+            sums.append(errors)
+            yield layouts.pack_neuron(codes.reshape(neurons.shape), stored.dtype, stored.group_size,
+                                      scales.reshape(*neurons.shape[:2], -1))
+        return
     for block in reading.blocks(weight):
         if stored.layout == "plain":
             yield np.ascontiguousarray(block, "<f4").reshape(-1).view(np.uint8)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import BundleWriter
-from edgeinfer.config import GROUP_SIZES, WEIGHT_TYPES
+from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.graph import (
     ModelConfig,
@@ -47,6 +47,7 @@ def write_random_bundle(
     group_size: int = 32,
     seed: int = 0,
     *,
+    ffn_layout: str = "tile16",
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -62,6 +63,8 @@ def write_random_bundle(
     group_size : {32, 64, 128}
     seed : int
         The same seed gives the same bytes.
+    ffn_layout : {'tile16', 'neuron'}
+        As for `convert`.
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -72,7 +75,7 @@ def write_random_bundle(
     DestinationError
         As for `convert`.
     """
-    type_of = requested_types(weights, group_size)
+    type_of = requested_types(weights, group_size, ffn_layout=ffn_layout)
     graph = build_graph(config, type_of)
     rng = np.random.default_rng(seed)
     total, done = graph_bytes(graph), 0
@@ -95,6 +98,9 @@ def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -
         values = 0.02 * rng.standard_normal(weight.shape[0], np.float32) + (0 if weight.name.endswith("_bias") else 1)
         yield values.astype("<f4").view(np.uint8)
         return
+    if stored.layout == "neuron":
+        yield from random_neurons(rng, weight, stored)
+        return
     n_rows, cols = weight.shape
     step = 16 * max(1, BLOCK_WEIGHTS // (16 * cols))
     for start in range(0, n_rows, step):
@@ -105,6 +111,18 @@ def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -
         else:
             values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))
             yield layouts.pack_tile16(values, stored.dtype)
+
+
+def random_neurons(rng: np.random.Generator, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
+    """Stored bytes of a random FFN in layout neuron; down columns are as large as intermediate_size asks for."""
+    n, _, hidden = weight.shape
+    step = max(1, BLOCK_WEIGHTS // (3 * hidden))
+    for start in range(0, n, step):
+        rows = min(step, n - start)
+        codes, scales = random_codes(rng, (3 * rows, hidden), stored)
+        scales = scales.reshape(rows, 3, -1)
+        scales[:, 2] *= np.float16(np.sqrt(hidden / n))
+        yield layouts.pack_neuron(codes.reshape(rows, 3, hidden), stored.dtype, stored.group_size, scales)
 
 
 def random_codes(
@@ -169,12 +187,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--weights", choices=WEIGHT_TYPES, default="q4")
     parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=32)
+    parser.add_argument("--ffn-layout", choices=FFN_LAYOUTS, default="tile16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true")
     given = parser.parse_args(arguments)
     try:
         write_random_bundle(SHAPES[given.shape], given.destination, given.weights, given.group_size, given.seed,
-                            overwrite=given.overwrite)
+                            ffn_layout=given.ffn_layout, overwrite=given.overwrite)
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -74,20 +74,43 @@ class SafetensorsFile:
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a tensor as float32 of shape (rows, elements per row); vectors have one per row."""
         tensor = self.tensors[name]
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"The tensor {name} in {self.path} has the type {tensor.dtype}; weights must be F32, F16, BF16 or F64."
-            )
         cols = prod(tensor.shape[1:])
-        item = ITEM_BYTES[tensor.dtype]
+        item = self._item_bytes(name)
         raw = np.empty((stop - start, cols), WEIGHT_DTYPES[tensor.dtype])
+        self._read_into(name, tensor.offset + start * cols * item, raw.reshape(-1))
+        return self._as_float32(tensor, raw)
+
+    def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Columns start to stop of a matrix as float32 of shape (rows, columns)."""
+        tensor = self.tensors[name]
+        rows, cols = tensor.shape
+        item = self._item_bytes(name)
+        raw = np.empty((rows, stop - start), WEIGHT_DTYPES[tensor.dtype])
+        for row, piece in enumerate(raw):
+            self._read_into(name, tensor.offset + (row * cols + start) * item, piece)
+        return self._as_float32(tensor, raw)
+
+    def _item_bytes(self, name: str) -> int:
+        """Bytes of an element of a tensor that holds weights."""
+        dtype = self.tensors[name].dtype
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"The tensor {name} in {self.path} has the type {dtype}; weights must be F32, F16, BF16 or F64."
+            )
+        return ITEM_BYTES[dtype]
+
+    def _read_into(self, name: str, offset: int, raw: NDArray[Any]) -> None:
+        """Fill an array from an offset of the file on."""
         try:
-            self._file.seek(tensor.offset + start * cols * item)
-            count = self._file.readinto(raw.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+            self._file.seek(offset)
+            count = self._file.readinto(raw.view(np.uint8).data)  # type: ignore[attr-defined]
         except OSError as error:
             raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
         if count != raw.nbytes:
             raise CheckpointError(f"{self.path} became shorter while it was read; the tensor {name} is incomplete.")
+
+    @staticmethod
+    def _as_float32(tensor: SourceTensor, raw: NDArray[Any]) -> NDArray[np.float32]:
         if tensor.dtype == "BF16":  # the upper half of a float32
             return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(over="ignore"):  # a double beyond float32 becomes infinite and is refused as such

@@ -10,6 +10,7 @@ from .errors import UsageError
 KV_TYPES = ("int8", "f16", "f32")
 WEIGHT_TYPES = ("q4", "int8", "f16", "f32")
 GROUP_SIZES = (32, 64, 128)
+FFN_LAYOUTS = ("tile16", "neuron")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .graph import (
     Weight,
     build_graph,
     builtin_shapes,
+    expected_types,
     read_config,
     read_outline,
     requested_types,
@@ -89,7 +90,7 @@ class ModelDescription:
     @property
     def ffn_bytes(self) -> float:
         """Part of `bytes_per_token` that belongs to feed-forward networks."""
-        ffn = (op for op in self._products() if op.weights[0].name.endswith(("gate_up", "down")))
+        ffn = (op for op in self._products() if op.weights[0].name.endswith(("gate_up", "down", "ffn")))
         return sum(self._stored(op.weights[0]) * _share(op) for op in ffn)
 
     @property
@@ -155,11 +156,12 @@ class ModelDescription:
         )
 
     def _products(self) -> Iterator[Op]:
-        return (op for op in self.graph.ops if op.kind in ("linear", "gated"))
+        return (op for op in self.graph.ops if op.kind in ("linear", "gated", "neuron_gated"))
 
     def _read(self) -> Iterator[tuple[Op, Weight]]:
-        """Each operation that reads whole weights, and what it reads."""
-        return ((op, weight) for op in self.graph.ops if op.kind != "embed" for weight in op.weights)
+        """Each operation that reads whole weights, and what it reads; an FFN stored neuron by neuron once."""
+        pairs = ((op, weight) for op in self.graph.ops if op.kind != "embed" for weight in op.weights)
+        return ((op, weight) for op, weight in pairs if weight.kind != "ffn" or op.kind == "neuron_gated")
 
     def _stored(self, weight: Weight) -> int:
         stored = self.graph.types[weight.name]
@@ -230,7 +232,7 @@ def _from_bundle(name: str, path: Path, weights: str | None, group_size: int | N
         wanted = (weights or own.weights, group_size or own.group_size)
         if wanted != (own.weights, own.group_size):
             return _described(name, f"bundle {path}, as if converted anew", config, *wanted)
-        graph = build_graph(config, lambda weight: bundle.weight_type(weight.name))
+        graph = build_graph(config, expected_types(bundle.types))
         bundle.check({weight.name: weight.shape for weight in graph.weights})
         return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes)
 

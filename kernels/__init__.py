@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from . import abi, layouts, parameters, quantise, reference
     from .isa import LADDER, Isa, available, choose, machine
     from .objects import Kernels, cache_directory, find_set, package_directory
-    from .parameters import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, fill
+    from .parameters import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, fill
 
 _HOMES = {
     "Isa": "isa", "available": "isa", "choose": "isa", "machine": "isa", "LADDER": "isa",
     "Kernels": "objects", "cache_directory": "objects", "find_set": "objects",
     "package_directory": "objects",
-    "ACTIVATIONS": "parameters", "ATTENTION": "parameters", "LINEAR": "parameters", "ROPE": "parameters",
+    "ACTIVATIONS": "parameters", "ATTENTION": "parameters", "LINEAR": "parameters",
+    "NEURON_DOWN": "parameters", "NEURON_GATED": "parameters", "ROPE": "parameters",
     "ROWS": "parameters", "fill": "parameters",
     "abi": "", "layouts": "", "parameters": "", "quantise": "", "reference": "",
 }
@@ -28,6 +29,8 @@ __all__ = [
     "ATTENTION",
     "LADDER",
     "LINEAR",
+    "NEURON_DOWN",
+    "NEURON_GATED",
     "ROPE",
     "ROWS",
     "Isa",

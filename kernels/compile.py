@@ -40,7 +40,7 @@ def load_kernels(isa: Isa) -> dict[str, Any]:
     from . import targets
 
     targets.use(isa)
-    from . import attention, elementwise, linear, probe, rope, walk  # noqa: F401
+    from . import attention, elementwise, linear, neuron, probe, rope, walk  # noqa: F401
     from .registry import KERNELS
 
     return KERNELS

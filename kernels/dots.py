@@ -74,9 +74,9 @@ def _products_tile(vec, m, n):
 _YB, _YW, _YI = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 
 
-def _dot_u8(b, acc, w, x):
+def dot_u8_line(b, acc, w, x):
     """Unsigned bytes (0..15) times signed activations, exact: acc + the sum of each lane's four products."""
-    if _vnni():
+    if is_vnni():
         return _vpdpbusd(b, acc, w, x)
     if has("avx2"):
         return b.add(acc, _by_halves(b, _maddubs, w, x))
@@ -85,14 +85,15 @@ def _dot_u8(b, acc, w, x):
 
 def dot_s8_line(b, acc, w, x):
     """Signed bytes in [-127, 127] times signed activations, exact; the start undoes the offset of VNNI."""
-    if _vnni():  # the instruction takes unsigned weights: flipping the sign bit adds 128
+    if is_vnni():  # the instruction takes unsigned weights: flipping the sign bit adds 128
         return _vpdpbusd(b, acc, b.xor(w, constant(VB, -128)), x)
     if has("avx2"):  # |w| * sign(w) x never saturates the 16-bit sums of two: 2 * 127 * 127 < 2^15
         return b.add(acc, _by_halves(b, _maddubs_signed, w, x))
     return _dot_plain(b, acc, w, x)
 
 
-def _vnni():
+def is_vnni():
+    """Whether vpdpbusd is there, which takes unsigned weights."""
     return has("avx512vnni") or has("avxvnni")
 
 
@@ -184,10 +185,10 @@ def _dot_tile(dot, smull):
     return dot_tile
 
 
-dot_u8 = _dot_tile(_dot_u8, neon.by_smlal)
+dot_u8 = _dot_tile(dot_u8_line, neon.by_smlal)
 
 
-def _nibbles(b, line):
+def nibbles(b, line):
     """Low and high nibbles; x86 has no shift of bytes, so there words are shifted."""
     fifteen = constant(VB, 15)
     if has("neon"):
@@ -204,8 +205,8 @@ def dot_q4(context, block, lines, x):
         return None
 
     def lower(context, b, sig, args):
-        both = [_nibbles(b, line) for line in line_list(b, lines, args[1])]
-        return dot_block(b, block, args[0], both, args[2], _dot_u8, neon.by_smlal)
+        both = [nibbles(b, line) for line in line_list(b, lines, args[1])]
+        return dot_block(b, block, args[0], both, args[2], dot_u8_line, neon.by_smlal)
 
     return block(block, lines, x), lower
 
@@ -253,7 +254,7 @@ def _start(make_tile, shift_of):
 
 
 def _s8_shift():
-    return 4 if _vnni() else None
+    return 4 if is_vnni() else None
 
 
 start_s8 = _start(_plain_tile, _s8_shift)

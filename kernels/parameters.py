@@ -95,10 +95,59 @@ class _Attention(NamedTuple):
     """Tokens of a unit of work."""
 
 
+class _NeuronGated(NamedTuple):
+    neurons: int
+    part_bytes: int
+    """Bytes of a gate row, an up row or a down column; a neuron has one of each, in this order."""
+    groups: int
+    """Groups of columns in a part."""
+    group: int
+    """Columns that share a scale."""
+    x_stride: int
+    """Bytes from one token's x to the next."""
+    out_stride: int
+    rows: int
+    """Which count gives the tokens."""
+    block: int
+    """Neurons of a block, whose columns are summed by themselves; at most NEURON_WINDOW."""
+    chunk: int
+    """Neurons per claimed chunk where there are several tokens."""
+    activation: int
+    """Number of the hidden activation, see ACTIVATIONS."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    heights: int
+    """Heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
+
+
+class _NeuronDown(NamedTuple):
+    neurons: int
+    part_bytes: int
+    groups: int
+    """Groups of outputs in a part."""
+    group: int
+    """Outputs that share a scale."""
+    x_stride: int
+    """Bytes from one token's activations of the neurons to the next."""
+    out_stride: int
+    width: int
+    """Outputs: hidden_size."""
+    rows: int
+    """Which count gives the tokens."""
+    chunk: int
+    """64-byte lines of a part per claimed chunk: even, at most NEURON_LINES."""
+    block: int
+    """Neurons of a block, as in neuron_gated."""
+    scratch: int
+    """Scratch bytes of a thread."""
+
+
 LINEAR = _Linear(*range(12))
 ROWS = _Rows(*range(12))
 ROPE = _Rope(*range(8))
 ATTENTION = _Attention(*range(12))
+NEURON_GATED = _NeuronGated(*range(12))
+NEURON_DOWN = _NeuronDown(*range(11))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
 """Numbers of the hidden activations in records."""

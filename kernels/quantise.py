@@ -111,14 +111,15 @@ def quantise(
         return codes, scales, sum(pool.map(block, starts), ErrorSums())
 
 
-def check_finite(weights: Floats, name: str, first_row: int = 0) -> None:
-    """Refuse NaN and infinity, naming the tensor and the first place; `first_row` is where this block begins."""
+def check_finite(weights: Floats, name: str, first_row: int = 0, first_column: int = 0) -> None:
+    """Refuse NaN and infinity, naming the tensor and the first place; the others say where this block begins."""
     with np.errstate(invalid="ignore"):  # one pass, because NaN and infinity survive sums
         total = np.add.reduce(weights, axis=None, dtype=np.float64)
     if not np.isfinite(total):
         where = [int(i) for i in np.argwhere(~np.isfinite(weights))[0]]
         value = weights[tuple(where)]
         where[0] += first_row
+        where[-1] += first_column
         raise CheckpointError(f"The tensor {name} has the value {value} at {where}; weights must be finite.")
 
 

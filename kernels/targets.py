@@ -67,14 +67,17 @@ def fma(b, x, y, z):
 
 
 def emit_widen_f16(b, bits):
-    """<16 x i16> of fp16 bits to <16 x f32>."""
+    """<n x i16> of fp16 bits to <n x f32>."""
+    n = bits.type.count
+    floats, words = ir.VectorType(F32, n), ir.VectorType(I32, n)
     if has("f16c") or has("aarch64"):
-        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), 16)), VF)
-    wide = b.zext(bits, VI)
-    magnitude = b.shl(b.and_(wide, constant(VI, 0x7FFF)), constant(VI, 13))
-    scaled = b.fmul(b.bitcast(magnitude, VF), constant(VF, 2.0**112))  # moves the exponent's bias; right for subnormals
-    sign = b.shl(b.and_(wide, constant(VI, 0x8000)), constant(VI, 16))
-    return b.bitcast(b.or_(b.bitcast(scaled, VI), sign), VF)
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), n)), floats)
+    wide = b.zext(bits, words)
+    magnitude = b.shl(b.and_(wide, constant(words, 0x7FFF)), constant(words, 13))
+    # moves the exponent's bias; right for subnormals
+    scaled = b.fmul(b.bitcast(magnitude, floats), constant(floats, 2.0**112))
+    sign = b.shl(b.and_(wide, constant(words, 0x8000)), constant(words, 16))
+    return b.bitcast(b.or_(b.bitcast(scaled, words), sign), floats)
 
 
 @define(F32x16, types.int64)

@@ -79,6 +79,11 @@ class MemoryPlan:
     """Constants: bytes of one position's cosines and sines."""
 
     @property
+    def shared_scratch_offset(self) -> int:
+        """Where the scratch that threads share begins, behind their own: partial attention, sums of neurons."""
+        return round_up(self.request.threads * self.thread_scratch_bytes, 64)
+
+    @property
     def total_bytes(self) -> int:
         """Sum of all regions: the most that the process holds, weights included."""
         return sum(r.nbytes for r in self.regions)
@@ -150,6 +155,7 @@ class Planner:
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
         partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))
+        shared = max(SPLIT_TOKENS * partial, neuron_sums(self.graph))
         logits_stride = 4 * round_up(c.vocab_size, 16)
         tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8)
         tables += abi.RECORD_BYTES * (len(self.graph.ops) + layers)
@@ -161,7 +167,7 @@ class Planner:
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
-            Region("scratch", round_up(request.threads * self._scratch, 64) + SPLIT_TOKENS * partial + 64,
+            Region("scratch", round_up(request.threads * self._scratch, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits"),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
@@ -182,7 +188,18 @@ def thread_scratch(graph: Graph) -> int:
     norm = 4 * round_up(c.hidden_size, 16)
     widths = {(t.width, t.group_size) for op in graph.ops for t in op.outputs if t.dtype == "q8"}
     own_input = max((abi.q8_row_bytes(*width)[0] for width in widths), default=0)
-    return round_up(max(attention, abi.GATED_SCRATCH_BYTES + own_input + norm) + 64, 64)
+    neurons = [0]
+    for stored in (graph.types[w.name] for w in graph.weights if w.kind == "ffn"):
+        neurons += [abi.neuron_gated_scratch_bytes(c.hidden_size, stored.group_size, stored.dtype),
+                    abi.neuron_down_scratch_bytes()]
+    return round_up(max(attention, abi.GATED_SCRATCH_BYTES + own_input + norm, *neurons) + 64, 64)
+
+
+def neuron_sums(graph: Graph) -> int:
+    """Bytes of the sums that blocks of neurons leave in an FFN that is stored neuron by neuron."""
+    c, types = graph.config, (graph.types[w.name] for w in graph.weights if w.kind == "ffn")
+    return max((abi.neuron_sums_bytes(c.intermediate_size, c.hidden_size, t.group_size, t.dtype) for t in types),
+               default=0)
 
 
 def _types(graph: Graph) -> str:

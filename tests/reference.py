@@ -93,6 +93,17 @@ def gated(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
     return ACTIVATIONS[op.attributes["activation"]](gate) * up
 
 
+def neuron_gated(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    gate, up, _ = state.parts(op.weights[0])
+    biases = np.split(state.whole(op.weights[1]), 2) if len(op.weights) > 1 else (0, 0)
+    return ACTIVATIONS[op.attributes["activation"]](x @ gate.T + biases[0]) * (x @ up.T + biases[1])
+
+
+def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    y = f @ state.parts(op.weights[0])[2].T
+    return residual + (y + state.whole(op.weights[1]) if len(op.weights) > 1 else y)
+
+
 def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Rotate q and k; element i of a head turns with element i + head_dim / 2."""
     c = state.config
@@ -123,7 +134,8 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
 
-OPS = {f.__name__: f for f in (embed, gather_outputs, quantize, rms_norm, linear, gated, rope_store, attention)}
+OPS = {f.__name__: f for f in (embed, gather_outputs, quantize, rms_norm, linear, gated, neuron_gated, neuron_down,
+                                 rope_store, attention)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

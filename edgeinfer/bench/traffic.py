@@ -47,13 +47,14 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
 def record_operations(session: Session, case: Case, record: Record) -> float:
     """Int8 multiplications and additions of a record during a whole test; 0 where it multiplies no int8."""
     words = record.op.split()
-    if words[0] not in ("linear", "gated"):
+    if words[0] not in ("linear", "gated", "neuron_gated"):  # down multiplies floats
         return 0.0
     weight = next(weight for weight in session.graph.weights if weight.name == words[1])
     if not session.graph.types[weight.name].quantised:
         return 0.0
+    shapes = weight.source_shapes[:2] if weight.kind == "ffn" else weight.source_shapes
     once = record.predicate == abi.COUNT_OUTPUTS and case.kind != GENERATE
-    return 2.0 * sum(math.prod(shape) for shape in weight.source_shapes) * (1 if once else case.tokens)
+    return 2.0 * sum(math.prod(shape) for shape in shapes) * (1 if once else case.tokens)
 
 
 def bytes_per_token(session: Session, case: Case) -> float:

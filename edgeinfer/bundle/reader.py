@@ -38,7 +38,7 @@ class Bundle:
         The content of bundle.json.
     tensors : dict of str to TensorEntry
     types : dict of str to WeightType
-        Storage of each tensor, for `build_graph(bundle.config, lambda w: bundle.weight_type(w.name))`.
+        Storage of each tensor, for `build_graph(bundle.config, expected_types(bundle.types))`.
     files : dict of str to FileEntry
         Files beside the weights (tokenizer and the like).
     weights : uint8 array of shape (weights_bytes,)

@@ -53,6 +53,10 @@ def convert(
     head: Annotated[
         str | None, typer.Option(metavar="TYPE", help="Type of the output head.  [default: as the embedding's]")
     ] = None,
+    ffn_layout: Annotated[
+        str,
+        typer.Option(metavar="tile16|neuron", help="FFNs as matrices, or neuron by neuron: dead neurons are not read."),
+    ] = "tile16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the error of every tensor.")] = False,
     json: Json = False,
@@ -73,7 +77,7 @@ def convert(
     with ProgressLine() as progress:
         report = convert_checkpoint(
             checkpoint_path(source, progress), destination, weights=weights, group_size=group_size, embedding=embedding,
-            head=head, overwrite=overwrite, progress=partial(progress, "convert"),
+            head=head, ffn_layout=ffn_layout, overwrite=overwrite, progress=partial(progress, "convert"),
         )
     if json:
         print_json(report_object(report))

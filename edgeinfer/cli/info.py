@@ -27,6 +27,7 @@ JSON_FIELDS = {
         "parameters": "number of weights",
         "config": "architecture and its sizes",
         "quantisation": "storage that was asked for",
+        "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron)",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
@@ -79,14 +80,16 @@ def describe(path: Path, bundle: Bundle) -> dict[str, Any]:
     """The JSON object of a bundle."""
     from dataclasses import asdict
 
-    from ..graph import build_graph
+    from ..graph import build_graph, expected_types
 
-    graph = build_graph(bundle.config, lambda weight: bundle.weight_type(weight.name))
+    graph = build_graph(bundle.config, expected_types(bundle.types))
     parameters = sum(prod(shape) for weight in graph.weights for shape in weight.source_shapes)
     return {
         "path": str(path), "format_version": _format_version(), "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
-        "quantisation": asdict(bundle.quantisation), "weights_bytes": bundle.weights_bytes,
+        "quantisation": asdict(bundle.quantisation),
+        "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.tensors.values()) else "tile16",
+        "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
             {
@@ -132,7 +135,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{c['vocab_size']} tokens{', embedding tied to the head' if c['tie_word_embeddings'] else ''}"),
         ("context", f"{c['max_position_embeddings']} tokens"),
         ("parameters", f"{report['parameters']:,}"),
-        ("weights", f"{size}: {q['weights']}{group}, embedding {q['embedding']}, head {q['head']}"),
+        ("weights", f"{size}: {q['weights']}{group}, embedding {q['embedding']}, head {q['head']}, "
+                    f"FFN {report['ffn_layout']}"),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]
 

@@ -31,12 +31,12 @@ def verify(model: Model, json: Json = False) -> None:
       edgeinfer verify ./my-bundle
     """
     from ..bundle import Bundle
-    from ..graph import build_graph
+    from ..graph import build_graph, expected_types
     from ..models import resolve
 
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle, ProgressLine() as progress:
-        graph = build_graph(bundle.config, lambda weight: bundle.weight_type(weight.name))
+        graph = build_graph(bundle.config, expected_types(bundle.types))
         bundle.check({weight.name: weight.shape for weight in graph.weights})
         bundle.verify(partial(progress, "verify"))
         nbytes = bundle.weights_bytes + sum(entry.nbytes for entry in bundle.files.values())

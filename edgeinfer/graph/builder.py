@@ -75,6 +75,40 @@ class GraphBuilder:
         out = self._tensor("f", c.intermediate_size)
         return self._op("gated", (x,), out, tuple(weights), activation=c.hidden_act)
 
+    def ffn_input(self, name: str) -> str:
+        """Name of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix."""
+        return name + ("ffn" if self._ffn_type(name).layout == "neuron" else "gate_up")
+
+    def ffn(self, x: Tensor, name: str, modules: tuple[str, str, str], residual: Tensor, bias: bool = False) -> Tensor:
+        """residual + (act(x gate^T) * (x up^T)) down^T; `modules` are gate, up and down in a checkpoint.
+
+        As matrices, or neuron by neuron where the weights are stored so.
+        """
+        c = self.config
+        gate, up, down = (module + ".weight" for module in modules)
+        biases = tuple(module + ".bias" for module in modules) if bias else ()
+        if self._ffn_type(name).layout != "neuron":
+            f = self.gated(x, name + "gate_up", gate, up, biases[:2])
+            return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual)
+        weight = self._ffn_weight(name, (gate, up, down))
+        self._weights[weight.name], self._types[weight.name] = weight, self._ffn_type(name)
+        x = self._as_input(x, self._types[weight.name])
+        extra: tuple[tuple[Weight, ...], ...] = ((), ())
+        if bias:
+            extra = ((self._vector(name + "gate_up_bias", biases[:2], (c.intermediate_size,) * 2),),
+                     (self._vector(name + "down_bias", biases[2:], (c.hidden_size,)),))
+        f = self._op("neuron_gated", (x,), self._tensor("f", c.intermediate_size), (weight, *extra[0]),
+                     activation=c.hidden_act)
+        return self._op("neuron_down", (f, residual), residual, (weight, *extra[1]), in_place=True)
+
+    def _ffn_weight(self, name: str, sources: tuple[str, ...] = ()) -> Weight:
+        c = self.config
+        shapes = ((c.intermediate_size, c.hidden_size),) * 2 + ((c.hidden_size, c.intermediate_size),)
+        return Weight(name + "ffn", (c.intermediate_size, 3, c.hidden_size), "ffn", sources, shapes, "neurons")
+
+    def _ffn_type(self, name: str) -> WeightType:
+        return self._type_of(self._ffn_weight(name))
+
     def rope_store(self, qkv: Tensor, layer: int, q_norm: str = "", k_norm: str = "") -> Tensor:
         """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks."""
         c = self.config
@@ -124,7 +158,8 @@ class GraphBuilder:
 
     def _feed_type(self, feeds: str) -> WeightType:
         """Type of the weight that a norm feeds, which may be added only later."""
-        return self._types.get(feeds) or self._type_of(Weight(feeds, (), "matrix", (), ()))
+        kind = "ffn" if feeds.endswith(".ffn") else "matrix"
+        return self._types.get(feeds) or self._type_of(Weight(feeds, (), kind, (), ()))
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):

@@ -16,15 +16,18 @@ class Weight:
     name: str
     """Name in the bundle's tensor table, such as ``layers.0.qkv``."""
     shape: tuple[int, ...]
-    """Shape as stored: (rows, cols) = (out_features, in_features), or (n,) for a vector."""
+    """Shape as stored: (rows, cols) = (out_features, in_features), (n,) for a vector, (intermediate_size, 3,
+    hidden_size) for an FFN."""
     kind: str
-    """``matrix`` (the layers' linear weights), ``embedding``, ``head`` or ``vector`` (norms and biases, always f32)."""
+    """``matrix`` (the layers' linear weights), ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``,
+    ``head`` or ``vector`` (norms and biases, always f32)."""
     sources: tuple[str, ...]
     """Names in a Hugging Face checkpoint, in order."""
     source_shapes: tuple[tuple[int, ...], ...]
     """Shapes that the checkpoint must have."""
     combine: str = "concat"
-    """``concat`` along rows, or ``interleave16``: rows padded to 16 per source, then alternating by tile of 16."""
+    """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
+    ``neurons``: a row of each of the first two sources, then a column of the third."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class WeightType:
         return self.dtype in ("q4", "int8")
 
     def __str__(self) -> str:
-        return f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype
+        kind = f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype
+        return f"{kind} by neuron" if self.layout == "neuron" else kind
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,9 @@ class Graph:
             if op.kind in ("linear", "gated") and op.weights[0].name.startswith("layers."):
                 share = float(op.attributes.get("active", 1)) / float(op.attributes.get("experts", 1))
                 total += share * sum(op.weights[0].shape)
+            elif op.kind == "neuron_gated":  # as the two matrices that it stands for
+                neurons, _, hidden = op.weights[0].shape
+                total += 3 * neurons + 2 * hidden
         return total
 
     def describe(self) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from edgeinfer.graph import Graph, Op, Tensor, Weight, WeightType, round_up
-from edgeinfer.kernels import ACTIVATIONS, ATTENTION, LINEAR, ROPE, ROWS, abi, fill
+from edgeinfer.kernels import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, abi, fill
 from edgeinfer.memory_planner import MemoryPlan
 
 from .program import Program, Record
@@ -39,7 +39,7 @@ class Lowering:
         emit: dict[str, Callable[[Op], list[Record]]] = {
             "embed": self._embed, "rms_norm": self._rms_norm, "quantize": self._quantize, "linear": self._linear,
             "gated": self._linear, "rope_store": self._rope_store, "attention": self._attention,
-            "gather_outputs": self._gather,
+            "gather_outputs": self._gather, "neuron_gated": self._neuron_gated, "neuron_down": self._neuron_down,
         }
         return Program(tuple(record for op in self.graph.ops for record in emit[op.kind](op)))
 
@@ -127,6 +127,45 @@ class Lowering:
         return [Record(f"{op.kind}_{_suffix(stored)}", _text(op), places, tuple(parameters), flags,
                        abi.COUNT_OUTPUTS if x.rows == "outputs" else None, tiles * size)]
 
+    def _neuron_gated(self, op: Op) -> list[Record]:
+        (x,), (out,), weight = op.inputs, op.outputs, op.weights[0]
+        parameters = fill(
+            NEURON_GATED, **self._neurons(weight, x), x_stride=self._stride(x), out_stride=self._stride(out),
+            chunk=self._neuron_chunks(weight)[0], activation=ACTIVATIONS[op.attributes["activation"]],
+            heights=self.heights)
+        flags = abi.FLAG_OWN_INPUT if self._is_own_input(x) else 0
+        return [self._neuron_record(op, x, out, parameters, flags, 2)]
+
+    def _neuron_down(self, op: Op) -> list[Record]:
+        f, out, weight = op.inputs[0], op.outputs[0], op.weights[0]
+        parameters = fill(
+            NEURON_DOWN, **self._neurons(weight, f), x_stride=self._stride(f), out_stride=self._stride(out),
+            chunk=self._neuron_chunks(weight)[1], width=weight.shape[2])
+        return [self._neuron_record(op, f, out, parameters, abi.FLAG_RESIDUAL, 1)]
+
+    def _neurons(self, weight: Weight, x: Tensor) -> dict[str, int]:
+        """Parameters that both halves of an FFN have."""
+        stored, (neurons, _, hidden) = self.graph.types[weight.name], weight.shape
+        return {"neurons": neurons, "part_bytes": part_bytes(stored, weight), "group": stored.group_size,
+                "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons), "rows": _rows(x),
+                "scratch": self.plan.thread_scratch_bytes}
+
+    def _neuron_chunks(self, weight: Weight) -> tuple[int, int]:
+        stored, (neurons, _, hidden) = self.graph.types[weight.name], weight.shape
+        lines = abi.neuron_lines(hidden, stored.group_size, stored.dtype)
+        return abi.neuron_chunks(neurons, part_bytes(stored, weight), lines, self.plan.request.threads)
+
+    def _neuron_record(self, op: Op, x: Tensor, out: Tensor, parameters: list[int], flags: int, parts: int) -> Record:
+        """A record of either half; bytes of `parts` thirds of the FFN, as if all neurons were alive."""
+        weight = op.weights[0]
+        stored = self.graph.types[weight.name]
+        bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
+        flags |= abi.FLAG_BIAS if len(op.weights) > 1 else 0
+        places = (self._weight(weight), self._at(x), self._at(out), ("weights", 0), self._scratch(), bias,
+                  ("scratch", self.plan.shared_scratch_offset))
+        return Record(f"{op.kind}_{stored.dtype}", _text(op), places, tuple(parameters), flags,
+                      bytes_read=parts * weight.shape[0] * part_bytes(stored, weight))
+
     def _rope_store(self, op: Op) -> list[Record]:
         c, plan, qkv = self.graph.config, self.plan, op.outputs[0]
         parameters = fill(ROPE, stride=self._stride(qkv), heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
@@ -146,9 +185,8 @@ class Lowering:
             head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), window=op.attributes["window"],
             scale=1.0 / math.sqrt(c.head_dim), scratch=plan.thread_scratch_bytes, splits=plan.splits,
             tokens=max(1, 32 // group)))
-        partials = round_up(plan.request.threads * plan.thread_scratch_bytes, 64)
         places = (self._at(qkv), self._at(out), ("kv", plan.layer_offset(op.attributes["layer"])), self._scratch(),
-                  ("scratch", partials))
+                  ("scratch", plan.shared_scratch_offset))
         return [Record(f"attention_{plan.request.kv}", _text(op), places, parameters),
                 Record("attention_merge", "  merge splits", places, parameters, predicate=abi.COUNT_MERGE)]
 
@@ -161,6 +199,13 @@ def tile_bytes(stored: WeightType, cols: int) -> tuple[int, int]:
         return 64 * -(-cols // 2), -(-cols // 2)
     records = -(-cols // (2 * stored.group_size))
     return records * ((16 if stored.dtype == "q4" else 32) * stored.group_size + 64), records
+
+
+def part_bytes(stored: WeightType, weight: Weight) -> int:
+    """Bytes of a gate row, an up row or a down column in layout neuron."""
+    groups = -(-weight.shape[2] // stored.group_size)
+    codes = stored.group_size // (2 if stored.dtype == "q4" else 1)
+    return round_up(groups * (codes + 2), 64)
 
 
 def _suffix(stored: WeightType) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import HEADER_FILE, Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, build_graph, fill_rope_tables, round_up
+from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables, round_up
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
 
@@ -48,7 +48,7 @@ class Session:
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         self.config = resolve(config or RuntimeConfig(), self.model)
-        self.graph = build_graph(self.model, lambda w: bundle.weight_type(w.name))
+        self.graph = build_graph(self.model, expected_types(bundle.types))
         bundle.check({w.name: w.shape for w in self.graph.weights})
         planner = Planner(self.graph, bundle.weights_bytes)
         self.plan = planner.plan(to_request(self.config))

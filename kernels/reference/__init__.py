@@ -21,6 +21,7 @@ from .elementwise import (
 )
 from .expected import Expected, compare
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
+from .neuron import neuron_down_twin, neuron_gated_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
 from .tolerances import TOLERANCES
@@ -41,6 +42,9 @@ for _dtype, _groups in (("q4", (32, 64, 128)), ("int8", (32, 64, 128)), ("f16", 
         TWINS[f"linear_{_weights}"] = linear_twin(_dtype, _group)
         TWINS[f"gated_{_weights}"] = gated_twin(_dtype, _group)
         TWINS[f"embed_{_weights}"] = embed_twin(_dtype, _group)
+for _dtype in ("q4", "int8"):
+    TWINS[f"neuron_gated_{_dtype}"] = neuron_gated_twin(_dtype)
+    TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
 for _kv in ("int8", "f16", "f32"):
     TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)

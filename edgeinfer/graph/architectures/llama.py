@@ -39,11 +39,8 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = Fa
     x = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                  bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
-    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=name + "gate_up")
-    h = g.gated(h, name + "gate_up", mlp + "gate_proj.weight", mlp + "up_proj.weight",
-                bias=biases((mlp + "gate_proj", mlp + "up_proj")) if c.mlp_bias else ())
-    return g.linear(h, name + "down", (mlp + "down_proj.weight",), (c.hidden_size,), residual=x,
-                    bias=(mlp + "down_proj.bias",) if c.mlp_bias else ())
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
+    return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
 
 
 def weights(modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,89 @@
+"""The report of benchmarks/neuron_rows.py, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.peers.machine import describe
+
+
+class Reading(NamedTuple):
+    """One run of a program over all FFNs."""
+
+    gbs: float
+    """Useful bytes per second: weights of the neurons that count, with their scales."""
+    bandwidth: float
+    """GB/s of streaming reads right after it."""
+    seconds: float
+
+
+def ratios(names: dict[str, list[Reading]], first: str, second: str) -> list[float]:
+    """Speed of one program over that of another, round by round."""
+    return [a.gbs / b.gbs for a, b in zip(names[first], names[second], strict=True)]
+
+
+def write_report(head: str, isa: str, results: dict[int, dict[str, list[Reading]]]) -> str:
+    """The whole report; `head` says what was in memory, `results` holds readings by threads and name."""
+    machine = ", ".join(describe().values())
+    parts = [
+        "# FFNs stored neuron by neuron", "",
+        "Written by `python benchmarks/neuron_rows.py`. What the layout is: [bundle.md](bundle.md); how the kernels",
+        "work: `kernels/neuron.py`.", "",
+        f"Measured: {machine}; {isa}; edgeinfer {version('edgeinfer')}, numba {version('numba')}.", head, "",
+    ]
+    for threads, names in results.items():
+        parts += [f"## {threads} thread{'s' if threads > 1 else ''}", "", *_tables(names), ""]
+    return "\n".join([*parts, *EXPLANATION, ""])
+
+
+def _tables(names: dict[str, list[Reading]]) -> Iterator[str]:
+    against = ratios(names, "neuron", "tile16")
+    yield f"Dense, neuron against tile16, round by round: **{median(against):.2f}** ({min(against):.2f} to " \
+          f"{max(against):.2f})."
+    yield ""
+    yield "| program | ms | useful GB/s | share of streaming reads |"
+    yield "|---|---:|---:|---:|"
+    for name, readings in names.items():
+        shares = [reading.gbs / reading.bandwidth for reading in readings]
+        yield (f"| {_title(name)} | {1e3 * median(r.seconds for r in readings):.2f} "
+               f"| {median(r.gbs for r in readings):.1f} "
+               f"| {median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%}) |")
+    reads = [reading.bandwidth for readings in names.values() for reading in readings]
+    yield ""
+    yield f"Streaming reads: {median(reads):.1f} GB/s ({min(reads):.1f} to {max(reads):.1f})."
+
+
+def _title(name: str) -> str:
+    kind, _, share = name.partition(" ")
+    if kind == "list":
+        return f"{float(share):.0%} of the neurons, listed at random"
+    if kind == "live":
+        return f"all gates, {float(share):.0%} of the neurons alive"
+    return f"dense, {name}"
+
+
+EXPLANATION = """
+## What the rows mean
+
+Each round runs every program once, one token through all FFNs, and reads 1 GiB as a stream after each of them; medians
+over the rounds. *Useful* bytes are those of the neurons that are computed: all three parts of listed neurons; where
+all gates are computed, gate rows of all neurons, up rows and down columns of those that are alive. Time contains norm,
+quantisation of x, wake-up of the threads and all barriers.
+
+## Why it is built so
+
+* A core has room for a few dozen outstanding lines, so rows of 2 KB that lie apart, fetched by instructions, come at
+  about half the speed of a stream, which the prefetcher of the second cache reads ahead. A first version had one
+  kernel for gate and up and one for down; each skipped the bytes of the other, and dense decoding reached 60 % of
+  tile16.
+* Now a token goes through each neuron once, from gate to column, in blocks of neurons. While 8 neurons are computed,
+  the 24 parts of the next 8 are fetched in the order in which they lie in memory. The fetches form a stream, and the
+  prefetcher follows it. Each block leaves its sum of columns; a second record adds these up in order, so the result
+  does not depend on threads.
+* Where few neurons live (ReLU, all gates computed), gates are fetched two rows ahead; up rows and columns of the
+  living are fetched as soon as the gate is known, and computed when 8 wait.
+* Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
+""".splitlines()[1:]
