@@ -11,10 +11,10 @@ from .lifetimes import Placement, place_activations
 
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
-PYTHON_RESERVE_BYTES = 120_000_000
-"""The interpreter, NumPy, LLVM's loader, the command line: 105-118 MB on Linux without a tokenizer (docs/memory.md)."""
-VOCABULARY_RESERVE_BYTES = 420
-"""Each entry of the tokenizer: 350-450 bytes with tables of merges, 250 as SentencePiece (docs/memory.md)."""
+PYTHON_RESERVE_BYTES = 118_000_000
+"""The interpreter, NumPy, LLVM's loader, the command line: 112-116 MB measured on Linux (docs/memory.md)."""
+VOCABULARY_RESERVE_BYTES = 340
+"""Each entry of the tokenizer: 320-350 bytes, with or without a table of merges (docs/memory.md)."""
 
 
 @dataclass(frozen=True)
