@@ -12,9 +12,9 @@ from .lifetimes import Placement, place_activations
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
 PYTHON_RESERVE_BYTES = 118_000_000
-"""The interpreter, NumPy, LLVM's loader, the command line: 112-116 MB measured on Linux (docs/memory.md)."""
+"""The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
 VOCABULARY_RESERVE_BYTES = 340
-"""Each entry of the tokenizer: 320-350 bytes, with or without a table of merges (docs/memory.md)."""
+"""Of the tokenizer, for each entry of the vocabulary."""
 
 
 @dataclass(frozen=True)

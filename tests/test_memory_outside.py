@@ -122,6 +122,20 @@ def test_windows_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.lock(np.zeros(1, np.uint8))
 
 
+@pytest.mark.parametrize(("number", "calls"), [(errno.EINTR, 3), (errno.EAGAIN, 3), (errno.EINVAL, 1)])
+def test_an_interrupted_population_is_repeated(monkeypatch: pytest.MonkeyPatch, number: int, calls: int) -> None:
+    made = []
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        made.append(advice)
+        ctypes.set_errno(number)
+        return 0 if len(made) == 3 else -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=madvise))
+    assert memory._populate(np.zeros(4096, np.uint8), 23) == (calls == 3)
+    assert len(made) == calls
+
+
 # -- the report --------------------------------------------------------------------------------------------------------
 
 CASE = Case("smollm2-135m", "q4", 512, "int8")

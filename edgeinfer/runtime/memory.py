@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import mmap
 import os
@@ -79,6 +80,8 @@ READ_BYTES = 64 << 20
 """Weights read in at a time."""
 TOUCH_BYTES = 32 << 20
 """Memory populated at a time: a close waits no longer."""
+POPULATE_TRIES = 100
+"""Interruptions of one call after which it is given up."""
 PROGRESS_BYTES = 10**9
 """Weights from which on progress is told."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, for reading or with memory of their own
@@ -157,12 +160,17 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = 
 
 
 def _populate(memory: NDArray[np.uint8], advice: int) -> bool:
-    """Map all pages of a page-aligned array; False where the system cannot."""
+    """Map all pages of a page-aligned array; False where the system cannot. A signal ends the call: it is repeated."""
     if not sys.platform.startswith("linux"):
         return False
-    madvise = ctypes.CDLL(None).madvise
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise(memory.ctypes.data, memory.nbytes, advice) == 0
+    for _ in range(POPULATE_TRIES):
+        if madvise(memory.ctypes.data, memory.nbytes, advice) == 0:
+            return True
+        if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
+            return False
+    return False
 
 
 def _read_through(file: io.FileIO, at: int, n: int, buffer: bytearray) -> None:
