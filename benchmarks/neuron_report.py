@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.peers.machine import describe
+from edgeinfer import __version__
 
 
 class Reading(NamedTuple):
@@ -16,7 +17,7 @@ class Reading(NamedTuple):
     gbs: float
     """Useful bytes per second: weights of the neurons that count, with their scales."""
     bandwidth: float
-    """GB/s of streaming reads right after it."""
+    """GB/s of streaming reads right before and after it."""
     seconds: float
 
 
@@ -32,7 +33,8 @@ def write_report(head: str, isa: str, results: dict[int, dict[str, list[Reading]
         "# FFNs stored neuron by neuron", "",
         "Written by `python benchmarks/neuron_rows.py`. What the layout is: [bundle.md](bundle.md); how the kernels",
         "work: `kernels/neuron.py`.", "",
-        f"Measured: {machine}; {isa}; edgeinfer {version('edgeinfer')}, numba {version('numba')}.", head, "",
+        f"Measured: {machine}; {isa}; edgeinfer {__version__}, numba {version('numba')}.", "",
+        head, "",
     ]
     for threads, names in results.items():
         parts += [f"## {threads} thread{'s' if threads > 1 else ''}", "", *_tables(names), ""]
@@ -68,8 +70,9 @@ def _title(name: str) -> str:
 EXPLANATION = """
 ## What the rows mean
 
-Each round runs every program once, one token through all FFNs, and reads 1 GiB as a stream after each of them; medians
-over the rounds. *Useful* bytes are those of the neurons that are computed: all three parts of listed neurons; where
+A reading is one token through all FFNs, as often as makes up half of all bytes, with other neurons each time; 1 GiB
+is read as a stream before and after it. Each round takes one reading of every program; medians over the rounds.
+*Useful* bytes are those of the neurons that are computed: all three parts of listed neurons; where
 all gates are computed, gate rows of all neurons, up rows and down columns of those that are alive. Time contains norm,
 quantisation of x, wake-up of the threads and all barriers.
 

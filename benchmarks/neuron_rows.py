@@ -6,8 +6,10 @@ Run ``python benchmarks/neuron_rows.py --output docs/neuron.md``. Weights are ra
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.neuron_report import Reading, write_report
+from benchmarks.peers.machine import Others
 from edgeinfer.bundle import stored_bytes
 from edgeinfer.graph import round_up
 from edgeinfer.kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, ROWS, Kernels, abi, choose, fill
@@ -171,21 +174,17 @@ class Bench:
         """Random x: the residual of the last run would grow."""
         floats(self.activations, self.at["x"], self.shape.hidden)[:] = self.rng.standard_normal(self.shape.hidden)
 
-    def set_list(self, share: float) -> int:
-        """Name random neurons; returns how many."""
-        n = round(share * self.shape.neurons)
+    def set_list(self, n: int) -> None:
+        """Name n random neurons."""
         numbers = np.sort(self.rng.choice(self.shape.neurons, n, replace=False)).astype(np.int32)
         start = self.at["list"][1]
         self.activations[start : start + 4 * n].view(np.int32)[:] = numbers
-        return n
 
-    def set_live(self, share: float) -> int:
-        """Gate biases that leave random neurons alive; returns how many."""
-        n = round(share * self.shape.neurons)
+    def set_live(self, n: int) -> None:
+        """Gate biases that leave n random neurons alive."""
         gate = np.full(self.shape.neurons, -1e4, np.float32)
         gate[self.rng.choice(self.shape.neurons, n, replace=False)] = 1e4
         floats(self.activations, self.at["bias"], 2 * self.shape.neurons)[: self.shape.neurons] = gate
-        return n
 
 
 def floats(memory: NDArray[np.uint8], place: tuple[str, int], n: int) -> NDArray[np.float32]:
@@ -211,21 +210,26 @@ def measure(bench: Bench, threads: int, rounds: int) -> dict[str, list[Reading]]
     tiles = bench.executor(bench.tile16_records(threads), bench.tile16, threads)
     with Probe(threads, 1 << 30) as probe, dense, listed, exact, tiles:
 
-        def read(name: str, executor: Executor, nbytes: float) -> None:
-            bench.set_input()
-            taken = seconds(executor)
-            out.setdefault(name, []).append(Reading(nbytes / taken / 1e9, probe.read_gbs(), taken))
+        def read(name: str, executor: Executor, nbytes: float, prepare: Callable[[], object] = int) -> None:
+            """One reading: as many runs as make up half of all bytes, each with neurons of its own."""
+            before, taken, runs = probe.read_gbs(), 0.0, max(1, round(whole / nbytes / 2))
+            for _ in range(runs):
+                bench.set_input()
+                prepare()
+                taken += seconds(executor)
+            bandwidth = (before + probe.read_gbs()) / 2
+            out.setdefault(name, []).append(Reading(runs * nbytes / taken / 1e9, bandwidth, taken / runs))
 
         for number in range(rounds + 1):
             read("tile16", tiles, len(bench.tile16))
             read("neuron", dense, whole)
             for share in SHARES:
-                n = bench.set_list(share)
+                n = round(share * s.neurons)
                 listed.set_count(abi.COUNT_ACTIVE, n)
-                read(f"list {share}", listed, whole * n / s.neurons)
+                read(f"list {share}", listed, whole * n / s.neurons, lambda n=n: bench.set_list(n))
             for share in LIVE:
-                n = bench.set_live(share)
-                read(f"live {share}", exact, whole * (1 + 2 * n / s.neurons) / 3)
+                n = round(share * s.neurons)
+                read(f"live {share}", exact, whole * (1 + 2 * n / s.neurons) / 3, lambda n=n: bench.set_live(n))
             if number == 0:
                 out.clear()  # threads and caches have warmed up
     return out
@@ -245,10 +249,11 @@ def main() -> None:
     chosen = parser.parse_args()
     shape = Shape(chosen.hidden, chosen.neurons, chosen.weights, chosen.group_size, chosen.layers)
     bench = Bench(shape)
+    others = Others(os.getpid())
     results = {threads: measure(bench, threads, chosen.rounds) for threads in chosen.threads}
     head = (f"{shape.layers} FFNs of {shape.hidden} x {shape.neurons} in {shape.dtype}, groups of {shape.group}, "
             f"random weights: {len(bench.tile16) / 1e6:.0f} MB in tile16, {len(bench.neuron) / 1e6:.0f} MB by neuron; "
-            f"{chosen.rounds} rounds.")
+            f"{chosen.rounds} rounds. Meanwhile other programs kept {others.cores():.1f} cores busy.")
     text = write_report(head, bench.kernels.isa.name, results)
     if chosen.output:
         chosen.output.write_text(text)

@@ -31,12 +31,15 @@ WALKS = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
 """Threads and tokens of a prompt's chunks; the heights of register blocks are 4, 2 and 1."""
 PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
-TESTS, SELECTION = "tests/test_kernels_linear.py", "(q4-32 or int8-32) and (exact or same_bits)"
+TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
+SELECTION = "(q4-32 or int8-32) and (exact or same_bits)"
+NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8")
+"""Kernels that no model here needs."""
 
 
 def prepare(work: Path) -> None:
     """Compile, write the models and what this machine says."""
-    expected, names = {}, {"worker", "submit", "wait"}
+    expected, names = {}, {"worker", "submit", "wait", *NEURON}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
             names.update(opened.program.kernels)
@@ -99,7 +102,7 @@ def run(work: Path, core: str) -> None:
     os.environ["EDGEINFER_ISA"] = rung
     import pytest
 
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--durations=3", "-k", SELECTION, TESTS])
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--durations=3", "-k", SELECTION, *TESTS])
     require(code == 0, f"{core}: kernel tests fail on {rung}")
 
 

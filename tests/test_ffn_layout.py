@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.describe import describe
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.errors import BundleError, CheckpointError, UsageError
 from edgeinfer.graph import build_graph, expected_types, read_config, requested_types
 from edgeinfer.kernels import abi, layouts
 from edgeinfer.memory_planner import Request, make_plan
@@ -152,3 +152,14 @@ def test_estimates_count_an_ffn_once(tmp_path: Path) -> None:
     assert neurons.ffn_bytes == ffn
     assert neurons.bytes_per_token - neurons.ffn_bytes == tiles.bytes_per_token - tiles.ffn_bytes
     assert edgeinfer("verify", tmp_path / "neuron").code == 0
+
+
+def test_a_bundle_that_ends_with_neurons_is_refused(tmp_path: Path) -> None:
+    write_random_bundle(TINY, tmp_path / "m", ffn_layout="neuron")
+    bundle = Bundle.open(tmp_path / "m")
+    names = [*(name for name in bundle.tensors if name != "layers.1.ffn"), "layers.1.ffn"]
+    with BundleWriter(tmp_path / "turned", bundle.config, bundle.quantisation) as writer:
+        for name in names:
+            writer.add(name, bundle.types[name], bundle.tensors[name].shape, bundle.tensor_bytes(name))
+    with pytest.raises(BundleError, match="ends with a tensor in layout neuron"), session(tmp_path / "turned"):
+        pass

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import HEADER_FILE, Bundle
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.errors import RequestError
+from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables, round_up
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
@@ -50,6 +50,9 @@ class Session:
         self.config = resolve(config or RuntimeConfig(), self.model)
         self.graph = build_graph(self.model, expected_types(bundle.types))
         bundle.check({w.name: w.shape for w in self.graph.weights})
+        if list(bundle.tensors.values())[-1].layout == "neuron":  # kernels read a little behind it
+            raise BundleError(f"The bundle {bundle.path} ends with a tensor in layout neuron, as no bundle may; "
+                              "convert it again.")
         planner = Planner(self.graph, bundle.weights_bytes)
         self.plan = planner.plan(to_request(self.config))
         self.budget_bytes = check_budget(planner, self.plan, self.config, lambda t: build_graph(self.model, t))
