@@ -173,3 +173,17 @@ def test_traffic_for_the_estimator() -> None:
     assert gemma.attention_operations * 22 == gemma.window_attention_operations * 4
     assert mixtral.prefill_weight_bytes > 3 * mixtral.weight_bytes
     assert mixtral.parameters == pytest.approx(12.88e9, rel=0.001)
+
+
+def test_a_network_by_neuron_is_counted_once(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "c", hidden_size=64, intermediate_size=96)
+    convert(checkpoint, tmp_path / "n", ffn_layout="neuron")
+    tiles, neurons = describe(checkpoint), describe(tmp_path / "n")
+    assert neurons.parameters == tiles.parameters
+    assert neurons.operations_per_token == pytest.approx(tiles.operations_per_token)
+    assert neurons.active_parameters == tiles.active_parameters
+    assert neurons.ffn_bytes == sum(e.nbytes for e in Bundle.open(tmp_path / "n").tensors.values() if "ffn" in e.name
+                                    and len(e.shape) == 3)  # fmt: skip
+    with session(tmp_path / "n", ctx=32) as opened:
+        assert neurons.bytes_per_token == pytest.approx(opened.program.bytes_read, rel=0.02)
+    assert neurons.all_bytes_per_walk == pytest.approx(neurons.bytes_per_token)
