@@ -24,10 +24,14 @@ ISAS = (
 )
 """edgeinfer's instruction sets, and what other devices are programmed with."""
 MOST_GBS = 1e6
+LEAST = 1e-6
+"""Of what cannot be zero: rates in their units, and shares."""
 MOST_OPERATIONS = 1e9
 """In 1e9 per second."""
 MOST_BYTES = 1 << 50
 MOST_CORES = 1 << 20
+MOST_SHOWN = 60
+"""Characters of a wrong value that a complaint quotes."""
 CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4, "activation_cost": 1e5}
 MAY_BE_ZERO = ("t0_ms", "activation_cost")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
@@ -130,7 +134,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     }
     for key in _CURVE_FIELDS:
         values[key] = check.curve(key, table[key]) if key in table else None
-    values["title"] = check.text("title", table["title"])
+    values["title"] = check.name("title", table["title"])
     values["device_class"] = check.choice("device_class", table["device_class"], CLASSES)
     values["isa"] = check.choice("isa", table["isa"], ISAS)
     values["memory_bytes"] = check.whole("memory_bytes", table["memory_bytes"], MOST_BYTES, "bytes")
@@ -140,7 +144,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
                          for key, value in check.table("sources", table.get("sources", {})).items()}
     values["aliases"] = check.texts("aliases", table.get("aliases", []))
     values["measured"] = check.moment("measured", table["measured"]) if "measured" in table else None
-    values["machine"] = check.text("machine", table["machine"]) if "machine" in table else None
+    values["machine"] = check.name("machine", table["machine"]) if "machine" in table else None
     values["curves"] = {key: check.curve(f"curves.{key}", value)
                         for key, value in check.table("curves", table.get("curves", {})).items()}
     values["figures"] = {key: check.number(f"figures.{key}", value, MOST_OPERATIONS, zero=True)
@@ -158,7 +162,9 @@ class _Checker:
         self.where = where
 
     def fail(self, name: str, value: object, want: str) -> NoReturn:
-        raise ProfileError(f"{self.where}: {name} is {value!r}; {want}.")
+        text = repr(value)
+        shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+        raise ProfileError(f"{self.where}: {name} is {shown}; {want}.")
 
     def keys(self, table: Mapping[str, Any], known: Iterable[str]) -> None:
         for key in ("title", "device_class", "memory_bytes", "bandwidth_gbs", "cores", "isa"):
@@ -179,10 +185,16 @@ class _Checker:
             self.fail(name, value, "it must be a text of 1 to 1000 characters in quotes")
         return str(value)
 
+    def name(self, name: str, value: object) -> str:
+        text = self.text(name, value)
+        if not text.isprintable():  # it is shown on terminals, which take some characters for commands
+            self.fail(name, value, "it must be on one line and without control characters")
+        return text
+
     def texts(self, name: str, value: object) -> tuple[str, ...]:
         if not isinstance(value, list | tuple):
             self.fail(name, value, "it must be a list of texts")
-        return tuple(self.text(name, item) for item in value)
+        return tuple(self.name(name, item) for item in value)
 
     def choice(self, name: str, value: object, choices: tuple[str, ...]) -> str:
         if value not in choices:
@@ -196,9 +208,9 @@ class _Checker:
 
     def number(self, name: str, value: Any, most: float, zero: bool = False) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not (0 < value <= most or (zero and value == 0)):
-            self.fail(name, value, f"it must be a number {'from' if zero else 'above'} 0 {'' if zero else 'and '}"
-                                   f"{'to' if zero else 'at most'} {most:g}")
+        least = 0 if zero else LEAST
+        if not good or not least <= value <= most:
+            self.fail(name, value, f"it must be a number from {least:g} to {most:g}")
         return float(value)
 
     def table(self, name: str, value: object) -> Mapping[str, Any]:

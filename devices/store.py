@@ -99,7 +99,8 @@ def machine_name() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 0
     # Rounded up: firmware keeps some of the memory for itself, and how much changes with updates.
     gib = math.ceil(memory / 2**30)
-    return f"{_processor()}, {os.cpu_count()} logical processors, {gib} GiB, {platform.system()}"
+    processor = "".join(letter if letter.isprintable() else " " for letter in _processor())
+    return f"{processor}, {os.cpu_count()} logical processors, {gib} GiB, {platform.system()}"
 
 
 def save_profile(profile: DeviceProfile, path: Path) -> None:
@@ -196,7 +197,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise ProfileError(f"{path} is no TOML file: {error}; mend it, or probe again.") from error
 
 

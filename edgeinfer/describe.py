@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bundle import Bundle, Quantisation, is_bundle, stored_bytes, weights_file_bytes
 from .config import KV_TYPES, RuntimeConfig
-from .errors import ModelNotFoundError
+from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
     Graph,
     ModelConfig,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .devices import Traffic
 
 CONFIG_FILE = "config.json"
+MOST_EXPERTS = 1 << 18
+"""In all layers together; the largest published models have a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -193,13 +195,20 @@ def describe(model: str | Path, weights: str | None = None, group_size: int | No
         For an unknown type or group size.
     """
     name = os.fspath(model)
+    if not name:
+        raise ModelNotFoundError("The name of the model is empty.")
     path = Path(name).expanduser()
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
         return _from_bundle(name, path, weights, group_size)
-    config, source = _config(name, path)
-    return describe_config(config, name, source, weights, group_size)
+    try:
+        config, source = _config(name, path)
+        return describe_config(config, name, source, weights, group_size)
+    except CheckpointError as error:
+        if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
+            raise type(error)(f"{path}, as a {error}") from None
+        raise
 
 
 def describe_config(
@@ -215,6 +224,9 @@ def _described(
 ) -> ModelDescription:
     type_of, outline = requested_types(weights, group_size), None
     if isinstance(model, Outline):
+        if model.experts and model.experts.total * model.config.num_hidden_layers > MOST_EXPERTS:
+            raise CheckpointError(f"{source}: {model.config.num_hidden_layers} layers of {model.experts.total} experts "
+                                  f"are more than {MOST_EXPERTS} experts, which no model has.")
         config, graph, outline = model.config, model.graph(type_of), model
         known = ", ".join(supported_architectures())
         reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"
@@ -242,6 +254,8 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
     from .converters import fetch_config, read_gguf_config, read_json
 
     if path.is_file():
+        if not path.stat().st_size:
+            raise CheckpointError(f"{path} is empty; download it again.")
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
         return (read_gguf_config(path), f"GGUF file {path}") if is_gguf else (read_json(path), f"file {path}")
@@ -260,6 +274,10 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _unknown(name: str) -> str:
+    if os.path.lexists(Path(name).expanduser()):
+        return f"{name} is neither a file nor a directory, or a link that leads nowhere."
+    if Path(name).suffix in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
+        return f"There is no file or directory {name!r}."
     known = [DEMO, *builtin_shapes(), *KNOWN_NAMES]
     near = difflib.get_close_matches(Path(name).name.lower(), known, n=3, cutoff=0.5)
     if near:

@@ -10,6 +10,7 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
+from edgeinfer.sizes import format_size
 
 from .budget import process_budget
 from .plan import MemoryPlan, Planner
@@ -79,12 +80,13 @@ def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
     """The sentence for a plan that does not fit."""
     needs, has = next((needs, has) for digits in (2, 3, 6, 9)
                       if (needs := f"{plan.total_bytes / 1e9:.{digits}f}") != (has := f"{budget / 1e9:.{digits}f}"))
+    has = f"{has} GB" if float(has) else format_size(budget)
     advice = "Nothing smaller of this model fits; take a smaller model."
     if options:
         stored = any("weights" in option.options for option in options)
         how = " (--weights is an option of edgeinfer convert)" if stored else ""
         advice = "Fits: " + "; ".join(map(str, options)) + f"{how}."
-    return f"The run needs {needs} GB and the budget is {has} GB. {advice}"
+    return f"The run needs {needs} GB and the budget is {has}. {advice}"
 
 
 def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: Rebuild) -> Iterator[Alternative]:
@@ -101,9 +103,12 @@ def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: 
         [(other, stored, used, False) for used in (kv, *smaller[-1:]) for stored, other in lighter]
         + [(other, stored, least[0], True) for stored, other in lighter if stored["weights"] == "q4"],
     )
+    contexts: set[str | int] = set()
     for stage in stages:
         tried = (_fitting(config, budget, *candidate) for candidate in stage)
-        if found := next(filter(None, tried), None):
+        found = next(filter(None, tried), None)
+        if found and found.options.get("ctx") not in contexts:  # to change more must give more
+            contexts |= {found.options["ctx"]} if "ctx" in found.options else set()
             yield found
 
 
@@ -117,8 +122,9 @@ def _fitting(
     config: RuntimeConfig, budget: int, planner: Planner, stored: Options, kv: str, shorter: bool
 ) -> Alternative | None:
     """The request with this storage and KV type if it fits, `shorter` with the largest context that does."""
-    asked = config.ctx or 0
-    ctx = largest_ctx(planner, config, budget, BLOCK * ((asked - 1) // BLOCK), kv) if shorter else asked
+    asked, own = config.ctx or 0, planner.graph.config.max_position_embeddings
+    below = own if asked > own else BLOCK * ((asked - 1) // BLOCK)  # run refuses more than the model's own
+    ctx = largest_ctx(planner, config, budget, below, kv) if shorter else asked
     if not ctx or (total := planner.plan(to_request(config, ctx, kv)).total_bytes) > budget:
         return None
     options = stored | ({"kv": kv} if kv != config.kv else {}) | ({"ctx": ctx} if shorter else {})

@@ -163,7 +163,7 @@ class Planner:
         regions = (
             self._weights(request.mlock),
             Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
-                   f"{request.kv}, {kv_blocks} pages of 16 tokens x {layers} layers x {kv_block_bytes} bytes"),
+                   f"{request.kv}, {kv_blocks} pages x {layers} layers x {kv_block_bytes} bytes"),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
@@ -171,14 +171,13 @@ class Planner:
                    f"{request.threads} threads; partial attention of {splits} splits"),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
-                   f"interpreter, libraries, tokenizer of {c.vocab_size}: what others allocate", RESERVE),
+                   f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
         return MemoryPlan(request, regions, placements, logits_stride, kv_blocks, kv_block_bytes, self._scratch, splits,
                           rope_row)
 
     def _weights(self, mlock: bool) -> Region:
-        how = "mapped and locked" if mlock else "mapped, reclaimable"
-        return Region("weights", self.weight_bytes, f"{how}; {_types(self.graph)}", LOCKED if mlock else MAPPED)
+        return Region("weights", self.weight_bytes, _types(self.graph), LOCKED if mlock else MAPPED)
 
 
 def thread_scratch(graph: Graph) -> int:
@@ -203,5 +202,7 @@ def neuron_sums(graph: Graph) -> int:
 
 
 def _types(graph: Graph) -> str:
+    """How the matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
     kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind != "vector"}
-    return ", ".join(f"{kind} {stored}" for kind, stored in kinds.items())
+    alike = {stored: [kind for kind in kinds if kinds[kind] == stored] for stored in kinds.values()}
+    return "; ".join(f"{', '.join(names)} {stored}" for stored, names in alike.items())

@@ -161,6 +161,39 @@ def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> No
         assert planned(*applied(arguments, {"ctx": report["max_ctx"]}))["fits"]
 
 
+def test_no_alternative_is_longer_than_the_model(tmp_path: Path) -> None:
+    """`run` would refuse it; and what changes more is offered only where it gives more."""
+    report = planned("llama-2-7b", "--ctx", 100_000, "--kv", "f32", "--budget", "32GiB", code=3)
+    options = [one["options"] for one in report["alternatives"]]
+    assert options == [{"ctx": 4096}, {"kv": "int8"}, {"weights": "q4", "group_size": 64, "kv": "int8"}]
+    report = planned("llama-2-7b", "--ctx", 100_000, "--kv", "f32", "--budget", "9GiB", code=3)
+    assert [one["options"] for one in report["alternatives"]] == [{"ctx": 4096}]
+    assert planned("llama-2-7b", "--ctx", 4096, "--kv", "f32", "--budget", "9GiB")["fits"]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-30b-a3b", "gemma-3-27b", "demo"])
+def test_lines_fit_a_terminal(model: str) -> None:
+    """80 columns, whatever the model; only the model's name and origin may need more."""
+    for budget in ("1MB", "40GB"):
+        out = edgeinfer("plan", model, "--device", "rpi5", "--budget", budget, "--ctx", 1024).out
+        assert not [line for line in out.splitlines()[1:] if len(line) > 80 and not line.startswith("[")]
+        assert out.isascii()
+    out = edgeinfer("estimate", model, "--device", "rpi5", "--ctx", 1024).out
+    assert not [line for line in out.splitlines() if len(line) > 80]
+
+
+def test_slow_speeds_keep_their_digits() -> None:
+    shown = edgeinfer("plan", "llama-3.1-405b", "--device", "rpi5").out
+    assert "speed    0.046 tok/s at 4096 tokens (0.034 to 0.057)" in shown and "were there memory enough" in shown
+
+
+def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
+    remark = "The budget is all the memory of the device's largest common version"
+    assert any(note.startswith(remark) for note in planned("demo", "--device", "rpi5")["notes"])
+    assert not any(note.startswith(remark) for note in planned("demo", "--device", "rpi5", "--budget", "1GB")["notes"])
+    assert not any(note.startswith(remark) for note in planned("demo")["notes"])
+
+
 def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
     convert(make_checkpoint(tmp_path / "c", hidden_size=256, intermediate_size=2048, vocab_size=9000), tmp_path / "b",
             weights="f32")
@@ -179,7 +212,7 @@ def test_what_people_see() -> None:
     assert lines[0].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("W  weights") and "5.05 GB" in line and "mapped" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
-    assert len(bar) == 66 and bar.count("W") > 40 and "K" in bar
+    assert len(bar) == 64 and bar.count("W") > 40 and "K" in bar
     assert any(line.strip().startswith("=") and line.endswith("budget 5.00 GB") for line in lines)
     assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("too much") for line in lines)
     assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
@@ -205,7 +238,7 @@ def test_what_people_see() -> None:
         (["llama-2-7b", "--weights", "q3"], 2, "weights is 'q3'; choose one of q4, int8, f16, f32."),
         (["llama-2-7b", "--group-size", "31"], 2, "group_size is 31; choose one of 32, 64, 128."),
         (["llama-2-7b", "--threads", "0"], 2, "threads is 0; it must be from 1 to 256."),
-        (["llama-2-7b", "--samples", "0"], 2, "max_sequences is 0; it must be from 1 to 64."),
+        (["llama-2-7b", "--samples", "0"], 2, "--samples 0 is out of range; it must be from 1 to 64."),
         (["lama-2-7b"], 1, "Unknown model 'lama-2-7b': no such file and no known name; did you mean 'llama-2-7b'"),
         (["llama-2-7b", "--devise", "rpi5"], 2, "There is no option --devise; did you mean --device?"),
     ],

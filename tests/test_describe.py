@@ -13,7 +13,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.describe import describe
+from edgeinfer.describe import describe, describe_config
 from edgeinfer.errors import BundleError, CheckpointError, ModelNotFoundError, UsageError
 from tests.checkpoints import make_checkpoint
 from tests.hub_server import serve
@@ -136,12 +136,20 @@ def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]:
         with pytest.raises(ModelNotFoundError, match=sentence):
             describe(name)
+    (tmp_path / "nowhere").symlink_to("missing")
+    for name, sentence in [
+        ("", "The name of the model is empty"), ("./zzz", "There is no file or directory './zzz'"),
+        ("zzz.gguf", "There is no file or directory 'zzz.gguf'"),
+        ("nowhere", "nowhere is neither a file nor a directory, or a link that leads nowhere"),
+    ]:
+        with pytest.raises(ModelNotFoundError, match=sentence):
+            describe(name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFoundError, match=r"empty is neither a bundle .* nor a checkpoint"):
         describe(tmp_path / "empty")
     good = json.loads((make_checkpoint(tmp_path / "c") / "config.json").read_text())
     for text, sentence in [
-        (b"", "is not valid JSON"), (b"{", "is not valid JSON"), (b"[1]", "is no JSON object"),
+        (b"", "config.json is empty; download it again"), (b"{", "is not valid JSON"), (b"[1]", "is no JSON object"),
         (b"\xff\xfe", "is not valid JSON"), (b"[" * 100_000, "is not valid JSON"),
         (json.dumps({**good, "hidden_size": -3}).encode(), "hidden_size is -3; it must be a whole number from 1"),
         (json.dumps({**good, "num_hidden_layers": 10**9}).encode(), "num_hidden_layers is 1000000000; it must be"),
@@ -150,6 +158,9 @@ def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "config.json").write_bytes(text)
         with pytest.raises(CheckpointError, match=sentence):
             describe(tmp_path / "config.json")
+    (tmp_path / "mine.json").write_text(json.dumps({**good, "hidden_size": -3}))
+    with pytest.raises(CheckpointError, match=r"mine.json, as a config.json: hidden_size is -3; it must be"):
+        describe(tmp_path / "mine.json")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bundle.json").write_text("{}")
     with pytest.raises(BundleError, match="Cannot open the bundle"):
@@ -158,6 +169,14 @@ def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         describe("demo", weights="q5")
     with pytest.raises(UsageError, match="group_size is 48; choose one of 32, 64, 128"):
         describe("llama-2-7b", group_size=48)
+
+
+def test_more_experts_than_any_model_has_are_refused_at_once() -> None:
+    config = {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+              "num_local_experts": 4096}  # fmt: skip
+    with pytest.raises(CheckpointError, match="here: 4096 layers of 4096 experts are more than 262144 experts"):
+        describe_config(config, "x", "here")
 
 
 def test_traffic_for_the_estimator() -> None:

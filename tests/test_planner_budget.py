@@ -111,7 +111,7 @@ def test_the_smallest_step_that_helps_is_offered() -> None:
 def test_a_hopeless_budget_names_what_helps() -> None:
     error = refusal(4096, "f16", 1000)
     needs = total(4096, "f16") / 1e9
-    assert str(error) == (f"The run needs {needs:.2f} GB and the budget is 0.00 GB. Nothing smaller of this model fits;"
+    assert str(error) == (f"The run needs {needs:.2f} GB and the budget is 1.0 kB. Nothing smaller of this model fits;"
                           " take a smaller model.")  # fmt: skip
     assert error.alternatives == ()
 

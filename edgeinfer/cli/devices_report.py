@@ -54,7 +54,7 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
 def print_device(profile: DeviceProfile) -> None:
     """Print a device: fields with their sources, then curves."""
     print(f"{profile.name}: {profile.title}" + (f" (measured {profile.measured})" if profile.measured else "") + "\n")
-    rows = [(name, text, profile.sources.get(key, "")) for key, name, text in _fields(profile)]
+    rows = [(name, text, " ".join(profile.sources.get(key, "").split())) for key, name, text in _fields(profile)]
     for line in table(rows):
         print(line)
     for title, curve in _curves(profile):

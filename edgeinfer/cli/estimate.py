@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,8 @@ JSON_FIELDS = {
         "decode_tok_per_s": "tokens per second at the end of the context",
         "decode_empty_tok_per_s": "tokens per second in an empty context, as published speeds are mostly measured",
         "low": "with `high` the band that holds 80 % of measurements",
-        "ceiling_tok_per_s": "pure bandwidth: 4 bits for every weight, a byte for every key and value, no other time",
+        "ceiling_tok_per_s": "pure bandwidth: 4 bits for every weight that a token uses, a byte for every key and "
+        "value that it sees, no other time",
         "prefill_tok_per_s": "of the prompt in an empty context; null where the device's peak is not known",
         "prefill_low": "with `prefill_high` its band",
         "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
@@ -98,6 +100,8 @@ def estimate(
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
     check_request(device, ctx, prompt, kv, all_devices, plot)
+    if not (math.isfinite(accepted) and accepted >= 1):
+        raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields at least 1 token.")
     from ..describe import describe
     from ..devices import load_profile, profiles
 

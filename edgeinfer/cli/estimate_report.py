@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
-from .output import table
+from .output import folded, speed, table
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
@@ -109,31 +109,32 @@ def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
     group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
     print(f"{out['model']}, {out['weights']}{group}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
-    for line in table(_rows(out)):
-        print(line)
+    for label, text in _rows(out):
+        print("\n".join(folded(text, f"{label:11}")))
     print()
     steps = [("context", "tokens/s", "80 % band")]
     for item in out["contexts"]:
-        steps.append((str(item["depth"]), _speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
+        steps.append((str(item["depth"]), speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
     for line in table(steps, right=[0, 1]):
         print(line)
     for line in _remarks(out):
-        print(f"\n{line}")
+        print("\n" + "\n".join(folded(line)))
 
 
 def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pure = out["pure"]
-    yield ("decode", f"{_speed(out['decode_tok_per_s'])} tokens/s at {out['ctx']} tokens of context "
+    yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s at {out['ctx']} tokens of context "
                      f"({_band(out['low'], out['high'])})")
     if out["ttft_ms"] is None:
         yield "prompt", "not known: nobody published this device's peak"
     else:
-        yield ("prompt", f"{_speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
+        yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
     if out["ceiling_tok_per_s"] is not None:
         drawn = out["effective_gbs"] or out["bandwidth_gbs"]
-        yield ("ceiling", f"{_speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:.4g} GB/s over pure 4 bits "
-                          f"({format_size(pure['weight_bytes'])}) and int8 KV ({format_size(pure['kv_bytes'])})")
+        nbytes = round(drawn * 1e9 / out["ceiling_tok_per_s"])  # active experts, sliding windows
+        yield ("ceiling", f"{speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:.4g} GB/s over the "
+                          f"{format_size(nbytes)} of a token, pure 4 bits and int8 KV")
     yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each; "
                       f"{format_size(out['weight_bytes_read'])} read for a token; pure 4 bits: "
                       f"{format_size(pure['weight_bytes'])}")
@@ -171,17 +172,17 @@ def print_all_devices(out: dict[str, Any]) -> None:
     """Print a line per device."""
     group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
     needed = format_size(out["weight_bytes"] + out["kv_bytes"])
-    print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n")
-    rows = [("device", "tokens/s empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "memory",
-             "basis")]
+    print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n"
+          "Tokens per second by device; no figure where nobody published the peak.\n")
+    rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]
     for item in out["devices"]:
         prefill, top = item["prefill_tok_per_s"], item["ceiling_tok_per_s"]
-        memory = format_size(item["memory_bytes"])
+        basis = item["basis"].removeprefix("class ")
         rows.append((
-            item["device"], _speed(item["decode_empty_tok_per_s"]), _speed(item["decode_tok_per_s"]),
-            _band(item["low"], item["high"]),
-            "" if top is None else _speed(top), "not known" if prefill is None else _speed(prefill),
-            memory if item["fits"] else f"{memory}: does not fit", item["basis"],
+            item["device"], speed(item["decode_empty_tok_per_s"]), speed(item["decode_tok_per_s"]),
+            _band(item["low"], item["high"]), "" if top is None else speed(top),
+            "" if prefill is None else speed(prefill),
+            basis if item["fits"] else f"{basis}; does not fit {format_size(item['memory_bytes'])}",
         ))
     for line in table(rows, right=[1, 2, 4, 5]):
         print(line)
@@ -197,9 +198,5 @@ def chart(out: dict[str, Any]) -> Chart:
     return Chart(f"{out['model']} on {out['device_title']}", "tokens of context", "tokens/s", [line])
 
 
-def _speed(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 def _band(low: float, high: float) -> str:
-    return f"{_speed(low)} to {_speed(high)}"
+    return f"{speed(low)} to {speed(high)}"

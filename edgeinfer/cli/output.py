@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from ..sizes import format_size
 if TYPE_CHECKING:
     from ..memory_planner import Alternative, MemoryPlan
     from ..runtime import Completion
+
+
+COLUMNS = 80
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -42,6 +46,17 @@ def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
         yield "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in cells).rstrip()
+
+
+def speed(value: float) -> str:
+    """Tokens per second with two or more digits that say something: ``0.032``, ``0.80``, ``7.1``, ``431``."""
+    return f"{value:#.2g}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def folded(text: str, label: str = "") -> Iterator[str]:
+    """A text in lines of at most 80 characters, the first behind a label, the others below its text."""
+    yield from textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
+                             break_long_words=False, break_on_hyphens=False)
 
 
 def plan_lines(plan: MemoryPlan) -> Iterator[str]:

@@ -23,7 +23,9 @@ _RUNTIME = RuntimeConfig()
 LONGEST_CTX = 1 << 27
 """No model has positions beyond; a larger context is a slip."""
 MOST_THREADS = 256
+MOST_SAMPLES = 64
 PROMPT = 512
+DEVICE_MEMORY = "memory of"
 
 
 def plan(
@@ -73,6 +75,8 @@ def plan(
     from ..describe import describe
     from ..devices import load_profile, local_profile
 
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit = None if budget is None else parse_size(budget)
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock)
     if ctx is not None and ctx > LONGEST_CTX:
@@ -109,7 +113,7 @@ class _Planned:
         if self.config.budget_bytes is not None:
             return self.config.budget_bytes, "--budget"
         if self.device is not None:
-            return self.device.memory_bytes, f"memory of {self.device.title}"
+            return self.device.memory_bytes, f"{DEVICE_MEMORY} {self.device.title}"
         return process_budget(), "what this system can give now"
 
     def report(self) -> dict[str, Any]:
@@ -161,6 +165,9 @@ class _Planned:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if self.profile is None:
             notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
+        if self.budget_source.startswith(DEVICE_MEMORY):
+            notes.append("The budget is all the memory of the device's largest common version: --budget says that "
+                         "yours has less, or leaves room for the system and other programs.")
         if not self.config.mlock:
             notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
                          "short, which --mlock forbids.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..sizes import format_size
-from .output import say, table
+from .output import folded, say, speed, table
 
 JSON_FIELDS = {
     "plan": {
@@ -42,14 +42,14 @@ JSON_FIELDS = {
     },
 }
 """Fields of the JSON object, by command."""
-COLUMNS = 64
+BAR = 62
 MARKS = {"weights": "W", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s", "tables": "t",
          "python": "P"}
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
-    print(f"{report['model']}: {report['parameters'] / 1e9:.3g} G parameters, {report['source']}")
+    print(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}")
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
     for line in table(_rows(report), right=[2]):
         print(line)
@@ -60,12 +60,16 @@ def print_report(report: dict[str, Any]) -> None:
     for line in _figures(report):
         print(line)
     for note in report["notes"]:
-        print(note)
+        print("\n".join(folded(note, "note     ")))
     if not report["fits"]:
         for option in report["alternatives"]:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
             print(f"fits: {change} ({format_size(option['total_bytes'])})")
         say(report["error"]["message"])
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} G" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def _storage(report: dict[str, Any]) -> str:
@@ -79,7 +83,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield mark, region["name"], format_size(region["bytes"]), region["kind"], region["reason"]
     split = f"{format_size(report['resident_bytes'])} resident"
     if report["reclaimable_bytes"]:
-        split += f", {format_size(report['reclaimable_bytes'])} mapped and reclaimable"
+        split += f", {format_size(report['reclaimable_bytes'])} reclaimable"
     yield "", "total", format_size(report["total_bytes"]), "", split
 
 
@@ -89,9 +93,9 @@ def bar_lines(report: dict[str, Any]) -> list[str]:
     bar, end = "", 0
     for region in report["regions"]:
         end += region["bytes"]
-        bar += MARKS.get(region["name"], region["name"][:1]) * (round(COLUMNS * end / whole) - len(bar))
-    limit = max(1, round(COLUMNS * report["budget_bytes"] / whole))
-    return [f"[{bar.ljust(COLUMNS, '.')}]", f" {'=' * limit} budget {format_size(report['budget_bytes'])}"]
+        bar += MARKS.get(region["name"], region["name"][:1]) * (round(BAR * end / whole) - len(bar))
+    limit = max(1, round(BAR * report["budget_bytes"] / whole))
+    return [f"[{bar.ljust(BAR, '.')}]", f" {'=' * limit} budget {format_size(report['budget_bytes'])}"]
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:
@@ -101,7 +105,10 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
     if found := report["estimate"]:
         prefill = found["prefill_tok_per_s"]
-        prompt = "" if prefill is None else f"; prompts {prefill:.0f} tok/s"
-        yield (f"speed    {found['decode_tok_per_s']:.1f} tok/s at {found['depth']} tokens "
-               f"({found['low']:.1f} to {found['high']:.1f}), {found['decode_tok_per_s_empty']:.1f} at none{prompt}")
-        yield f"         estimated for {found['device']}: {found['basis']}; band: {found['error_source']}"
+        yield (f"speed    {speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens ({speed(found['low'])} "
+               f"to {speed(found['high'])}), {speed(found['decode_tok_per_s_empty'])} at none")
+        if prefill is not None:
+            yield f"prompts  {speed(prefill)} tok/s"
+        fitting = "" if report["fits"] else ", were there memory enough"
+        yield from folded(f"estimated for {found['device']}{fitting}: {found['basis']}; band: "
+                          f"{found['error_source']}", " " * 9)
