@@ -191,6 +191,35 @@ def test_other_formats_are_drawn_by_matplotlib(tmp_path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    chart, path = Chart("t", "x", "y", [Line("l", [1, 2], [3, 4])]), tmp_path / "a.svg"
+    path.write_text("the one before")
+    (tmp_path / "link.svg").symlink_to("a.svg")
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(DestinationError, match="cannot be written: No space left"):
+        patched.setattr(Path, "write_text", full)
+        save_plot(chart, path)
+    assert path.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
+    save_plot(chart, tmp_path / "link.svg")
+    assert path.read_text().endswith("</svg>\n") and (tmp_path / "link.svg").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_variables_for_all_commands_contradict_no_flag(monkeypatch) -> None:
+    monkeypatch.setenv("EDGEINFER_DEVICE", "rpi5")
+    monkeypatch.setenv("EDGEINFER_THREADS", "2")
+    assert edgeinfer("estimate", "demo", "--all-devices", "--json").code == 0
+    assert edgeinfer("estimate", "demo", "--json").json["device"] == "rpi5"
+    assert edgeinfer("devices").code == edgeinfer("devices", "m1").code == 0
+    assert "--device belongs to" in edgeinfer("estimate", "demo", "--all-devices", "--device", "m1").sentence
+    assert edgeinfer("devices", "").sentence.startswith("There is no device ''")
+
+
 def test_a_folder_is_no_picture(tmp_path) -> None:
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(DestinationError, match="cannot be written"):

@@ -16,7 +16,7 @@ import typer
 from ..errors import DestinationError, UsageError
 from ..sizes import format_size
 from .devices_report import device_object, list_object, print_device, print_list, profile_chart
-from .options import Json, Threads
+from .options import Json, Threads, from_environment
 from .output import print_json, say
 from .plot import check_plot, save_plot
 from .progress import ProgressLine
@@ -56,6 +56,7 @@ JSON_FIELDS = {
 
 
 def devices(
+    command: typer.Context,
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help="One device: a name, 'local', or a TOML file.", show_default=False),
@@ -82,6 +83,8 @@ def devices(
     """
     from ..devices import load_profile, local_profile, profiles
 
+    if not probe and from_environment(command, "threads"):
+        threads = None
     check_request(name, probe, quick, plot, threads)
     if name is None and not probe and plot is None:
         known, local = list(profiles().values()), local_profile()
@@ -96,7 +99,7 @@ def devices(
         profile, path = probe_and_save(threads, quick)
         extra = {"path": str(path), "seconds": time.perf_counter() - began}
     else:
-        profile = load_profile(name or "local")
+        profile = load_profile("local" if name is None else name)
     if plot is not None:
         save_plot(profile_chart(profile), plot)
     if json:

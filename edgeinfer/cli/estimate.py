@@ -11,7 +11,7 @@ import typer
 from ..config import GROUP_SIZES, KV_TYPES, WEIGHT_TYPES
 from ..errors import UsageError
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
-from .options import Device, Json, Kv
+from .options import Device, Json, Kv, from_environment
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ JSON_FIELDS = {
 
 
 def estimate(
+    command: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -99,13 +100,15 @@ def estimate(
       edgeinfer estimate ./my-bundle --ctx 32768 --plot speed.svg
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
+    if all_devices and from_environment(command, "device"):
+        device = None
     check_request(device, ctx, prompt, kv, all_devices, plot)
     if not (math.isfinite(accepted) and accepted >= 1):
         raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields at least 1 token.")
     from ..describe import describe
     from ..devices import load_profile, profiles
 
-    one = None if all_devices else load_profile(device or "local")
+    one = None if all_devices else load_profile("local" if device is None else device)
     described = describe(model, weights, group_size)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)

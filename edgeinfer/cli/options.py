@@ -93,3 +93,9 @@ Stop = Annotated[
         help="End before this text; may be repeated.  [env var: EDGEINFER_STOP, one text]",
     ),
 ]
+
+
+def from_environment(command: typer.Context, name: str) -> bool:
+    """Whether a parameter has its value from its variable: what is set for all commands contradicts no flag of one."""
+    source = command.get_parameter_source(name)
+    return source is not None and source.name == "ENVIRONMENT"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -57,7 +58,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(chart: Chart, path: Path) -> None:
-    """Write a chart.
+    """Write a chart, whole or not at all.
 
     Raises
     ------
@@ -68,10 +69,16 @@ def save_plot(chart: Chart, path: Path) -> None:
     """
     check_plot(path)
     try:
-        if path.suffix.lower() == ".svg":
-            path.write_text(svg(chart), encoding="utf-8")
-        else:
-            _with_matplotlib(chart, path)
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f".{target.stem[:32]}.{os.getpid()}{path.suffix}")
+        try:
+            if path.suffix.lower() == ".svg":
+                part.write_text(svg(chart), encoding="utf-8")
+            else:
+                _with_matplotlib(chart, part)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise DestinationError(f"The picture {path} cannot be written: {error.strerror or error}.") from error
 
