@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .output import table
+from .output import folded, table
 from .plot import Chart, Line
 
 if TYPE_CHECKING:
     from ..devices import Curve, DeviceProfile
 
 QUEUE = "storage_random_gbs_queue_"
+MOST_TITLE = 40
+"""Characters of a title in the list, which fits a terminal."""
 _UNITS = {
     "bandwidth_gbs": "GB/s", "effective_gbs": "GB/s", "storage_sequential_gbs": "GB/s", "int8_peak_gops": "GOPS",
     "f32_peak_gflops": "GFLOPS",
@@ -39,16 +41,16 @@ def device_object(profile: DeviceProfile) -> dict[str, Any]:
 
 def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
     """Print all devices as a table."""
-    rows = [("name", "device", "memory", "GB/s", "drawn", "cores", "instructions", "class")]
+    rows = [("name", "memory", "GB/s", "drawn", "device")]
     for profile in ([local] if local else []) + known:
-        drawn = "" if profile.effective_gbs is None else f"{profile.effective_gbs:.1f}"
-        rows.append((profile.name, profile.title, _gib(profile.memory_bytes), f"{profile.bandwidth_gbs:.1f}", drawn,
-                     f"{profile.cores}", profile.isa, profile.device_class))
-    for line in table(rows, right=[2, 3, 4, 5]):
+        drawn = "" if profile.effective_gbs is None else f"{profile.effective_gbs:.3g}"
+        short = profile.title if len(profile.title) <= MOST_TITLE else f"{profile.title[: MOST_TITLE - 3]}..."
+        rows.append((profile.name, _gib(profile.memory_bytes), f"{profile.bandwidth_gbs:.4g}", drawn, short))
+    for line in table(rows, right=[1, 2, 3]):
         print(line)
-    print("\nGB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
-          "'edgeinfer devices NAME' has sources."
-          + ("" if local else " 'edgeinfer devices --probe' measures this machine."))
+    remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
+              "'edgeinfer devices NAME' has cores, instructions, class and sources.")
+    print("\n" + "\n".join(folded(remark + ("" if local else " 'edgeinfer devices --probe' measures this machine."))))
 
 
 def print_device(profile: DeviceProfile) -> None:
