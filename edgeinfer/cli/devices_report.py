@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..devices import Curve, DeviceProfile
 
 QUEUE = "storage_random_gbs_queue_"
-MOST_TITLE = 40
+MOST_TITLE = 38
 """Characters of a title in the list, which fits a terminal."""
 _UNITS = {
     "bandwidth_gbs": "GB/s", "effective_gbs": "GB/s", "storage_sequential_gbs": "GB/s", "int8_peak_gops": "GOPS",
@@ -43,9 +43,9 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
     """Print all devices as a table."""
     rows = [("name", "memory", "GB/s", "drawn", "device")]
     for profile in ([local] if local else []) + known:
-        drawn = "" if profile.effective_gbs is None else f"{profile.effective_gbs:.3g}"
+        drawn = "" if profile.effective_gbs is None else _rate(profile.effective_gbs)
         short = profile.title if len(profile.title) <= MOST_TITLE else f"{profile.title[: MOST_TITLE - 3]}..."
-        rows.append((profile.name, _gib(profile.memory_bytes), f"{profile.bandwidth_gbs:.4g}", drawn, short))
+        rows.append((profile.name, _gib(profile.memory_bytes), _rate(profile.bandwidth_gbs), drawn, short))
     for line in table(rows, right=[1, 2, 3]):
         print(line)
     remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
@@ -89,6 +89,10 @@ def _curves(profile: DeviceProfile) -> Iterator[tuple[str, list[tuple[str, float
     for key, curve in profile.curves.items():
         sizes = "storage" in key
         yield key.replace("_", " "), [(_piece(x) if sizes else f"{x}", value) for x, value in curve.points]
+
+
+def _rate(gbs: float) -> str:
+    return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
 
 
 def _gib(nbytes: int) -> str:
