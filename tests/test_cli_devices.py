@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -70,6 +71,8 @@ def test_the_list_as_json() -> None:
 
 def test_one_device_with_its_sources() -> None:
     shown = edgeinfer("devices", "rpi5")
+    assert re.search("^class +arm-sbc$", shown.out, re.MULTILINE)
+    assert max(len(line) for name in profiles() for line in edgeinfer("devices", name).out.splitlines()) <= 80
     assert shown.code == 0 and "17.1 GB/s" in shown.out and "vendor: LPDDR4X-4267, 32 bits" in shown.out
     out = json.loads(edgeinfer("devices", "Raspberry Pi 5", "--json").out)
     assert out["name"] == "rpi5" and out["sources"]["bandwidth_gbs"] == "vendor: LPDDR4X-4267, 32 bits"

@@ -103,6 +103,18 @@ def test_of_a_mixture_the_ceiling_counts_active_experts() -> None:
     assert "6.3 tokens/s: 10.5 GB/s over the 1.68 GB of a token" in edgeinfer(*arguments).out
 
 
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-12b"])
+def test_an_estimate_fits_where_the_plan_does(model: str) -> None:
+    """Context by context around the limit of 16 GiB; weights and KV cache alone are not all."""
+    for ctx in (512, 32_768, 81_920, 131_072, 163_840):
+        options = (model, "--device", "rpi5", "--ctx", ctx, "--json")
+        told, planned = edgeinfer("estimate", *options).json, edgeinfer("plan", *options, "--threads", 1).json
+        assert (told["fits"], told["total_bytes"]) == (planned["fits"], planned["total_bytes"])
+        assert told["total_bytes"] > told["weight_bytes"] + told["kv_bytes"] + 118_000_000
+        remark = "It does not fit: a run takes" in edgeinfer("estimate", *options[:-1]).out
+        assert remark == (not told["fits"])
+
+
 def test_all_devices_say_where_it_does_not_fit() -> None:
     out = edgeinfer("estimate", "llama-3.1-70b", "--all-devices", "--json").json
     found = {item["device"]: item for item in out["devices"]}

@@ -57,8 +57,9 @@ def print_device(profile: DeviceProfile) -> None:
     """Print a device: fields with their sources, then curves."""
     print(f"{profile.name}: {profile.title}" + (f" (measured {profile.measured})" if profile.measured else "") + "\n")
     rows = [(name, text, " ".join(profile.sources.get(key, "").split())) for key, name, text in _fields(profile)]
-    for line in table(rows):
-        print(line)
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, text, source in rows:
+        print("\n".join(folded(source, f"{name:{wide[0]}}  {text:{wide[1]}}  ")))
     for title, curve in _curves(profile):
         print(f"\n{title}")
         for line in table([(x, f"{value:.4g}") for x, value in curve], right=[0, 1]):
@@ -74,7 +75,7 @@ def _fields(profile: DeviceProfile) -> Iterator[tuple[str, str, str]]:
         if key == "memory_bytes":
             yield key, name, _gib(value)
         else:
-            yield key, name, f"{value:.4g} {_UNITS[key]}" if key in _UNITS else f"{value}"
+            yield key, name, f"{value:.{4 if value < 1e4 else 6}g} {_UNITS[key]}" if key in _UNITS else f"{value}"
     yield from ((key, key, f"{value:.3g}") for key, value in profile.constants.items())
     yield from ((key, key.replace("_", " "), f"{value:.3g}") for key, value in profile.figures.items())
 

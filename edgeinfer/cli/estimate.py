@@ -41,7 +41,7 @@ JSON_FIELDS = {
         "bits_per_weight": "stored bits with scales, over all weights",
         "terms_ms": "milliseconds of one token, and of the prompt, by cause",
         "basis": "'this machine, calibrated', 'class NAME' or 'unknown'; `error` and `error_source` of the band",
-        "fits": "whether weights and context fit the device's memory; `memory_bytes` is that memory",
+        "fits": "whether `total_bytes`, all that a run takes, are within the device's memory, `memory_bytes`",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",

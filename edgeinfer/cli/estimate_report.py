@@ -28,8 +28,9 @@ def estimate_object(
     curve = [estimate(profile, traffic, depth, prompt, accepted) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
+    shared = _model_object(model, ctx, prompt, kv)
     return {
-        **_model_object(model, ctx, prompt, kv), **_device_object(model, profile, ctx, kv, curve[-1], curve[0]),
+        **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]),
         "contexts": contexts, "break_even": break_even_object(model, profile),
     }
 
@@ -41,11 +42,11 @@ def all_devices_object(
     from ..devices import estimate
 
     traffic = model.traffic(kv)
-    found = []
+    shared, found = _model_object(model, ctx, prompt, kv), []
     for profile in profiles:
         full, empty = (estimate(profile, traffic, depth, prompt, accepted) for depth in (ctx, 0))
-        found.append(_device_object(model, profile, ctx, kv, full, empty))
-    return {**_model_object(model, ctx, prompt, kv), "devices": found}
+        found.append(_device_object(profile, shared["total_bytes"], full, empty))
+    return {**shared, "devices": found}
 
 
 def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> dict[str, Any]:
@@ -56,17 +57,23 @@ def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> di
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
         "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
         "weight_bytes_read": round(model.bytes_per_token), "kv_bytes": ctx * model.kv_bytes_per_position[kv],
+        "total_bytes": _planned_bytes(model, ctx, kv),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
                  "parameters": model.parameters},
         "bits_per_weight": 8 * model.weight_bytes / model.parameters, "reason": model.reason,
     }
 
 
-def _device_object(
-    model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, full: Estimate, empty: Estimate
-) -> dict[str, Any]:
+def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
+    """The total of the plan, so that an estimate fits where the plan does."""
+    from ..config import RuntimeConfig
+    from ..memory_planner import Planner, to_request
+
+    return Planner(model.graph, model.weight_bytes).plan(to_request(RuntimeConfig(ctx, kv, 1))).total_bytes
+
+
+def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:
     """What depends on the device: a token at the end of the context, a prompt in an empty one."""
-    needed = model.weight_bytes + ctx * model.kv_bytes_per_position[kv]
     prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
     token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}
     return {
@@ -146,10 +153,9 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _remarks(out: dict[str, Any]) -> Iterator[str]:
-    needed = out["weight_bytes"] + out["kv_bytes"]
     if not out["fits"]:
-        yield (f"It does not fit: weights and context take {format_size(needed)}, the device has "
-               f"{format_size(out['memory_bytes'])}.")
+        yield (f"It does not fit: a run takes {format_size(out['total_bytes'])}, the device has "
+               f"{format_size(out['memory_bytes'])}; edgeinfer plan says what would.")
     if out["ctx"] > out["max_ctx_of_model"]:
         yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
     if out["reason"]:
@@ -171,7 +177,7 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
 def print_all_devices(out: dict[str, Any]) -> None:
     """Print a line per device."""
     group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
-    needed = format_size(out["weight_bytes"] + out["kv_bytes"])
+    needed = format_size(out["total_bytes"])
     print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n"
           "Tokens per second by device; no figure where nobody published the peak.\n")
     rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]

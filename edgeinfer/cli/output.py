@@ -55,8 +55,9 @@ def speed(value: float) -> str:
 
 def folded(text: str, label: str = "") -> Iterator[str]:
     """A text in lines of at most 80 characters, the first behind a label, the others below its text."""
-    yield from textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
-                             break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
+                          break_long_words=False, break_on_hyphens=False)
+    yield from lines or [label.rstrip()]
 
 
 def plan_lines(plan: MemoryPlan) -> Iterator[str]:
