@@ -49,3 +49,13 @@ def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
     assert any(note.startswith(remark) for note in notes("--device", "rpi5"))
     assert not any(note.startswith(remark) for note in notes("--device", "rpi5", "--budget", "1GB"))
     assert not any(note.startswith(remark) for note in notes())
+
+
+def test_an_estimate_of_other_threads_says_so() -> None:
+    def said(*options: str) -> bool:
+        notes = edgeinfer("plan", "demo", "--json", *options).json["notes"]
+        return "The estimate is that of 4 threads on rpi5, not of 2." in notes
+
+    assert said("--device", "rpi5", "--threads", "2")
+    assert not said("--device", "rpi5", "--threads", "4") and not said("--device", "rpi5")
+    assert "threads on" not in edgeinfer("plan", "demo", "--device", "rtx4090").out

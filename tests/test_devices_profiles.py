@@ -231,6 +231,14 @@ def test_an_absurd_field_is_refused(change: dict[str, Any], sentence: str) -> No
     assert sentence in str(caught.value)
 
 
+def test_devices_go_by_the_names_that_people_use() -> None:
+    for typed, name in [("Raspberry Pi 5", "rpi5"), ("Orange Pi 5", "rk3588"), ("Jetson Orin Nano", "orin-nano"),
+                        ("jetson agx orin", "agx-orin"), ("Core Ultra 258V", "lnl-258v"), ("Strix Halo", "strix-halo"),
+                        ("Snapdragon X Elite", "x-elite"), ("M3 Max", "m3-max"), ("NVIDIA RTX 4090", "rtx4090"),
+                        ("DDR4", "desktop-ddr4-3200"), ("desktop DDR5", "desktop-ddr5-5600")]:  # fmt: skip
+        assert load_profile(typed).name == name
+
+
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 

@@ -165,6 +165,9 @@ class _Planned:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if self.profile is None:
             notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
+        elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
+            notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
+                         f"{self.config.threads}.")
         if self.budget_source.startswith(DEVICE_MEMORY):
             notes.append("The budget is all the memory of the device's largest common version: --budget says that "
                          "yours has less, or leaves room for the system and other programs.")
@@ -176,7 +179,11 @@ class _Planned:
 
 def _cores(device: DeviceProfile) -> int:
     """Threads on a device: its processor cores; a GPU's multiprocessors run none."""
+    return min(device.cores, MOST_THREADS) if device.isa in _our_isas() else 1
+
+
+def _our_isas() -> set[str]:
+    """Instruction sets of processors on which threads of ours run."""
     from ..kernels import LADDER
 
-    names = {isa.name for isa in LADDER}
-    return min(device.cores, MOST_THREADS) if device.isa in names else 1
+    return {isa.name for isa in LADDER}
