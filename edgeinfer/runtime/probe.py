@@ -50,17 +50,24 @@ class Probe:
         self._kernels = Kernels(choose(), progress)
         self.isa = self._kernels.isa.name
         self._regions = {"weights": allocate(self.read_bytes), "scratch": allocate(64 * threads)}
+        self._rounds, self._loop = self._calibrated()
         self._reader = self._executor("stream_read", CHUNK_BYTES, chunks)
         self.read_gbs()  # the first pass pays for the threads' start
-        self._rounds, self._loop = self._calibrated()
 
     def read_gbs(self) -> float:
         """Bandwidth of one pass over the memory by all threads, in GB/s."""
+        self._spread()
         return self.read_bytes / _seconds(self._reader) / 1e9
 
     def int8_gops(self) -> float:
         """Int8 multiplications and additions of all threads together, from registers, in 1e9/s."""
+        self._spread()
         return self.threads * self._rounds * OPERATIONS / _seconds(self._loop) / 1e9
+
+    def _spread(self) -> None:
+        """Work for a moment: threads that slept may wake up on one core, and the system parts them milliseconds later."""
+        if self.threads > 1:
+            _seconds(self._loop)
 
     def close(self) -> None:
         """Stop the threads and give the memory back."""
