@@ -65,7 +65,7 @@ class Probe:
         return self.threads * self._rounds * OPERATIONS / _seconds(self._loop) / 1e9
 
     def _spread(self) -> None:
-        """Work for a moment: threads that slept may wake up on one core, and the system parts them milliseconds later."""
+        """Work for a moment: threads that slept may wake up on one core, and are parted only milliseconds later."""
         if self.threads > 1:
             _seconds(self._loop)
 
