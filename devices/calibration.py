@@ -1,9 +1,9 @@
 """Constants of the estimator from runs of this machine: least squares over its own formula.
 
-A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW)`` and a prompt ``t0 * layers/32 + (matrices/mfu +
-attention/mfu_attention + activation_cost * values)/peak``, with the bandwidth and the peak of the same moment. Both are
-linear in t0, in the cost and in the reciprocals of the shares. Runs count by their relative error, and outliers little
-(least absolute deviations, found by reweighting).
+A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention`` and a prompt
+``t0 * layers/32 + (matrices/mfu + attention/mfu_attention + activation_cost * values)/peak``, with the bandwidth and the
+peak of the same moment. Both are linear in t0, in the costs and in the reciprocals of the shares. Runs count by their
+relative error, and outliers little (least absolute deviations, found by reweighting).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class DecodeRun:
     """Per token."""
     bandwidth_gbs: float
     """What all threads read at that moment."""
+    attention_operations: float = 0.0
+    """Per token; the mean over the tokens that were timed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PromptRun:
 
 
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
-    """Return f_w, f_kv, t0_ms, mfu, mfu_attention and activation_cost; those that the runs do not show are left out.
+    """Return f_w, f_kv, attention_ms, t0_ms, mfu, mfu_attention and activation_cost, but what the runs do not show.
 
     Where they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
 
@@ -65,9 +67,14 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
     if not decodes:
         raise UsageError("Constants cannot be solved from no runs; measure at least one model.")
     rows = [[run.layers / LAYERS / 1e3, run.weight_bytes / run.bandwidth_gbs / 1e9,
-             run.kv_bytes / run.bandwidth_gbs / 1e9] for run in decodes]
-    t0_ms, weights, kv = _fit(rows, [run.seconds for run in decodes])
+             run.kv_bytes / run.bandwidth_gbs / 1e9, run.attention_operations / 1e12] for run in decodes]
+    times = [run.seconds for run in decodes]
+    t0_ms, weights, kv, attention_ms = _fit(rows, times)
+    if kv < 1:  # models of one kind cannot tell the two apart: no cache is read faster than memory
+        t0_ms, weights, kv, attention_ms = *_fit([row[:3] for row in rows], times), 0.0
     out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)} if weights > 0 else {}
+    if out and attention_ms:
+        out["attention_ms"] = attention_ms
     if prompts:
         rows = [[amount / run.int8_peak_gops / 1e9 for amount in (run.operations, run.attention_operations, run.values)]
                 for run in prompts]

@@ -30,6 +30,8 @@ class Constants:
     """Fixed time of a token, for 32 layers."""
     f_kv: float
     """Share of the bandwidth that attention reaches on keys and values."""
+    attention_ms: float
+    """Time of 1e9 operations of attention in decoding, beside the reading: heads that share keys and values cost it."""
     mfu: float
     """Share of the peak that the matrices of prompts reach."""
     mfu_attention: float
@@ -68,7 +70,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     known = profile.device_class in classes()
     table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
-    values["activation_cost"] = float(table.get("activation_cost", 0.0))
+    values |= {name: float(table.get(name, 0.0)) for name in ("activation_cost", "attention_ms")}
     values["f_w"] *= profile.figures.get("ecc_share", 1.0)
     if clock := profile.figures.get("clock_ghz"):
         if issue := table.get("issue_bytes_per_clock"):

@@ -1,6 +1,7 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
-Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) [+ storage]``; a prompt takes the longer of
+Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]``,
+where attention_ms is known for machines that were probed; a prompt takes the longer of
 its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
 its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its
 class (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman and Patterson, CACM
@@ -119,7 +120,8 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6
     terms["weights"] = dense / weights_gbs / 1e6
     if depth:
-        terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6
+        attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
+        terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
     return terms

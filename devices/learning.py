@@ -103,6 +103,8 @@ def with_runs(
     plain = constants_of(replace(profile, constants=base, sources={}))
     typical = _typical(plain, profile)
     solved = solve_constants([*decodes, *typical[0]], [*prompts, *typical[1]])
+    if "attention_ms" in base:  # where the runs show none there is none: f_kv was solved with it
+        solved.setdefault("attention_ms", 0.0)
     said = f"probe and {len(decodes)} runs of decoding, {len(prompts)} prompts of this machine"
     drawn = profile.bandwidth_gbs * min(solved.get("f_w", plain.f_w), 1.0)
     return replace(profile, constants={**base, **solved}, sources={**profile.sources, **dict.fromkeys(solved, said)},
@@ -115,7 +117,7 @@ def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeR
     peak = profile.int8_peak_gops or 1.0
     for layers, weights, kv, matrices, attention, values in TYPICAL:
         for depth in DEPTHS:
-            decode = DecodeRun(layers, weights, kv * depth, 1.0, profile.bandwidth_gbs)
+            decode = DecodeRun(layers, weights, kv * depth, 1.0, profile.bandwidth_gbs, attention * depth)
             decodes.append(replace(decode, seconds=decode_seconds(decode, constants)))
             seen = PROMPT * depth + PROMPT * (PROMPT + 1) / 2
             prompt = PromptRun(layers, matrices * PROMPT, attention * seen, 1.0, peak, values * PROMPT)
@@ -127,7 +129,7 @@ def decode_seconds(run: DecodeRun, constants: Constants) -> float:
     """What constants predict for a token, with the bandwidth of the moment."""
     bandwidth = run.bandwidth_gbs * 1e9
     return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.weight_bytes / (constants.f_w * bandwidth)
-            + run.kv_bytes / (constants.f_kv * bandwidth))
+            + run.kv_bytes / (constants.f_kv * bandwidth) + constants.attention_ms * run.attention_operations / 1e12)
 
 
 def prompt_seconds(run: PromptRun, constants: Constants) -> float:

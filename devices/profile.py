@@ -32,8 +32,9 @@ MOST_BYTES = 1 << 50
 MOST_CORES = 1 << 20
 MOST_SHOWN = 60
 """Characters of a wrong value that a complaint quotes."""
-CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4, "activation_cost": 1e5}
-MAY_BE_ZERO = ("t0_ms", "activation_cost")
+CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4, "activation_cost": 1e5,
+             "attention_ms": 1e4}
+MAY_BE_ZERO = ("t0_ms", "activation_cost", "attention_ms")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
 shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers that are
 spent on neither, and operations of the peak whose time a prompt spends on each value between its matrices."""

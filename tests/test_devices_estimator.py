@@ -188,3 +188,9 @@ def test_unknown_random_reads_are_refused():
 def test_nothing_heavy_is_imported():
     code = "import sys, edgeinfer.devices; print([m for m in ('numpy', 'numba', 'llvmlite') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_multiplying_with_the_cache_takes_time_beside_reading_it():
+    probed = replace(PLAIN, constants={**PLAIN.constants, "attention_ms": 5.0})
+    more = estimate(probed, LLAMA, depth=8192).terms["kv"] - estimate(PLAIN, LLAMA, depth=8192).terms["kv"]
+    assert more == pytest.approx(5.0 * LLAMA.attention_operations_of(1, 8192) / 1e9)

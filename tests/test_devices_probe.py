@@ -184,6 +184,23 @@ def test_the_cost_of_values_between_matrices_is_recovered() -> None:
     assert found["mfu"] == pytest.approx(0.7, rel=1e-4)
 
 
+def test_the_time_of_multiplying_beside_reading_the_cache_is_recovered() -> None:
+    decodes, _ = runs()
+    operations = [run.kv_bytes * share for run, share in zip(decodes, 4 * (6, 6, 16, 16, 2, 2), strict=True)]
+    decodes = [replace(run, attention_operations=n, seconds=run.seconds + 5.0 * n / 1e12)
+               for run, n in zip(decodes, operations, strict=True)]
+    found = solve_constants(decodes, [])
+    assert found["attention_ms"] == pytest.approx(5.0, rel=1e-4)
+    assert found["f_kv"] == pytest.approx(0.6, rel=1e-4)
+
+
+def test_one_kind_of_model_cannot_tell_multiplying_from_reading() -> None:
+    decodes, _ = runs()
+    alike = [replace(run, attention_operations=16 * run.kv_bytes) for run in decodes]
+    found = solve_constants(alike, [])
+    assert "attention_ms" not in found and found["f_kv"] == pytest.approx(0.6, rel=1e-6)
+
+
 def test_constants_that_the_runs_do_not_show_are_left_out() -> None:
     decodes, _ = runs()
     without = [run for run in decodes if not run.kv_bytes]

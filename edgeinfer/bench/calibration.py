@@ -18,6 +18,7 @@ from .results import GENERATE, PROMPT, Case
 from .traffic import bytes_per_token, operations_per_token
 
 if TYPE_CHECKING:
+    from ..graph import ModelConfig
     from ..runtime import Probe, Session
 
 T = TypeVar("T")
@@ -138,12 +139,13 @@ class _Runner:
         depth, count = len(self.sequence), self.lengths.generated
         weight_bytes = float(self.session.program.bytes_read)
         kv_bytes = bytes_per_token(self.session, Case(GENERATE, count, depth)) - weight_bytes
-        layers, until = self.session.model.num_hidden_layers, time.perf_counter() + self.lengths.seconds / 3
+        model, until = self.session.model, time.perf_counter() + self.lengths.seconds / 3
+        layers, attention = model.num_hidden_layers, _attention_operations(model, depth + (count + 1) / 2)
         tried: list[tuple[float, DecodeRun]] = []
         while not self._enough(tried, self.lengths.repetitions, until):
             share, seconds, reading = self._timed(partial(self._generate, self._some(count)), self.probe.read_gbs)
             self.session.truncate(self.sequence, depth)
-            tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading)))
+            tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading, attention)))
         return self._calmest(tried, self.lengths.repetitions)
 
     def fill(self) -> list[PromptRun]:
@@ -193,10 +195,14 @@ class _Runner:
     def _prompt_run(self, depth: int, seconds: float, peak: float) -> PromptRun:
         model, count = self.session.model, self.lengths.prompt
         layers, operations = model.num_hidden_layers, operations_per_token(self.session, Case(PROMPT, count, depth))
-        seen = count * depth + count * (count + 1) / 2
-        attention = 4.0 * model.num_attention_heads * model.head_dim * layers * seen
+        attention = _attention_operations(model, count * depth + count * (count + 1) / 2)
         return PromptRun(layers, operations * count, attention, seconds, peak,
                          self.session.graph.activation_values * count)
 
     def _some(self, count: int) -> list[int]:
         return [next(self._ids) for _ in range(count)]
+
+
+def _attention_operations(model: ModelConfig, seen: float) -> float:
+    """Operations of attention for so many pairs of a token and a position that it sees."""
+    return 4.0 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * seen

@@ -198,7 +198,9 @@ def calibration_figures(
     t0 = constants.get("t0_ms", 0.0) / 32e3
     decode = [
         (t0 * run.layers + run.weight_bytes / (constants.get("f_w", 1.0) * run.bandwidth_gbs * 1e9)
-         + run.kv_bytes / (constants.get("f_kv", 1.0) * run.bandwidth_gbs * 1e9)) / run.seconds for run in decodes
+         + run.kv_bytes / (constants.get("f_kv", 1.0) * run.bandwidth_gbs * 1e9)
+         + constants.get("attention_ms", 0.0) * run.attention_operations / 1e12) / run.seconds
+        for run in decodes
     ]
     prompt = [
         (t0 * run.layers + run.operations / (constants.get("mfu", 1.0) * run.int8_peak_gops * 1e9)

@@ -64,7 +64,7 @@ class Predictor:
 
         asked = self.traffic
         return DecodeRun(asked.layers, asked.weight_bytes, asked.kv_bytes_at(depth), seconds,
-                         bandwidth_gbs or self.profile.bandwidth_gbs)
+                         bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
         """A measurement of a prompt as the profile learns it; None where there is no peak to compare with."""
