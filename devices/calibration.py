@@ -2,8 +2,8 @@
 
 A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention`` and a prompt
 ``t0 * layers/32 + (matrices/mfu + attention/mfu_attention + activation_cost * values)/peak``, with the bandwidth and
-the peak of the same moment. Both are linear in t0, in the costs and in the reciprocals of the shares. Runs count by their
-relative error, and outliers little (least absolute deviations, found by reweighting).
+the peak of the same moment. Both are linear in t0, in the costs and in the reciprocals of the shares. Runs count by
+their relative error, and outliers little (least absolute deviations, found by reweighting).
 """
 
 from __future__ import annotations
