@@ -19,8 +19,8 @@ from . import abi, elf
 from .isa import Isa, triple
 
 _COMPILED = ("abi", "attention", "attention_rows", "attention_split", "blocks", "chains", "common", "compile", "dots",
-             "elementwise", "isa", "linear", "neon", "parameters", "probe", "registry", "rope", "simd", "targets",
-             "vecmath", "walk")
+             "elementwise", "isa", "linear", "lines", "neon", "neuron", "neuron_parts", "parameters", "probe",
+             "registry", "rope", "simd", "targets", "vecmath", "walk")
 """Sources that decide what the objects do; the hash of these names a set."""
 MANIFEST = "manifest.json"
 _DAY_SECONDS = 86400

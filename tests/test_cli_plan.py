@@ -242,7 +242,8 @@ def test_a_refused_run_prints_plan_and_alternatives() -> None:
 def test_of_a_hub_model_only_the_config_is_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "served")
     with serve(folder, "some/model") as hub:
-        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1",
+                     "HF_HUB_OFFLINE": "0"}
         done = process("plan", "some/model", "--json", **variables)
         assert done.code == 0, done.err
         assert {request.rsplit("/", 1)[1] for request in hub.requests} == {"config.json"}

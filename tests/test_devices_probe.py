@@ -247,17 +247,23 @@ def bundles_in(directory: Path) -> Callable[[], list[Path]]:
     return make
 
 
+def steps(stages: list[str]) -> list[str]:
+    """Stages in their order, without the compilation of kernels where this is the first run."""
+    return [stage for stage in dict.fromkeys(stages) if stage != "compile"]
+
+
 def test_the_whole_probe(tmp_path: Path) -> None:
     stages: list[str] = []
     profile = probe_machine(small_request(tmp_path), bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
-    assert list(dict.fromkeys(stages)) == ["storage", "arithmetic", "memory", "calibration", "full load"]
+    assert steps(stages) == ["storage", "arithmetic", "memory", "calibration", "full load"]
     assert profile.name == "local" and profile.device_class == "local" and profile.measured and profile.machine
     assert profile.bandwidth_gbs > 0 and profile.int8_peak_gops and profile.f32_peak_gflops and profile.cores == 2
     assert profile.memory_random and [x for x, _ in profile.memory_random.points] == list(CHUNK_SIZES)
     assert profile.storage_random and profile.storage_sequential_gbs
     assert all(value <= profile.bandwidth_gbs * 1.001 for _, value in profile.memory_random.points)
-    assert "mfu" in profile.constants  # the small model fits the caches, so decoding may show nothing
-    assert profile.sources["mfu"].startswith("fitted to 4 runs of decoding and 2 prompts of 32 tokens on 1 random mod")
+    fitted = [profile.sources[name] for name in profile.constants]  # which ones is chance: the model fits the caches
+    assert fitted and set(fitted) == {
+        "fitted to 4 runs of decoding and 2 prompts of 32 tokens on 1 random models, depths 0 to 64"}
     assert set(profile.curves) == {
         "int8_gops_by_threads", "f32_gflops_by_threads", "read_gbs_by_threads", "storage_random_gbs_queue_1",
         "storage_random_gbs_queue_8", "int8_gops_under_load",
@@ -271,7 +277,7 @@ def test_a_quick_probe_leaves_storage_and_load_out(tmp_path: Path) -> None:
     stages: list[str] = []
     request = small_request(tmp_path / "no" / "such", quick=True)
     profile = probe_machine(request, bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
-    assert list(dict.fromkeys(stages)) == ["arithmetic", "memory", "calibration"]
+    assert steps(stages) == ["arithmetic", "memory", "calibration"]
     assert profile.storage_random is None and "frequency_share" not in profile.figures and profile.constants
     assert not (tmp_path / "no").exists()
 
@@ -281,7 +287,8 @@ def test_the_calibration_stops_filling_when_time_is_up(tmp_path: Path) -> None:
     lengths = replace(request.lengths or Lengths(), seconds=0.0)
     told: list[str] = []
     profile = probe_machine(replace(request, lengths=lengths), bundles_in(tmp_path), lambda *call: told.append(call[3]))
-    assert "and 1 prompts of 32 tokens" in profile.sources["mfu"]
+    fitted = [profile.sources[name] for name in profile.constants]
+    assert fitted and all("and 1 prompts of 32 tokens" in said for said in fitted)
     assert "a, decoding" in told and "a, prompts" in told
 
 
