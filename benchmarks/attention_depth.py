@@ -39,7 +39,9 @@ TOKENS = 16
 def one_layer(shape: str, directory: Path) -> Path:
     """A bundle with one layer of a shape and a small vocabulary."""
     path = directory / shape
-    layer = replace(SHAPES[shape], num_hidden_layers=1, vocab_size=512, max_position_embeddings=1 << 20)
+    whole = SHAPES[shape]
+    layer = replace(whole, num_hidden_layers=1, windows=whole.windows[:1], vocab_size=512,
+                    max_position_embeddings=1 << 20)
     write_random_bundle(layer, path)
     return path
 
