@@ -1,10 +1,11 @@
 """From foreign checkpoints to bundles: Hugging Face directories and the hub; random bundles for measurements."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from edgeinfer.lazy import lazily
+
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, is_checkpoint
+    from .checkpoint import Checkpoint
     from .conversion import convert
     from .gguf_header import read_gguf_config
     from .hub import fetch, fetch_config
@@ -12,29 +13,10 @@ if TYPE_CHECKING:
     from .random_bundle import SHAPES, write_random_bundle
     from .report import ConversionReport, TensorReport
 
-__all__ = [
-    "SHAPES",
-    "Checkpoint",
-    "ConversionReport",
-    "TensorReport",
-    "convert",
-    "fetch",
-    "fetch_config",
-    "is_checkpoint",
-    "read_gguf_config",
-    "read_json",
-    "write_random_bundle",
-]
-_HOMES = {
-    "Checkpoint": "checkpoint", "is_checkpoint": "checkpoint", "read_json": "json_file",
-    "convert": "conversion", "fetch": "hub", "fetch_config": "hub", "read_gguf_config": "gguf_header",
-    "SHAPES": "random_bundle", "write_random_bundle": "random_bundle",
-    "ConversionReport": "report", "TensorReport": "report",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+__all__ = ["SHAPES", "Checkpoint", "ConversionReport", "TensorReport", "convert", "fetch", "fetch_config",
+           "read_gguf_config", "read_json", "write_random_bundle"]
+__getattr__ = lazily(__name__, {
+    "checkpoint": "Checkpoint", "json_file": "read_json", "conversion": "convert",
+    "hub": "fetch fetch_config", "gguf_header": "read_gguf_config", "random_bundle": "SHAPES write_random_bundle",
+    "report": "ConversionReport TensorReport",
+})

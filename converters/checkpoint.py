@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Graph, ModelConfig, Weight, read_config
+from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
 
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
+from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
@@ -23,14 +26,8 @@ TRAVELLING = re.compile(
     r"|vocab\.json|merges\.txt|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}|README\.md"
 )
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARE_ROWS = 1024
-
-
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether the directory looks like a Hugging Face checkpoint (it has a config.json); nothing is checked."""
-    return (Path(path) / CONFIG_FILE).is_file()
 
 
 @dataclass
@@ -79,13 +76,14 @@ class Checkpoint:
         """Type and shape of one tensor."""
         return self.files[name].tensors[name]
 
+    def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
+        """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""
+        return self.files[name].read(name, starts, count)
+
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a tensor as float32 of shape (rows, elements per row)."""
-        return self.files[name].read_rows(name, start, stop)
-
-    def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Columns start to stop of a matrix as float32 of shape (rows, columns)."""
-        return self.files[name].read_columns(name, start, stop)
+        size = prod(self.tensor(name).shape[1:])
+        return self.read(name, [start * size], (stop - start) * size).reshape(-1, size)
 
     @property
     def travelling_files(self) -> list[Path]:
@@ -103,20 +101,25 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            If a tensor is missing, has another shape, or belongs to no part of the model.
+            If a tensor is missing or has another shape, if it or a part of it belongs to no part of the model, or a
+            part to two that do not say so.
         """
-        used = set()
+        uses: dict[str, list[Use]] = {}
         for weight in graph.weights:
-            for name, shape in zip(weight.sources, weight.source_shapes, strict=True):
-                self._check_shape(weight, name, shape)
-                used.add(name)
+            for source in weight.sources:
+                for part in source.parts:
+                    self._check_shape(weight, part)
+                    uses.setdefault(part.name, []).append((weight.name, part, part.shared or part is not source))
+        for name, found in uses.items():
+            check_uses(found, self.files[name].path, self.config.model_type)
         remarks = []
-        for name in sorted(set(self.files) - used):
+        for name in sorted(set(self.files) - set(uses)):
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the config says
                 continue
             if name == HEAD and self.config.tie_word_embeddings:
-                if not self._same(HEAD, EMBEDDING):
-                    remarks.append(f"{HEAD} differs from {EMBEDDING} and is left out: tie_word_embeddings is true.")
+                embedding = next(weight.sources[0].name for weight in graph.weights if weight.kind == "embedding")
+                if not self._same(HEAD, embedding):
+                    remarks.append(f"{HEAD} differs from {embedding} and is left out: tie_word_embeddings is true.")
                 continue
             raise CheckpointError(
                 f"The tensor {name} in {self.files[name].path} belongs to no part of a {self.config.model_type} model; "
@@ -124,7 +127,8 @@ class Checkpoint:
             )
         return remarks
 
-    def _check_shape(self, weight: Weight, name: str, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, weight: Weight, source: Source) -> None:
+        name, shape = source.name, source.stored
         if name not in self.files:
             raise CheckpointError(f"{self.path} lacks the tensor {name}.")
         have = self.tensor(name).shape

@@ -10,18 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import BundleWriter, Quantisation, stored_bytes
+from edgeinfer.bundle import BundleWriter, Quantisation
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, Weight, WeightType, build_graph, requested_types
-from edgeinfer.kernels import layouts, quantise
+from edgeinfer.quant import layouts, quantise
 
 from .checkpoint import Checkpoint
 from .report import ConversionReport, TensorReport
+from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
-Progress = Callable[[int, int, str], None]
-
-BLOCK_WEIGHTS = 1 << 22
-"""Weights handled at a time: 16 MB as float32, and about 40 MB with everything made of them."""
 F16_MAX = 65504.0
 OTHER_BYTES = 64 << 20
 """Room asked for beside the weights: gaps, tokenizer, header."""
@@ -49,14 +46,14 @@ def convert(
         Directory with config.json, safetensors and tokenizer files.
     destination : str or Path
         The bundle to make; nothing is left there if the conversion fails or is interrupted.
-    weights : {'q4', 'int8', 'f16', 'f32'}
-        Type of the layers' matrices.
-    group_size : {32, 64, 128}
-        Columns that share one scale (q4, int8).
-    embedding, head : {'q4', 'int8', 'f16', 'f32'}, optional
+    weights : str
+        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`.
+    group_size : int
+        Columns that share one scale (quantised types).
+    embedding, head : str, optional
         Type of the embedding and of the output head; by default int8, or as `weights` if that is f16 or f32.
     ffn_layout : {'tile16', 'neuron'}
-        How FFNs are stored: as matrices, or neuron by neuron (q4, int8), so that dead neurons are not read.
+        How FFNs are stored: as matrices, or neuron by neuron (quantised types), so that dead neurons are not read.
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -83,6 +80,7 @@ def convert(
         if not any(path.name.startswith(("tokenizer", "vocab")) for path in checkpoint.travelling_files):
             remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
         reading = _Reading(checkpoint, graph, progress)
+        tensors: list[TensorReport] = []
         asked = quantisation_of(type_of, weights, group_size)
         name = Path(source).resolve().name
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite, source=name) as writer:
@@ -92,43 +90,36 @@ def convert(
                 sums: list[quantise.ErrorSums] = []
                 entry = writer.add(weight.name, stored, weight.shape, packed(reading, weight, stored, sums))
                 errors = sum(sums, quantise.ErrorSums())
-                reading.tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors))
+                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors))
             for path in checkpoint.travelling_files:
                 writer.copy_file(path)
     return ConversionReport(
-        Path(destination), reading.total, sum(t.nbytes for t in reading.tensors), time.perf_counter() - began,
-        tuple(reading.tensors), tuple(remarks),
+        Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
+        tuple(tensors), tuple(remarks),
     )
 
 
 def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group_size: int) -> Quantisation:
     """The request as the bundle's header states it."""
-    embedding, head = (type_of(Weight(kind, (1, 1), kind, (), ())).dtype for kind in ("embedding", "head"))
+    embedding, head = (type_of(Weight(kind, (1, 1), kind)).dtype for kind in ("embedding", "head"))
     return Quantisation(weights, group_size, embedding, head)
 
 
 def graph_bytes(graph: Graph) -> int:
     """Bytes of all weights as stored."""
-    stored = ((graph.types[weight.name], weight.shape) for weight in graph.weights)
-    return sum(stored_bytes(t.layout, t.dtype, t.group_size, shape) for t, shape in stored)
+    return sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights)
 
 
-class _Reading:
-    """Reads the sources of stored weights in stored order, and counts."""
-
-    def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: Progress | None):
-        self._checkpoint = checkpoint
-        self._progress = progress
-        self.total = sum(checkpoint.tensor(name).nbytes for weight in graph.weights for name in weight.sources)
-        self._done = 0
-        self.tensors: list[TensorReport] = []
+class _Reading(SourceReader):
+    """Reads the sources of stored weights in stored order."""
 
     def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
         cols = prod(weight.shape[1:])
-        step = 16 * len(weight.sources)
+        interleaved = weight.combine == "interleave16"
+        step = 16 * (len(weight.sources) if interleaved else 1)
         step *= max(1, BLOCK_WEIGHTS // (cols * step))
-        read = self._interleaved if weight.combine == "interleave16" else self._concatenated
+        read = self._interleaved if interleaved else self._concatenated
         for start in range(0, weight.shape[0], step):
             yield read(weight, start, min(start + step, weight.shape[0]), cols)
 
@@ -140,21 +131,19 @@ class _Reading:
         for start in range(0, total, step):
             stop = min(start + step, total)
             block = np.empty((stop - start, 3, hidden), np.float32)
-            block[:, 0], block[:, 1] = self._rows(gate, start, stop), self._rows(up, start, stop)
-            columns = self._checkpoint.read_columns(down, start, stop)
-            quantise.check_finite(columns, down, 0, start)
-            block[:, 2] = columns.T
-            self._count(down, total, stop - start)
+            block[:, 0], block[:, 1] = self.rows(gate, start, stop), self.rows(up, start, stop)
+            block[:, 2] = self.columns(down, start, stop).T
             yield block
 
     def _concatenated(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
         out = np.empty((stop - start, cols), np.float32)
         first = 0
-        for name, shape in zip(weight.sources, weight.source_shapes, strict=True):
-            a, b = max(start, first), min(stop, first + shape[0])
+        for source in weight.sources:
+            rows = source.shape[0]
+            a, b = max(start, first), min(stop, first + rows)
             if a < b:
-                out[a - start : b - start] = self._rows(name, a - first, b - first)
-            first += shape[0]
+                out[a - start : b - start] = self.rows(source, a - first, b - first)
+            first += rows
         return out
 
     def _interleaved(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
@@ -162,30 +151,18 @@ class _Reading:
         n = len(weight.sources)
         a, b = start // n, stop // n
         out = np.zeros((n, b - a, cols), np.float32)
-        for part, name, shape in zip(out, weight.sources, weight.source_shapes, strict=True):
-            end = min(b, shape[0])
+        for part, source in zip(out, weight.sources, strict=True):
+            end = min(b, source.shape[0])
             if a < end:
-                part[: end - a] = self._rows(name, a, end)
+                part[: end - a] = self.rows(source, a, end)
         return np.ascontiguousarray(out.reshape(n, -1, 16, cols).transpose(1, 0, 2, 3)).reshape(stop - start, cols)
-
-    def _rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows = self._checkpoint.read_rows(name, start, stop)
-        quantise.check_finite(rows, name, start)
-        self._count(name, self._checkpoint.tensor(name).shape[0], stop - start)
-        return rows
-
-    def _count(self, name: str, of: int, n: int) -> None:
-        """n of a tensor's rows (or columns) were read."""
-        self._done += self._checkpoint.tensor(name).nbytes // of * n
-        if self._progress:
-            self._progress(self._done, self.total, name)
 
 
 def packed(
     reading: _Reading, weight: Weight, stored: WeightType, sums: list[quantise.ErrorSums]
 ) -> Iterator[NDArray[np.uint8]]:
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
-    name = ", ".join(weight.sources)
+    name = ", ".join(dict.fromkeys(source.name for source in weight.sources))
     if stored.layout == "neuron":
         for neurons in reading.neurons(weight):
             codes, scales, errors = quantise.quantise(

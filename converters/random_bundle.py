@@ -28,7 +28,7 @@ from edgeinfer.graph import (
     requested_types,
     supported_architectures,
 )
-from edgeinfer.kernels import layouts
+from edgeinfer.quant import layouts
 
 from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
 
@@ -58,9 +58,9 @@ def write_random_bundle(
     config : ModelConfig
         For example one of `SHAPES`.
     destination : str or Path
-    weights : {'q4', 'int8', 'f16', 'f32'}
+    weights : str
         As for `convert`, with its defaults for embedding and head.
-    group_size : {32, 64, 128}
+    group_size : int
     seed : int
         The same seed gives the same bytes.
     ffn_layout : {'tile16', 'neuron'}
@@ -131,10 +131,11 @@ def random_codes(
     """Codes of even distribution and scales of either sign (their mean is zero), for weights of about 1/sqrt(cols)."""
     rows, cols = shape
     raw = np.frombuffer(rng.bytes(rows * cols), np.uint8).reshape(shape)
-    if stored.dtype == "q4":
-        codes, deviation = (raw & 15).view(np.int8) - np.int8(8), 4.6
+    lowest = np.int8(stored.storage.grid[0])
+    if stored.storage.bits == 4:
+        codes, deviation = (raw & 15).view(np.int8) + lowest, 4.6
     else:
-        codes, deviation = np.maximum(raw.view(np.int8), np.int8(-127)), 73.5
+        codes, deviation = np.maximum(raw.view(np.int8), lowest), 73.5
     size = rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size))) / (deviation * np.sqrt(cols))
     return codes, (size * rng.choice((-1, 1), size.shape)).astype(np.float16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.kernels import quantise
+from edgeinfer.quant import TYPES, quantise
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,5 @@ class ConversionReport:
     @property
     def gain(self) -> float:
         """Share of the squared error of max-based scales that the search has removed, over all quantised tensors."""
-        sums = sum((t.errors for t in self.tensors if t.dtype in ("q4", "int8")), quantise.ErrorSums())
+        sums = sum((t.errors for t in self.tensors if TYPES[t.dtype].quantised), quantise.ErrorSums())
         return sums.gain

@@ -1,14 +1,15 @@
-"""Read a safetensors file without trusting it: bounded header, exact offsets, rows straight to float32.
+"""Read a safetensors file without trusting it: bounded header, exact offsets, elements straight to float32.
 
 Format: 8 bytes header length (little endian), JSON header, then the tensors' bytes one after another
-(https://github.com/huggingface/safetensors, README, section Format). Rows are read with plain file reads: pages of a
-mapping would count as this process's memory.
+(https://github.com/huggingface/safetensors, README, section Format). Elements are read with plain file reads:
+pages of a mapping would count as this process's memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -71,23 +72,12 @@ class SafetensorsFile:
         """Close the file."""
         self._file.close()
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start to stop of a tensor as float32 of shape (rows, elements per row); vectors have one per row."""
-        tensor = self.tensors[name]
-        cols = prod(tensor.shape[1:])
-        item = self._item_bytes(name)
-        raw = np.empty((stop - start, cols), WEIGHT_DTYPES[tensor.dtype])
-        self._read_into(name, tensor.offset + start * cols * item, raw.reshape(-1))
-        return self._as_float32(tensor, raw)
-
-    def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Columns start to stop of a matrix as float32 of shape (rows, columns)."""
-        tensor = self.tensors[name]
-        rows, cols = tensor.shape
-        item = self._item_bytes(name)
-        raw = np.empty((rows, stop - start), WEIGHT_DTYPES[tensor.dtype])
-        for row, piece in enumerate(raw):
-            self._read_into(name, tensor.offset + (row * cols + start) * item, piece)
+    def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
+        """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""
+        tensor, item = self.tensors[name], self._item_bytes(name)
+        raw = np.empty((len(starts), count), WEIGHT_DTYPES[tensor.dtype])
+        for start, piece in zip(starts, raw, strict=True):
+            self._read_into(name, tensor.offset + start * item, piece)
         return self._as_float32(tensor, raw)
 
     def _item_bytes(self, name: str) -> int:

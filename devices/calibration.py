@@ -9,14 +9,22 @@ their relative error, and outliers little (least absolute deviations, found by r
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from edgeinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LAYERS = 32
 """Layers that t0_ms is stated for."""
 ROUNDS = 20
+SAME = 3e-5
+"""Smallest singular value, over the largest, of columns that can be told apart."""
 SHARES = (0.02, 1.5)
 """Shares that are believed."""
 
@@ -95,46 +103,31 @@ def _share(name: str, reciprocal: float) -> dict[str, float]:
 
 def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
     """Non-negative factors of the columns that explain the times best, by relative error."""
-    scaled = [[value / seconds for value in row] for row, seconds in zip(rows, times, strict=True)]
-    weights = [1.0] * len(scaled)
+    import numpy as np
+
+    scaled = np.array(rows) / np.array(times)[:, None]
+    weights = np.ones(len(scaled))
     factors = _non_negative(scaled, weights)
     for _ in range(ROUNDS):
-        off = [abs(sum(f * value for f, value in zip(factors, row, strict=True)) - 1) for row in scaled]
-        weights = [1 / max(error, 0.01) for error in off]
+        weights = 1 / np.maximum(abs(scaled @ factors - 1), 0.01)
         factors = _non_negative(scaled, weights)
-    return factors
+    return [float(factor) for factor in factors]
 
 
-def _non_negative(rows: list[list[float]], weights: list[float]) -> list[float]:
+def _non_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Weighted least squares towards 1 without negative factors: the best of all subsets of the few columns."""
-    columns = range(len(rows[0]))
-    best, least = [0.0] * len(rows[0]), float("inf")
-    for count in columns:
-        for used in itertools.combinations(columns, count + 1):
-            factors = [0.0] * len(rows[0])
-            solution = _solve([[row[i] for i in used] for row in rows], weights)
-            if solution is None or min(solution) < 0:
-                continue
-            for i, value in zip(used, solution, strict=True):
-                factors[i] = value
-            error = sum(w * (sum(f * v for f, v in zip(factors, row, strict=True)) - 1) ** 2
-                        for row, w in zip(rows, weights, strict=True))
-            if error < least - 1e-12:  # of two that explain it alike the first: matrices, not attention
-                best, least = factors, error
+    import numpy as np
+
+    best, least, root = np.zeros(rows.shape[1]), math.inf, np.sqrt(weights)
+    lengths = np.linalg.norm(rows * root[:, None], axis=0)
+    seen = np.flatnonzero(lengths)
+    for used in (list(some) for n in range(len(seen)) for some in itertools.combinations(seen, n + 1)):
+        solution, _, rank, _ = np.linalg.lstsq(rows[:, used] * root[:, None] / lengths[used], root, rcond=SAME)
+        if rank < len(used) or solution.min() < 0:
+            continue
+        factors = np.zeros(len(best))
+        factors[used] = solution / lengths[used]
+        error = float(weights @ (rows @ factors - 1) ** 2)
+        if error < least - 1e-12:  # of two that explain it alike the first: matrices, not attention
+            best, least = factors, error
     return best
-
-
-def _solve(rows: list[list[float]], weights: list[float]) -> list[float] | None:
-    """Normal equations by elimination; None where the columns cannot be told apart."""
-    n = len(rows[0])
-    matrix = [[sum(w * row[i] * row[j] for row, w in zip(rows, weights, strict=True)) for j in range(n)]
-              + [sum(w * row[i] for row, w in zip(rows, weights, strict=True))] for i in range(n)]
-    scale = [matrix[i][i] for i in range(n)]
-    for i in range(n):
-        if matrix[i][i] <= 1e-9 * scale[i] or scale[i] == 0:
-            return None
-        for j in range(n):
-            if j != i:
-                factor = matrix[j][i] / matrix[i][i]
-                matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
-    return [matrix[i][n] / matrix[i][i] for i in range(n)]

@@ -22,28 +22,28 @@ OWN_ERROR = 0.25
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of one device, ready to use."""
+    """Constants of one device, ready to use; by default nothing is lost and nothing takes time beside the limits."""
 
-    f_w: float
+    f_w: float = 1.0
     """Share of the bandwidth that reading weights reaches."""
-    t0_ms: float
+    t0_ms: float = 0.0
     """Fixed time of a token, for 32 layers."""
-    f_kv: float
+    f_kv: float = 1.0
     """Share of the bandwidth that attention reaches on keys and values."""
-    attention_ms: float
+    attention_ms: float = 0.0
     """Time of 1e9 operations of attention in decoding, beside the reading: heads that share keys and values cost it."""
-    mfu: float
+    mfu: float = 1.0
     """Share of the peak that the matrices of prompts reach."""
-    mfu_attention: float
+    mfu_attention: float = 1.0
     """Share of the peak that attention reaches in prompts."""
-    activation_cost: float
+    activation_cost: float = 0.0
     """Operations of the peak that take as long as the work on one value between the matrices of a prompt."""
-    peak: str
+    peak: str = "int8"
     """Which peak mfu refers to: int8 or f32."""
-    error: float
-    prefill_error: float
-    basis: str
-    error_source: str
+    error: float = 0.0
+    prefill_error: float = 0.0
+    basis: str = UNKNOWN
+    error_source: str = ""
 
 
 @cache

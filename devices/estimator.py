@@ -55,11 +55,6 @@ class Estimate:
     depth: int
     prompt: int
 
-    @property
-    def decode_ms(self) -> float:
-        """Milliseconds between tokens."""
-        return 1000 / self.decode_tok_per_s
-
 
 def estimate(
     profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -138,6 +139,15 @@ def prompt_seconds(run: PromptRun, constants: Constants) -> float:
     return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.operations / (constants.mfu * peak)
             + run.attention_operations / (constants.mfu_attention * peak)
             + constants.activation_cost * run.values / peak)
+
+
+def fit_errors(
+    constants: Mapping[str, Any], decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]
+) -> dict[str, float]:
+    """How far constants are off on runs: median relative errors, `decode_error` and `prompt_error`."""
+    known = Constants(**constants)
+    return {"decode_error": statistics.median(abs(decode_seconds(run, known) / run.seconds - 1) for run in decodes),
+            "prompt_error": statistics.median(abs(prompt_seconds(run, known) / run.seconds - 1) for run in prompts)}
 
 
 def _plausible_decode(run: DecodeRun, constants: Constants) -> bool:

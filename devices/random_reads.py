@@ -68,10 +68,7 @@ def smallest_row(profile: DeviceProfile, sparsity: float) -> int | None:
 def memory_efficiency(profile: DeviceProfile, chunk_bytes: float) -> float:
     """Bandwidth of scattered chunks of memory as a share of the sequential one, at most 1.
 
-    Raises
-    ------
-    UsageError
-        No bytes, or the device has no curve of random reads.
+    Raises `UsageError`: no bytes, or the device has no curve of random reads.
     """
     if not chunk_bytes > 0:
         raise UsageError(f"Rows of {chunk_bytes} bytes are impossible; a row has at least 1 byte.")
@@ -84,10 +81,7 @@ def memory_efficiency(profile: DeviceProfile, chunk_bytes: float) -> float:
 def storage_gbs(profile: DeviceProfile, chunk_bytes: float) -> float:
     """GB/s of reads of this size from storage; 0 bytes stand for one long read.
 
-    Raises
-    ------
-    UsageError
-        The device's storage is not known.
+    Raises `UsageError`: the device's storage is not known.
     """
     if chunk_bytes and profile.storage_random is not None:
         return profile.storage_random.at(max(1, round(chunk_bytes)))

@@ -180,13 +180,7 @@ def _from_file(path: Path, name: str) -> DeviceProfile:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises
-    ------
-    ProfileError
-        It cannot be read, is no TOML, or is longer than 1 MiB.
-    """
+    """Parse a TOML file. Raises `ProfileError`: it cannot be read, is no TOML, or is longer than 1 MiB."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

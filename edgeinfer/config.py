@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from . import quant
 from .errors import UsageError
+from .quant import FFN_LAYOUTS as FFN_LAYOUTS
+from .quant import GROUP_SIZES as GROUP_SIZES
 
-KV_TYPES = ("int8", "f16", "f32")
-WEIGHT_TYPES = ("q4", "int8", "f16", "f32")
-GROUP_SIZES = (32, 64, 128)
-FFN_LAYOUTS = ("tile16", "neuron")
+KV_TYPES = tuple(quant.KV_TYPES)
+WEIGHT_TYPES = tuple(quant.TYPES)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,60 @@ def from_options(kind: type, options: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One pass over a model's graph."""
+
+    name: str
+    """Of the pass (edgeinfer/graph/passes.py), behind the name of its module where that is not imported anyway."""
+    settings: tuple[tuple[str, str | float], ...] = ()
+    """Its settings by name."""
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{name}={value}" for name, value in self.settings)
+        return f"{self.name}:{settings}" if settings else self.name
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which passes make a model's graph, in their order, and with which settings."""
+
+    steps: tuple[Step, ...] = (Step("fuse_input"),)
+    """The passes; none gives the graph as its architecture writes it."""
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.steps)) or "none"
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Return the recipe that a text such as ``fuse_input+name:key=value,key=value`` (or ``none``) stands for.
+
+        A pass of a module that nobody imports is ``module.name``, such as ``my_package.passes.prune:share=0.5``.
+
+        Raises
+        ------
+        UsageError
+            The text is no recipe.
+        """
+        steps = []
+        for part in [] if text == "none" else text.split("+"):
+            name, _, rest = part.partition(":")
+            pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
+            names = [*name.split("."), *(key for key, _, _ in pairs)]
+            if not all(map(str.isidentifier, names)) or not all(value for _, _, value in pairs):
+                raise UsageError(f"The recipe is {text!r:.80}; write passes as name:key=value,key=value, joined by +, "
+                                 "or none.")
+            steps.append(Step(name, tuple((key, _number(value)) for key, _, value in pairs)))
+        return cls(tuple(steps))
+
+
+def _number(text: str) -> str | float:
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
 class RuntimeConfig:
     """How to set up a model: context, memory, threads. Fixed when the model is opened."""
 
@@ -100,8 +155,14 @@ class RuntimeConfig:
     """Rows of logits kept per walk; evaluation asks for more than one."""
     mlock: bool = False
     """Lock the weights into memory, so that the system cannot drop them."""
+    mmap: bool = True
+    """Map the weights from their file; False copies them into memory of the process."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The passes that make the model's graph."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe) or not all(isinstance(step, Step) for step in self.recipe.steps):
+            raise UsageError(f"recipe is {self.recipe!r:.80}; give a Recipe of Steps, such as Recipe.parse makes.")
         if self.ctx is not None and self.ctx < 1:
             raise UsageError(f"ctx is {self.ctx}; a context holds at least 1 token.")
         if self.kv not in KV_TYPES:

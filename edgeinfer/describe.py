@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bundle import Bundle, Quantisation, is_bundle, stored_bytes, weights_file_bytes
-from .config import KV_TYPES, RuntimeConfig
+from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
+from .config import KV_TYPES, Recipe, RuntimeConfig
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
     Graph,
+    KvAccess,
     ModelConfig,
-    Op,
     Outline,
+    Read,
     TypeOf,
-    Weight,
     build_graph,
     builtin_shapes,
     expected_types,
+    parameters,
     read_config,
     read_outline,
     requested_types,
     supported_architectures,
 )
 from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id
+from .quant import embedding_type
 
 if TYPE_CHECKING:
     from .devices import Traffic
@@ -57,6 +58,8 @@ class ModelDescription:
     """Where the graph comes from for a family that edgeinfer cannot run."""
     reason: str = ""
     """Why edgeinfer cannot run it; empty where it can."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The passes that made the graph."""
 
     @property
     def runnable(self) -> bool:
@@ -71,8 +74,7 @@ class ModelDescription:
     @property
     def active_parameters(self) -> float:
         """Parameters that one token uses: all, but of a mixture of experts only the active ones."""
-        idle = sum(_count(op.weights[0]) * (1 - _share(op)) for op in self._products())
-        return self.parameters - idle
+        return self.parameters - sum(parameters(read.weight) * (1 - read.token / read.walk) for read in self._reads())
 
     @property
     def layers(self) -> int:
@@ -82,49 +84,38 @@ class ModelDescription:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of weights with their scales that one token reads: all but the table of embeddings."""
-        return sum(self._stored(weight) * _share(op) for op, weight in self._read())
+        return sum(read.token for read in self._reads())
 
     @property
     def all_bytes_per_walk(self) -> int:
         """As `bytes_per_token` for a walk over many tokens, which reads all experts."""
-        return sum(self._stored(weight) for _, weight in self._read())
+        return sum(read.walk for read in self._reads())
 
     @property
     def ffn_bytes(self) -> float:
         """Part of `bytes_per_token` that belongs to feed-forward networks."""
-        ffn = (op for op in self._products() if op.weights[0].name.endswith(("gate_up", "down", "ffn")))
-        return sum(self._stored(op.weights[0]) * _share(op) for op in ffn)
+        ffn = (read for op in self.graph.ops if op.ffn for read in op.reads(self.graph.types))
+        return sum(read.token for read in ffn if read.weight.kind != "vector")
 
     @property
     def operations_per_token(self) -> float:
         """Multiplications and additions of all matrices for one token, head included."""
-        return sum(2 * _count(op.weights[0]) * _share(op) for op in self._products())
+        return sum(op.operations() for op in self.graph.ops)
 
     @property
     def head_operations(self) -> int:
         """Part of `operations_per_token` that belongs to the head."""
-        return 2 * self.config.vocab_size * self.config.hidden_size
-
-    @property
-    def attention_operations_per_position(self) -> int:
-        """Multiplications and additions of attention per token and position that it sees, all layers."""
-        return 4 * self.config.query_width * self.layers
+        return int(sum(op.operations() for op in self.graph.ops if op.out.rows == "outputs"))
 
     @property
     def kv_bytes_per_position(self) -> dict[str, int]:
         """Bytes of K and V with their scales that a position takes in all layers, by KV type."""
-        return {kv: self.layers * self.kv_layer_bytes(kv) for kv in KV_TYPES}
+        return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=True)) for kv in KV_TYPES}
 
     @property
     def kv_values_per_position(self) -> int:
         """Elements of K and V of a position: 2 x layers x width; the pure figure with one byte each."""
-        return 2 * self.layers * self.config.kv_width
-
-    def kv_layer_bytes(self, kv: str) -> int:
-        """Bytes of K and V with their scales of one position in one layer."""
-        from .kernels import abi
-
-        return self.config.num_key_value_heads * abi.kv_head_bytes(kv, self.config.head_dim) // abi.BLOCK_TOKENS
+        return sum(2 * access.heads * access.head_dim for access in self._kv(stores=True))
 
     def pure_weight_bytes(self, bits: float = 4) -> float:
         """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""
@@ -132,24 +123,24 @@ class ModelDescription:
 
     def rebuild(self, type_of: TypeOf) -> Graph:
         """Give the graph with weights stored in another way."""
-        return self.outline.graph(type_of) if self.outline else build_graph(self.config, type_of)
+        return self.outline.graph(type_of) if self.outline else build_graph(self.config, type_of, self.recipe)
 
     def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
         """What the estimator reads."""
         from .devices import Traffic
 
-        windowed = sum(1 for i in range(self.layers) if self.config.window(i))
-        attention, per_layer = 4 * self.config.query_width, self.kv_layer_bytes(kv)
+        reads = list(self._kv(stores=False))
+        full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
         return Traffic(
             weight_bytes=self.bytes_per_token,
             layers=self.layers,
             operations=self.operations_per_token,
             head_operations=self.head_operations,
-            kv_bytes=(self.layers - windowed) * per_layer,
-            window_kv_bytes=windowed * per_layer,
-            window=max(self.config.windows, default=0),
-            attention_operations=(self.layers - windowed) * attention,
-            window_attention_operations=windowed * attention,
+            kv_bytes=sum(access.position_bytes(kv) for access in full),
+            window_kv_bytes=sum(access.position_bytes(kv) for access in windowed),
+            window=max((access.window for access in windowed), default=0),
+            attention_operations=sum(access.operations for access in full),
+            window_attention_operations=sum(access.operations for access in windowed),
             prefill_weight_bytes=self.all_bytes_per_walk,
             activation_values=self.graph.activation_values,
             parameters=self.active_parameters,
@@ -157,20 +148,16 @@ class ModelDescription:
             ffn_bytes=self.ffn_bytes,
         )
 
-    def _products(self) -> Iterator[Op]:
-        return (op for op in self.graph.ops if op.kind in ("linear", "gated", "neuron_gated"))
+    def _kv(self, stores: bool) -> Iterator[KvAccess]:
+        return (op.kv for op in self.graph.ops if op.kv and op.kv.stores == stores)
 
-    def _read(self) -> Iterator[tuple[Op, Weight]]:
-        """Each operation that reads whole weights, and what it reads; an FFN stored neuron by neuron once."""
-        pairs = ((op, weight) for op in self.graph.ops if op.kind != "embed" for weight in op.weights)
-        return ((op, weight) for op, weight in pairs if weight.kind != "ffn" or op.kind == "neuron_gated")
-
-    def _stored(self, weight: Weight) -> int:
-        stored = self.graph.types[weight.name]
-        return stored_bytes(stored.layout, stored.dtype, stored.group_size, weight.shape)
+    def _reads(self) -> Iterator[Read]:
+        return (read for op in self.graph.ops for read in op.reads(self.graph.types))
 
 
-def describe(model: str | Path, weights: str | None = None, group_size: int | None = None) -> ModelDescription:
+def describe(
+    model: str | Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None
+) -> ModelDescription:
     """Describe a model from whatever says what it is; no weights are read or downloaded.
 
     Parameters
@@ -178,10 +165,12 @@ def describe(model: str | Path, weights: str | None = None, group_size: int | No
     model : str or Path
         A bundle; a checkpoint directory or its config.json alone; a GGUF file; ``demo``; the name of a built-in shape
         (see `builtin_shapes`) in any case; or an id on the hub, of which only config.json is fetched.
-    weights : {'q4', 'int8', 'f16', 'f32'}, optional
+    weights : str, optional
         Storage of the matrices, with the defaults of converting for embedding and head. By default a bundle's own, else
         that of checkpoints which are converted on the way.
-    group_size : {32, 64, 128}, optional
+    group_size : int, optional
+    recipe : Recipe, optional
+        The passes of the run that is described.
 
     Raises
     ------
@@ -201,10 +190,10 @@ def describe(model: str | Path, weights: str | None = None, group_size: int | No
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
-        return _from_bundle(name, path, weights, group_size)
+        return _from_bundle(name, path, weights, group_size, recipe)
     try:
         config, source = _config(name, path)
-        return describe_config(config, name, source, weights, group_size)
+        return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
             raise type(error)(f"{path}, as a {error}") from None
@@ -212,15 +201,17 @@ def describe(model: str | Path, weights: str | None = None, group_size: int | No
 
 
 def describe_config(
-    config: dict[str, Any], name: str, source: str, weights: str | None = None, group_size: int | None = None
+    config: dict[str, Any], name: str, source: str, weights: str | None = None, group_size: int | None = None,
+    recipe: Recipe | None = None,
 ) -> ModelDescription:
     """Describe the model of a parsed config.json; raises as `describe`."""
     outline = read_outline(config)
-    return _described(name, source, outline or read_config(config), weights or WEIGHTS, group_size or GROUP_SIZE)
+    asked = weights or WEIGHTS, group_size or GROUP_SIZE
+    return _described(name, source, outline or read_config(config), *asked, recipe or Recipe())
 
 
 def _described(
-    name: str, source: str, model: ModelConfig | Outline, weights: str, group_size: int
+    name: str, source: str, model: ModelConfig | Outline, weights: str, group_size: int, recipe: Recipe
 ) -> ModelDescription:
     type_of, outline = requested_types(weights, group_size), None
     if isinstance(model, Outline):
@@ -231,22 +222,24 @@ def _described(
         known = ", ".join(supported_architectures())
         reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"
     else:
-        config, graph, reason = model, build_graph(model, type_of), ""
-    follow = weights if weights in ("f16", "f32") else "int8"
-    quantisation = Quantisation(weights, group_size, follow, follow)
+        config, graph, reason = model, build_graph(model, type_of, recipe), ""
+    quantisation = Quantisation(weights, group_size, embedding_type(weights), embedding_type(weights))
     nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
-    return ModelDescription(name, source, config, quantisation, graph, nbytes, outline, reason)
+    return ModelDescription(name, source, config, quantisation, graph, nbytes, outline, reason, recipe)
 
 
-def _from_bundle(name: str, path: Path, weights: str | None, group_size: int | None) -> ModelDescription:
+def _from_bundle(
+    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None
+) -> ModelDescription:
+    recipe = recipe or Recipe()
     with Bundle.open(path) as bundle:
         own, config = bundle.quantisation, bundle.config
         wanted = (weights or own.weights, group_size or own.group_size)
         if wanted != (own.weights, own.group_size):
-            return _described(name, f"bundle {path}, as if converted anew", config, *wanted)
-        graph = build_graph(config, expected_types(bundle.types))
+            return _described(name, f"bundle {path}, as if converted anew", config, *wanted, recipe)
+        graph = build_graph(config, expected_types(bundle.types), recipe)
         bundle.check({weight.name: weight.shape for weight in graph.weights})
-        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes)
+        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe)
 
 
 def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
@@ -284,12 +277,3 @@ def _unknown(name: str) -> str:
         return f"Unknown model {name!r}: no such file and no known name; did you mean {' or '.join(map(repr, near))}?"
     return (f"Unknown model {name!r}: no such file and no known name; give a bundle, a checkpoint, a config.json, a "
             f"GGUF file, an id on the hub such as owner/name, or a built-in shape: {', '.join(builtin_shapes())}.")
-
-
-def _share(op: Op) -> float:
-    """Share of an operation's weights that one token uses."""
-    return float(op.attributes.get("active", 1) / op.attributes.get("experts", 1))
-
-
-def _count(weight: Weight) -> int:
-    return sum(math.prod(shape) for shape in weight.source_shapes)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .runtime import Session, Tokenizer
+    from .runner import Runner
+    from .text import Tokenizer
 
     Floats = NDArray[np.float32]
 
@@ -117,10 +118,10 @@ def token_stream(tokenizer: Tokenizer, text: str, separator: str = SEPARATOR, ma
 
 
 def evaluate(
-    session: Session,
+    session: Runner,
     stream: Stream,
     *,
-    reference: Session | None = None,
+    reference: Runner | None = None,
     window: int = 512,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -156,7 +157,7 @@ def evaluate(
     return sums.result(max(stream.text_bytes, 1))
 
 
-def _check(session: Session, reference: Session | None, window: int) -> None:
+def _check(session: Runner, reference: Runner | None, window: int) -> None:
     if window < 1:
         raise UsageError(f"The window is {window} tokens; it must be 1 or more.")
     for model in (session, reference):
@@ -170,7 +171,7 @@ def _check(session: Session, reference: Session | None, window: int) -> None:
         )
 
 
-def _blocks(session: Session, reference: Session | None, fed: list[int]) -> Iterator[tuple[int, Any, Any]]:
+def _blocks(session: Runner, reference: Runner | None, fed: list[int]) -> Iterator[tuple[int, Any, Any]]:
     """Yield the index of a block's first token, the model's logits, and the reference's or None."""
     models = [session] if reference is None else [session, reference]
     sequences = [model.new_sequence() for model in models]

@@ -8,14 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import GenerationConfig, RuntimeConfig, from_options
+from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
 from .errors import RequestError
 from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
+    from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
-    from .runtime import ChatTemplate, Completion, Request, Session, Stream, Tokenizer
+    from .runtime import Session
+    from .text import ChatTemplate, Tokenizer
 
 Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -46,6 +48,10 @@ class LLM:
         Samples of one prompt that may be generated together (the option `n` of requests).
     mlock : bool
         Lock the weights into memory, so that the system cannot drop them when others need memory.
+    mmap : bool
+        Map the weights from their file; False copies them into memory of the process.
+    recipe : str or Recipe
+        The passes over the model's graph.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -87,16 +93,21 @@ class LLM:
         prefill_chunk: int = 256,
         max_sequences: int = 1,
         mlock: bool = False,
+        mmap: bool = True,
+        recipe: str | Recipe | None = None,
         progress: Progress | None = None,
     ):
         config = RuntimeConfig(
             ctx=ctx, kv=kv, threads=threads, budget_bytes=None if budget is None else parse_size(budget),
-            prefill_chunk=prefill_chunk, max_sequences=max_sequences, mlock=mlock,
+            prefill_chunk=prefill_chunk, max_sequences=max_sequences, mlock=mlock, mmap=mmap,
+            recipe=Recipe.parse(recipe) if isinstance(recipe, str) else recipe or Recipe(),
         )
         self.name = os.fspath(model)
         self.path = resolve(model, progress)
         from .bundle import Bundle
-        from .runtime import ChatTemplate, RequestQueue, Session
+        from .engine import RequestQueue
+        from .runtime import Session
+        from .text import ChatTemplate
 
         self._bundle = Bundle.open(self.path)
         try:
@@ -108,14 +119,14 @@ class LLM:
             self._bundle.close()
             raise
         self._queue = RequestQueue(self.session)
-        self._eos_ids = frozenset(self.session.model.eos_token_ids)
+        self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
 
     @property
     def plan(self) -> MemoryPlan:
         """Where the memory goes: `regions` with their bytes, `total_bytes`."""
-        return self.session.plan
+        return self._queue.runner.plan
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -222,17 +233,17 @@ class LLM:
 
     def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request:
         """Check a request; nothing runs before its first step."""
-        from .runtime import Generation, Request
+        from .engine import Generation, Request
 
         options = dict(options)
         reuse, cache = bool(options.pop("reuse", False)), options.pop("prompt_cache", None)
         config = from_options(GenerationConfig, options)
         self._queue.check_open()
-        generation = Generation(self.session, self._tokenizer, ids, config, self._eos_ids)
+        generation = Generation(self._queue.runner, self._tokenizer, ids, config, self._eos_ids)
         return Request(self._queue, generation, reuse, None if cache is None else Path(cache))
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
-        from .runtime import Stream
+        from .engine import Stream
 
         if options.get("n", 1) != 1:
             raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
@@ -250,7 +261,7 @@ class LLM:
 
 def _open_tokenizer(bundle: Any) -> Tokenizer | None:
     """Open the bundle's tokenizer; None if it has none."""
-    from .runtime import Tokenizer
+    from .text import Tokenizer
 
     if not any(bundle.file(name) for name in _TOKENIZER_FILES):
         return None

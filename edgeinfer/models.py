@@ -7,13 +7,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from .bundle import FORMAT_VERSION, is_bundle
-from .cache import cache_root
-from .errors import DestinationError, ModelNotFoundError
+from . import cache
+from .bundle import FORMAT_VERSION, Bundle, is_bundle
+from .errors import BundleError, DestinationError, ModelNotFoundError
+from .process import say
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item); the stages are download, convert, compile and load."""
@@ -111,48 +112,78 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
         )
     path = path.resolve()
-    origin = _digest(str(path), WEIGHTS, str(GROUP_SIZE), str(FORMAT_VERSION))
-    directory = cache_root() / "bundles"
-    target = directory / f"{_plain_name(path.name)}-{origin}-{_digest(*_file_stamps(path))}"
-    if is_bundle(target):
-        return target
-    _may_convert(str(path), convert)
-    _convert(path, target, progress)
-    for older in directory.glob(f"*-{origin}-*"):  # what earlier files of this checkpoint gave
-        if older != target:
-            shutil.rmtree(older, ignore_errors=True)
-    return target
+    origin, stamps = _digest(str(path), WEIGHTS, str(GROUP_SIZE)), _digest(*_file_stamps(path))
+    of_format_1, name = _digest(str(path), WEIGHTS, str(GROUP_SIZE), "1"), _plain_name(path.name)
+    changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]
+    return cached_bundle(str(path), f"{name}-{origin}-{stamps}", lambda target: _convert(path, target, progress),
+                         convert, f"{name}-{of_format_1}-{stamps}", changed)
 
 
 def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
     """Find or make the bundle of a hub model; one that is there is used without asking the hub for news."""
-    target = cache_root() / "bundles" / f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
-    if is_bundle(target):
-        return target
-    _may_convert(repo_id, convert)
-    from .converters import fetch
+    def make(target: Path) -> None:
+        from .converters import fetch
 
-    _convert(fetch(repo_id, progress=progress and partial(progress, "download")), target, progress)
-    return target
+        _convert(fetch(repo_id, progress=progress and partial(progress, "download")), target, progress)
+
+    name = f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
+    return cached_bundle(repo_id, name, make, convert, format_1=name)
 
 
-def _may_convert(model: str, convert: bool) -> None:
-    if not convert:
+def cached_bundle(
+    model: str, name: str, make: Callable[[Path], None], may_make: bool = True, format_1: str = "",
+    changed: Iterable[str] = (),
+) -> Path:
+    """Return a bundle in the user's cache; make it where it is absent or this version cannot open it.
+
+    Parameters
+    ----------
+    model : what it is a bundle of, for people
+    name : the directory's name, to which the version of the format is added
+    make : writes a bundle to a path, over one that is there
+    may_make : False finds what can be opened, of an older format too
+    format_1 : the directory's name in format 1, where that was another
+    changed : patterns of the names of bundles that a new one replaces, for they were made of other files
+
+    Raises
+    ------
+    ModelNotFoundError
+        There is none that can be opened, and none may be made.
+    """
+    directory = cache.cache_root() / "bundles"
+    target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
+    older += [directory / format_1] if format_1 else []
+    for path in filter(is_bundle, (target, *older)):
+        try:
+            with Bundle.open(path) as bundle:
+                if path == target or not may_make:
+                    return path
+                reason = f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
+        except BundleError as error:
+            reason = f"was converted before, but: {str(error).rstrip('.')}"
+        if may_make:
+            say(f"{model} {reason}; it is converted again.")
+            break
+    if not may_make:
         raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationError(
+            f"The cache {directory} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
+            "directory, or convert the checkpoint with edgeinfer convert."
+        ) from error
+    make(target)
+    for path in {*older, *(path for pattern in changed for path in directory.glob(pattern))} - {target}:
+        shutil.rmtree(path, ignore_errors=True)
+    return target
 
 
 def _convert(source: Path, target: Path, progress: Progress | None) -> None:
     from .converters import convert
 
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationError(
-            f"The cache {target.parent} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
-            "directory, or convert the checkpoint with edgeinfer convert."
-        ) from error
     told = progress and partial(progress, "convert")
-    convert(source, target, weights=WEIGHTS, group_size=GROUP_SIZE, progress=told)
+    convert(source, target, weights=WEIGHTS, group_size=GROUP_SIZE, progress=told, overwrite=True)
 
 
 def _file_stamps(directory: Path) -> list[str]:

@@ -1,10 +1,15 @@
-"""What the operating system says about this process: peak memory and age."""
+"""This process: what the operating system says of its memory and age, and what it says of its own doings."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+
+
+def say(sentence: str) -> None:
+    """Print a sentence about the program's own doings on standard error."""
+    print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
 
 
 def peak_rss_bytes() -> int | None:

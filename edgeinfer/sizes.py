@@ -14,6 +14,11 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]+)", re.ASCII)
 MAX_BYTES = 2**63 - 1
 
 
+def round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least n."""
+    return -(-n // step) * step
+
+
 def parse_size(text: str | int) -> int:
     """Return the bytes of a size.
 

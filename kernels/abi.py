@@ -6,44 +6,47 @@ numbers.
 
 from __future__ import annotations
 
-VERSION = 1
+from edgeinfer.quant import KV_TYPES
+
+VERSION = 2
 """Part of the hash of the kernel objects."""
 
-# -- record: 16 words of 8 bytes ---------------------------------------------------------------------------------------
-RECORD_BYTES = 128
+# -- record: 32 words of 8 bytes ---------------------------------------------------------------------------------------
+RECORD_BYTES = 256
 REC_KERNEL = 0
 """Byte offset of the kernel's address, filled in at load from the table of the chosen instruction set."""
-REC_OP = 8
-"""int32: index of the operation's kind (for profiles and twins)."""
-REC_FLAGS = 12
+REC_FLAGS = 8
 """int32: FLAG_* bits, of the kernel's own meaning."""
-REC_PREDICATE = 16
-"""int32: 1 + index of a count; the record is skipped where that count is 0. 0 = always runs."""
-REC_TICKET = 20
+REC_TICKET = 12
 """int32: 1 + index of an I/O ticket that must be redeemed before the record starts. 0 = none."""
-REC_PLACES = 24
-"""7 places of 8 bytes: region << 48 | byte offset."""
-N_PLACES = 7
-REC_PARAMETERS = 80
-"""12 int32 parameters: counts, strides in bytes, float32 bits."""
-N_PARAMETERS = 12
+REC_PREDICATES = 16
+"""2 int32: each 1 + index of a count, 0 = none; the record is skipped where one of these counts is 0."""
+N_PREDICATES = 2
+REC_OPERANDS = 24
+"""12 operands of 8 bytes: region << 48 | byte offset."""
+N_OPERANDS = 12
+REC_PARAMETERS = 120
+"""32 int32 parameters: counts, strides in bytes, float32 bits."""
+N_PARAMETERS = 32
 REGION_SHIFT = 48
 
 FLAG_RESIDUAL = 1
 """linear: add the product to what the output holds."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
-FLAG_OWN_INPUT = 8
-"""linear, gated: where COUNT_MANY is 0, the record before this one was skipped, and each thread does its work alone."""
 FLAG_LIST = 16
-"""neuron kernels: only the COUNT_ACTIVE neurons whose numbers (int32, ascending) place 3 holds; activations are in the
-order of the list."""
-FLAG_NORM = 4
+"""neuron kernels: only the COUNT_ACTIVE neurons whose numbers (int32, ascending) operand 3 holds; activations are
+in the order of the list."""
+FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
+FUSED_QUANTISE, FUSED_NORM = 1, 2
+"""What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
-REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "neuron_cache", "draft", "io")
-"""Memory that places point into; the index is the region's number."""
+REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state")
+"""Memory that operands point into; the index is the region's number. Weights lie in `weights` (the mapped file),
+`resident` (memory of the process) or `streamed` (buffers that are read ahead of use); `state` is what recurrent layers
+keep of a sequence. A second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""
 
 # -- ctx: byte offsets -------------------------------------------------------------------------------------------------
 CTX_REGIONS = 0
@@ -51,7 +54,7 @@ CTX_REGIONS = 0
 CTX_COUNTS = 128
 """16 dynamic counts, see COUNT_*."""
 CTX_TICKETS = 256
-"""16 I/O tickets: 0 = pending, 1 = redeemed."""
+"""16 I/O tickets: 0 = pending, positive = the data is there, negative = it will not come."""
 CTX_TOKENS = 384
 """Address of the token table: TOKEN_BYTES per token of the walk."""
 CTX_SEQUENCES = 392
@@ -60,7 +63,8 @@ CTX_OUTPUTS = 400
 """Address of the list (int64) of the tokens whose logits are wanted."""
 CTX_PROGRAM = 408
 """Address of the first record."""
-CTX_N_RECORDS = 416
+CTX_END = 416
+"""Index behind the last record of a walk."""
 CTX_PROFILE = 424
 """Address of int64 nanoseconds per record, or 0."""
 CTX_HOST_FUTEX = 432
@@ -70,18 +74,22 @@ CTX_HOST_YIELD = 448
 """Address of `sched_yield` (or the like): gives the core away where there is no futex."""
 CTX_HOST_CLOCK = 456
 """Address of `clock_gettime`, or 0: no profile."""
-CTX_HOST_PREAD = 464
+CTX_BEGIN = 464
+"""Index of the first record of a walk: a walk may be a range of the program."""
 CTX_SPINS = 472
 """Turns of the spin loop before a thread sleeps."""
 CTX_CLOCK = 480
 """Nanoseconds at the last barrier (profile only)."""
 CTX_FIRST = 488
-"""Index of the record that a walk begins with."""
+"""Index of the record that a walk begins with; -2 - index where that has a ticket."""
+HEAD_BYTES = 512
+"""Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
 CTX_CANCEL = 512
-"""Set by Python; read at barriers by the last thread to arrive, and by threads that want more work."""
+"""Set by who waits for the walk; read at barriers by the last thread to arrive, and by threads that want more work."""
 CTX_ERROR = 576
-"""Set by a kernel that returns non-zero; ABANDONED after a cancellation within a record."""
+"""Set by a kernel that returns non-zero; ABANDONED after a cancellation within a record, TICKET_FAILED - its index for
+a record whose data will not come."""
 CTX_ARRIVED = 640
 CTX_GENERATION = 704
 """Counts barriers; the word that waiting threads watch."""
@@ -103,31 +111,41 @@ CTX_SCRATCH = 1216
 """Per-thread 64 bytes of timespec and the like, for up to 256 threads."""
 CTX_BYTES = 1216 + 64 * 257
 
-ABANDONED = -1
-"""CTX_ERROR of a walk whose record was left half done."""
+ABANDONED, TICKET_FAILED = -1, -2
+"""CTX_ERROR of a walk whose record was left half done; the highest of those whose data did not come."""
 
 COUNT_TOKENS = 0
 COUNT_OUTPUTS = 1
 COUNT_MERGE = 2
 """Tokens whose attention is computed in splits and merged by the next record; 0 = attention finishes by itself."""
-COUNT_MANY = 6
+COUNT_SEVERAL = 6
 """Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread alone,
 which costs less than a barrier."""
 COUNT_ACTIVE = 3
 """Active neurons (sparse FFN)."""
-COUNT_TOPN = 4
-"""Rows of V that are read (TopN-V)."""
-COUNT_KEPT = 5
-"""Tokens kept (LazyLLM)."""
 
 TOKEN_BYTES = 64
 TOKEN_ID = 0
 TOKEN_SEQUENCE = 8
 TOKEN_POSITION = 16
+"""Place in the text: what RoPE turns by."""
 TOKEN_SLOT = 24
-"""Block * BLOCK_TOKENS + row in the block: where the token's K and V are stored."""
+"""Block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS: where the token's K and V are stored."""
 TOKEN_MASK = 32
-"""Ancestors among the tokens of this walk, a bit each; all ones = causal order."""
+"""The token's ancestors of this walk and itself, bit i for row TOKEN_BASE + i; all ones = every row up to its own.
+
+What a token sees is its path: the rows before TOKEN_BASE, then those of its mask up to its own, ascending. Attention
+gives the bits of a sequence whose rows were this path: splits, lanes and windows count along it. A window takes no bit
+out of the mask, for windows differ by layer."""
+TOKEN_ROW = 40
+"""Row of the token's sequence in which its K and V are stored. Siblings in a tree have one position and many rows."""
+TOKEN_BASE = 48
+"""First row of this walk in the token's sequence; the rows before it are part of every path."""
+TOKEN_ROLE = 56
+"""ROLE_*: whatever approximates follows the role, never the number of tokens."""
+ROLE_PROMPT, ROLE_DECODE = 0, 1
+MASK_TOKENS = 64
+"""Most new tokens of a sequence in a walk where one of them has a mask."""
 
 SEQUENCE_BYTES = 16
 SEQUENCE_BLOCKS = 0
@@ -140,7 +158,7 @@ BLOCK_TOKENS = 16
 SPLIT_BLOCKS = 16
 """Blocks of an attention split: contexts are cut at fixed lengths, so that results do not depend on the threads."""
 
-KV_ELEMENT_BYTES = {"int8": 1, "f16": 2, "f32": 4}
+KV_ELEMENT_BYTES = {name: kv.bits // 8 for name, kv in KV_TYPES.items()}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -149,49 +167,49 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def kv_head_bytes(kv: str, head_dim: int) -> int:
-    """Bytes of one head of one block: K as 16-token tiles, V in rows, and for int8 16 fp16 scales of each."""
-    scales = 2 * 2 * BLOCK_TOKENS if kv == "int8" else 0
-    return 2 * BLOCK_TOKENS * padded_head_dim(head_dim) * KV_ELEMENT_BYTES[kv] + scales
+    """Bytes of one head of one block: K as 16-token tiles, V in rows, then the scales of both where there are any."""
+    return 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
 
 
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
-    """Layout of a quantised activation row: (stride, offset of the f32 scales, offset of the int32 sums), in bytes.
+    """Return the layout of a quantised activation row: (stride, place of the f32 scales, place of the int32 offsets).
 
-    The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are. Rows of several
-    tokens are interleaved, see `token_blocks`. Sums are stored times -8: the start value of products with 4-bit codes.
+    All in bytes. The int8 values come first, padded with zeros to whole pairs of groups, as the weights' records are.
+    An offset is -8 x the sum of a group's values: what products with 4-bit codes start from. Rows of several tokens are
+    interleaved, see `token_blocks`.
     """
     groups = 2 * -(-width // (2 * group_size))
     values = groups * group_size
     return -(-(values + 8 * groups) // 64) * 64, values, values + 4 * groups
 
 
-def token_blocks(n_tokens: int, heights: tuple[int, int]) -> list[tuple[int, int]]:
+def token_blocks(n_tokens: int, token_tiles: tuple[int, int]) -> list[tuple[int, int]]:
     """Blocks (first token, tokens) in which n tokens go through matrix products: large ones, small ones, single tokens.
 
     A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of
     token j lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
-    the int32 -8 * (sum of the group's values) at base + n * sums + 4 (g n + j).
+    its int32 offset at base + n * offsets + 4 (g n + j).
     """
     blocks, start = [], 0
-    for height in (*heights, 1):
-        while start + height <= n_tokens:
-            blocks.append((start, height))
-            start += height
+    for tokens in (*token_tiles, 1):
+        while start + tokens <= n_tokens:
+            blocks.append((start, tokens))
+            start += tokens
     return blocks
 
 
-def pack_heights(heights: tuple[int, int]) -> int:
-    """Block heights as one parameter of a record."""
-    return heights[0] | heights[1] << 8
+def pack_token_tiles(token_tiles: tuple[int, int]) -> int:
+    """Pack the tokens of a large and a small block into one parameter of a record."""
+    return token_tiles[0] | token_tiles[1] << 8
 
 
-def unpack_heights(packed: int) -> tuple[int, int]:
-    """The inverse of `pack_heights`."""
+def unpack_token_tiles(packed: int) -> tuple[int, int]:
+    """Undo `pack_token_tiles`."""
     return packed & 255, packed >> 8
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64
-"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; its own input row lies behind."""
+"""Scratch of a thread in gated kernels: a gate and an up tile of at most 16 tokens; a fused input row lies behind."""
 NEURON_TOKENS = 4
 """Most tokens that go through the neuron kernels together."""
 NEURON_BATCH = 8
@@ -230,7 +248,7 @@ def neuron_chunks(neurons: int, part_bytes: int, lines: int, threads: int) -> tu
 
 
 def neuron_gated_scratch_bytes(width: int, group_size: int, dtype: str) -> int:
-    """Scratch of a thread in neuron_gated: sums, gates and lists of a batch, x as lines, scales, its own input row."""
+    """Scratch of a thread in neuron_gated: sums, gates and lists of a batch, x as lines, scales, a fused input row."""
     columns, lines = neuron_line_columns(dtype), neuron_lines(width, group_size, dtype)
     fixed = 2 * 64 * NEURON_TOKENS + 2 * 16 * NEURON_BATCH + 8 * NEURON_BATCH * NEURON_TOKENS
     row = q8_row_bytes(width, group_size)[0] + 4 * (-(-width // 16) * 16)
@@ -246,9 +264,12 @@ def neuron_down_scratch_bytes() -> int:
 
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
+PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
+"""Most blocks of one KV head that the rows of a mask touch, once they lie one behind the other."""
 
 
 def attention_scratch_bytes(head_dim: int) -> int:
-    """Scratch of a thread in attention: a tile's state, queries, scores of one split, sums and merged sums."""
-    rows = 384 + 128 * ATTENTION_TILE + 12 * ATTENTION_TILE * padded_head_dim(head_dim)
-    return rows + 4 * ATTENTION_TILE * SPLIT_BLOCKS * BLOCK_TOKENS
+    """Scratch of a thread in attention: a tile's state, queries, scores of one split, sums and merged sums, a path."""
+    rows = 512 + 128 * ATTENTION_TILE + 12 * ATTENTION_TILE * padded_head_dim(head_dim)
+    path = PATH_BLOCKS * max(kv_head_bytes(kv, head_dim) for kv in KV_ELEMENT_BYTES)
+    return rows + 4 * ATTENTION_TILE * SPLIT_BLOCKS * BLOCK_TOKENS + path

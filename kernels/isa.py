@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
@@ -10,6 +9,9 @@ import sys
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
+
+INT8_CHAINS = 16
+"""Independent products of 64 values in the register loop int8_peak."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,16 @@ class Isa:
     """Features that the host must report."""
     row_tiles: int
     """Tiles of 16 rows in a register block of a matrix-matrix product."""
-    heights: tuple[int, int]
+    token_tiles: tuple[int, int]
     """Tokens of the large and the small register block: what the register file holds with its accumulators. Quantised
-    activations are interleaved in blocks of these heights (abi.token_blocks)."""
+    activations are interleaved in blocks of so many tokens (abi.token_blocks)."""
+    f32_chains: int = 6
+    """Vectors of 16 in the register loop f32_peak: enough for the units' latency, few enough for the registers."""
+
+    @property
+    def round_operations(self) -> dict[str, int]:
+        """Multiplications and additions of a round of each register loop (ops/probe.py)."""
+        return {"int8_peak": 2 * 64 * INT8_CHAINS, "f32_peak": 2 * 16 * self.f32_chains}
 
 
 _AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2"
@@ -42,7 +51,7 @@ _NOT_IMPLIED = ",-altnzcv,-bf16,-complxnum,-flagm,-fptoint,-fullfp16,-jsconv,-mt
 
 LADDER = (
     Isa("avx512vnni", "x86_64", "x86-64", _AVX512,
-        frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2)),
+        frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2), 12),
     Isa("avxvnni", "x86_64", "x86-64", _AVX2 + ",+avxvnni", frozenset({"avxvnni", "avx2", "fma", "f16c"}), 1, (4, 2)),
     Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, (4, 2)),
     Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, (4, 2)),
@@ -106,13 +115,3 @@ def choose(name: str | None = None) -> Isa:
             return isa
     names = ", ".join(isa.name for isa in there)
     raise UsageError(f"Instruction set {name!r} is not available here; choose one of {names}.")
-
-
-def page_bytes() -> int:
-    """Size of a memory page."""
-    return os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
-def pointer_bits() -> int:
-    """Width of an address; the ABI needs 64."""
-    return 8 * ctypes.sizeof(ctypes.c_void_p)

@@ -18,9 +18,9 @@ class _Linear(NamedTuple):
     x_stride: int
     """Bytes from one token's x to the next."""
     x_scales: int
-    """Offset of the scales in a row of x."""
-    x_sums: int
-    """Offset of the sums in a row of x."""
+    """Place of the scales in a row of x: behind its values, padding included."""
+    x_offsets: int
+    """Place of the offsets (-8 x sum of a group) in a row of x."""
     out_stride: int
     rows: int
     """Which count gives the tokens."""
@@ -30,8 +30,16 @@ class _Linear(NamedTuple):
     """Gated: number of the hidden activation, see ACTIVATIONS."""
     scratch: int
     """Gated: scratch bytes of a thread."""
-    heights: int
-    """Heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
+    token_tiles: int
+    """Tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    fused: int
+    """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
+    width: int
+    """Fused input: elements of the source's row."""
+    group: int
+    """Fused input: elements that share a scale."""
+    eps: int
+    """Fused input: epsilon of the norm, float32 bits."""
 
 
 class _Rows(NamedTuple):
@@ -42,21 +50,19 @@ class _Rows(NamedTuple):
     rows: int
     """Which count gives the rows."""
     scales: int
-    """q8 output: offset of the scales in a row."""
-    sums: int
-    """q8 output: offset of the sums in a row."""
+    """q8 output: place of the scales in a row: behind its values, padding included."""
+    offsets: int
+    """q8 output: place of the offsets (-8 x sum of a group) in a row."""
     group: int
     """q8 output: elements that share a scale."""
-    padded: int
-    """q8 output: values of a row with padding."""
     eps: int
     """float32 bits."""
     tile_bytes: int
     """embed: bytes of a tile of the table."""
     scratch: int
     """rms_norm_q8: scratch bytes of a thread."""
-    heights: int
-    """q8 output: heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
+    token_tiles: int
+    """q8 output: tokens of a large and a small block (abi.pack_token_tiles): as in LINEAR."""
 
 
 class _Rope(NamedTuple):
@@ -73,6 +79,8 @@ class _Rope(NamedTuple):
     """Bytes of one KV head in a block."""
     eps: int
     """Epsilon of the head norms, float32 bits."""
+    rows: int
+    """Which count gives the tokens."""
 
 
 class _Attention(NamedTuple):
@@ -93,6 +101,8 @@ class _Attention(NamedTuple):
     """Most splits of a context."""
     tokens: int
     """Tokens of a unit of work."""
+    rows: int
+    """Which count gives the tokens."""
 
 
 class _NeuronGated(NamedTuple):
@@ -116,8 +126,18 @@ class _NeuronGated(NamedTuple):
     """Number of the hidden activation, see ACTIVATIONS."""
     scratch: int
     """Scratch bytes of a thread."""
-    heights: int
-    """Heights of the blocks of tokens (abi.pack_heights): compiled into the kernel, here for its twin."""
+    token_tiles: int
+    """Tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    fused: int
+    """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
+    width: int
+    """Fused input: elements of the source's row."""
+    eps: int
+    """Fused input: epsilon of the norm, float32 bits."""
+    x_scales: int
+    """Place of the scales in a row of x: behind its values, padding included."""
+    x_offsets: int
+    """Place of the offsets (-8 x sum of a group) in a row of x."""
 
 
 class _NeuronDown(NamedTuple):
@@ -142,11 +162,11 @@ class _NeuronDown(NamedTuple):
     """Scratch bytes of a thread."""
 
 
-LINEAR = _Linear(*range(12))
-ROWS = _Rows(*range(12))
-ROPE = _Rope(*range(8))
-ATTENTION = _Attention(*range(12))
-NEURON_GATED = _NeuronGated(*range(12))
+LINEAR = _Linear(*range(16))
+ROWS = _Rows(*range(11))
+ROPE = _Rope(*range(9))
+ATTENTION = _Attention(*range(13))
+NEURON_GATED = _NeuronGated(*range(17))
 NEURON_DOWN = _NeuronDown(*range(11))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}

@@ -4,28 +4,9 @@ from .alternatives import Alternative, alternatives, check_budget, largest_ctx, 
 from .blocks import BlockPool
 from .budget import available_bytes, default_threads, process_budget
 from .lifetimes import Placement, place_activations
-from .plan import SPLIT_TOKENS, MemoryPlan, Planner, Region, Request, make_plan
+from .plan import SPLIT_TOKENS, MemoryPlan, Planner, Region, Request, scratch
 from .request import default_ctx, resolve, to_request
 
-__all__ = [
-    "SPLIT_TOKENS",
-    "Alternative",
-    "BlockPool",
-    "MemoryPlan",
-    "Placement",
-    "Planner",
-    "Region",
-    "Request",
-    "alternatives",
-    "available_bytes",
-    "check_budget",
-    "default_ctx",
-    "default_threads",
-    "largest_ctx",
-    "make_plan",
-    "place_activations",
-    "process_budget",
-    "refusal",
-    "resolve",
-    "to_request",
-]
+__all__ = ["SPLIT_TOKENS", "Alternative", "BlockPool", "MemoryPlan", "Placement", "Planner", "Region", "Request",
+           "alternatives", "available_bytes", "check_budget", "default_ctx", "default_threads", "largest_ctx",
+           "place_activations", "process_budget", "refusal", "resolve", "scratch", "to_request"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgeinfer.bundle import weights_file_bytes
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import GROUP_SIZES, RuntimeConfig
 from edgeinfer.errors import BudgetError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
+from edgeinfer.quant import KV_TYPES, TYPES, WeightType
 from edgeinfer.sizes import format_size
 
 from .budget import process_budget
@@ -20,8 +22,10 @@ Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 BLOCK = abi.BLOCK_TOKENS
-STORAGES = (("f16", 32), ("int8", 32), ("q4", 32), ("q4", 64), ("q4", 128))
-"""Types of weights and their groups, from the most bytes to the fewest."""
+_BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
+LIGHTEST = _BY_SIZE[-1]
+STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
+"""Types of weights that save memory, from the most bytes to the fewest; the lightest also in wider groups."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,12 @@ def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: 
     """
     kv, smaller = config.kv, _smaller_kv(config.kv)
     least = smaller[-1:] or [kv]
-    lighter, same = list(storages(planner, rebuild)), Options()
+    lighter, same = list(storages(planner, budget, rebuild)), Options()
     stages: tuple[list[tuple[Planner, Options, str, bool]], ...] = (
         [(planner, same, kv, True)],
         [(planner, same, other, False) for other in smaller] + [(planner, same, other, True) for other in smaller[-1:]],
         [(other, stored, used, False) for used in (kv, *smaller[-1:]) for stored, other in lighter]
-        + [(other, stored, least[0], True) for stored, other in lighter if stored["weights"] == "q4"],
+        + [(other, stored, least[0], True) for stored, other in lighter if stored["weights"] == LIGHTEST.dtype],
     )
     contexts: set[str | int] = set()
     for stage in stages:
@@ -114,7 +118,7 @@ def alternatives(planner: Planner, config: RuntimeConfig, budget: int, rebuild: 
 
 def _smaller_kv(kv: str) -> list[str]:
     """KV types with fewer bytes, the largest first."""
-    sizes = abi.KV_ELEMENT_BYTES
+    sizes = {name: abi.kv_head_bytes(name, 64) for name in KV_TYPES}
     return sorted((other for other in sizes if sizes[other] < sizes[kv]), key=lambda other: -sizes[other])
 
 
@@ -131,14 +135,20 @@ def _fitting(
     return Alternative(options, total)
 
 
-def storages(planner: Planner, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:
-    """Ways to store the weights in fewer bytes than they are now, the most bytes first."""
-    for weights, group_size in STORAGES:
-        graph = rebuild(requested_types(weights, group_size))
+def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:
+    """Ways to store the weights in fewer bytes than they are now, the most bytes first.
+
+    None where the lightest codes alone, without scales, exceed the budget: then no graph is built only to be refused.
+    """
+    values = sum(math.prod(weight.shape) for weight in planner.graph.weights if weight.kind != "vector")
+    if values * LIGHTEST.storage.bits // 8 > budget:
+        return
+    for stored in STORAGES:
+        graph = rebuild(requested_types(stored.dtype, stored.group_size or GROUP_SIZES[0]))
         nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
         if nbytes < planner.weight_bytes:
-            options: Options = {"weights": weights}
-            yield options | ({} if weights == "f16" else {"group_size": group_size}), Planner(graph, nbytes)
+            options: Options = {"weights": stored.dtype}
+            yield options | ({"group_size": stored.group_size} if stored.quantised else {}), Planner(graph, nbytes)
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None) -> int:
@@ -149,7 +159,9 @@ def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: i
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)
-    low, high = 0, at_most // BLOCK
+    if at_most < BLOCK or not fits(BLOCK):  # where the weights alone are too much, nothing is searched
+        return 0
+    low, high = 1, at_most // BLOCK
     while low < high:
         middle = (low + high + 1) // 2
         if fits(BLOCK * middle):

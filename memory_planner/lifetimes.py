@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeinfer.graph import Graph, Tensor, round_up
+from edgeinfer.graph import Graph, Tensor
 from edgeinfer.kernels import abi
+from edgeinfer.sizes import round_up
 
 SLACK_BYTES = 64
 """After each buffer: kernels load whole vectors, so the last row may be read this far past its end."""
@@ -13,18 +14,19 @@ SLACK_BYTES = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lies in its region."""
+    """Where a tensor or a weight lies."""
 
+    region: str
     offset: int
     """Bytes from the region's base; a multiple of 64."""
-    stride: int
-    """Bytes from row to row."""
     nbytes: int
-    """All rows and the slack after them."""
+    """All of it: rows and the slack after them, or stored bytes."""
+    stride: int = 0
+    """Bytes from row to row of an activation."""
 
 
 def row_stride(tensor: Tensor) -> int:
-    """Bytes of one row: whole vectors of 16 floats, or int8 values with their scales and sums."""
+    """Bytes of one row: whole vectors of 16 floats, or int8 values with their scales and offsets."""
     if tensor.dtype == "q8":
         return abi.q8_row_bytes(tensor.width, tensor.group_size)[0]
     return 4 * round_up(tensor.width, 16)
@@ -33,8 +35,9 @@ def row_stride(tensor: Tensor) -> int:
 def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict[str, Placement], int]:
     """Lay out all activations but the logits.
 
-    Each tensor lives from the operation that writes it to the last that reads it (an operation in place extends the
-    life of its input). Largest first, each is put at the lowest offset where no tensor of an overlapping life lies.
+    Each tensor lives from the operation that writes it to the last that reads it; one that is written over another lies
+    where that one lies, and prolongs its life. Largest first, each is put at the lowest offset where no tensor of an
+    overlapping life lies.
 
     Parameters
     ----------
@@ -47,23 +50,22 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
     placements : dict of str to Placement
     arena_bytes : int
     """
+    homes = graph.homes()
     births: dict[str, int] = {}
     deaths: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
-    made_from: dict[str, tuple[Tensor, ...]] = {}
     for step, op in enumerate(graph.ops):
-        for source in (s for tensor in op.inputs if tensor.dtype == "q8" for s in made_from.get(tensor.name, ())):
-            deaths[source.name] = step  # products of one token quantise their input themselves, a step later
-        made_from[op.outputs[0].name] = op.inputs
-        for tensor in (*op.inputs, *op.outputs):
+        for tensor in (*op.inputs, op.out):
             if tensor.name != graph.logits.name:
-                births.setdefault(tensor.name, step)
-                deaths[tensor.name] = step
-                tensors[tensor.name] = tensor
+                home = homes[tensor.name]
+                births.setdefault(home, step)
+                deaths[home] = step
+                tensors.setdefault(home, tensor)
     placed: dict[str, Placement] = {}
     alive: list[list[Placement]] = [[] for _ in graph.ops]
-    for name in sorted(tensors, key=lambda n: (-_bytes(tensors[n], n_tokens, n_outputs), births[n])):
-        size = _bytes(tensors[name], n_tokens, n_outputs)
+    sizes = {name: _bytes(tensor, n_tokens, n_outputs) for name, tensor in tensors.items()}
+    for name in sorted(tensors, key=lambda n: (-sizes[n], births[n])):
+        size = sizes[name]
         life = range(births[name], deaths[name] + 1)
         neighbours = sorted({(p.offset, p.offset + p.nbytes) for step in life for p in alive[step]})
         offset = 0
@@ -71,10 +73,11 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
             if offset + size <= start:
                 break
             offset = max(offset, end)
-        placed[name] = Placement(offset, row_stride(tensors[name]), size)
+        placed[name] = Placement("activations", offset, size, row_stride(tensors[name]))
         for step in life:
             alive[step].append(placed[name])
-    return placed, max((p.offset + p.nbytes for p in placed.values()), default=0)
+    arena = max((p.offset + p.nbytes for p in placed.values()), default=0)
+    return {name: placed[home] for name, home in homes.items() if home in placed}, arena
 
 
 def _bytes(tensor: Tensor, n_tokens: int, n_outputs: int) -> int:

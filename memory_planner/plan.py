@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from edgeinfer.graph import Graph, round_up
+from edgeinfer.bundle import file_offsets
+from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types, Weight
 from edgeinfer.kernels import abi
+from edgeinfer.sizes import round_up
 
-from .lifetimes import Placement, place_activations
+from .lifetimes import Placement, place_activations, row_stride
 
 SPLIT_TOKENS = 4
 """Walks of at most this many tokens may split their attention along the context."""
@@ -34,11 +37,20 @@ class Request:
     """Sequences alive at once."""
     mlock: bool = False
     """Whether the weights are locked into memory."""
+    homes: tuple[tuple[str, str], ...] = ()
+    """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all."""
+
+    def home(self, weight: Weight) -> str:
+        """Region of a weight: ``weights`` (the mapped file), ``resident`` or ``streamed``."""
+        homes = dict(self.homes)
+        return homes.get(weight.name, homes.get("*", "weights"))
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
 """How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
 such pages locked into memory; set aside for what others allocate."""
+STREAM_BUFFERS = 2
+"""Layers of streamed weights that are in memory at once: the one in work and the one that is read ahead."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +76,12 @@ class MemoryPlan:
 
     request: Request
     regions: tuple[Region, ...]
-    activations: dict[str, Placement]
-    """Places in the region `activations`, by tensor."""
-    logits_stride: int
-    """Bytes from one row of logits to the next."""
+    places: dict[str, Placement]
+    """Where each tensor and each weight lies, by name."""
     kv_blocks: int
     """Blocks of the pool; each holds 16 tokens of all layers."""
-    kv_block_bytes: int
-    """Bytes of one block in one layer."""
+    kv_layers: dict[int, Placement]
+    """K and V of each layer that stores any: a row for each block."""
     thread_scratch_bytes: int
     splits: int
     """Attention splits of the longest context."""
@@ -103,26 +113,27 @@ class MemoryPlan:
         """Mapped weights that the system may drop when memory is short, and read again when they are needed."""
         return sum(r.nbytes for r in self.regions if r.kind == MAPPED)
 
+    @property
+    def logits_stride(self) -> int:
+        """Bytes from one row of logits to the next."""
+        return next(p.stride for p in self.places.values() if p.region == "logits")
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block in one layer, in the layer that needs most."""
+        return max((layer.stride for layer in self.kv_layers.values()), default=0)
+
     def region(self, name: str) -> Region:
         """The region of that name."""
         return next(r for r in self.regions if r.name == name)
 
-    def layer_offset(self, layer: int) -> int:
-        """Bytes from the base of the KV region to a layer's blocks."""
-        return layer * round_up(self.kv_blocks * self.kv_block_bytes, 64)
+    def beside(self, draft: MemoryPlan) -> MemoryPlan:
+        """Plan a second model, such as a draft, that runs in the same process on the same threads.
 
-
-def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
-    """Plan one run; a `Planner` plans several of the same model faster.
-
-    Parameters
-    ----------
-    graph : Graph
-    request : Request
-    weight_bytes : int
-        Length of weights.bin.
-    """
-    return Planner(graph, weight_bytes).plan(request)
+        It has regions of its own, all but the interpreter's; their names begin with ``draft_``.
+        """
+        own = tuple(replace(r, name=f"draft_{r.name}") for r in draft.regions if r.kind != RESERVE)
+        return replace(self, regions=self.regions + own)
 
 
 class Planner:
@@ -133,72 +144,125 @@ class Planner:
     graph : Graph
     weight_bytes : int
         Length of weights.bin.
+    offsets : mapping of str to int, optional
+        Where each weight begins in weights.bin; by default where converting would put it.
     """
 
-    def __init__(self, graph: Graph, weight_bytes: int):
+    def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None):
         self.graph = graph
         self.weight_bytes = weight_bytes
-        self._scratch = thread_scratch(graph)
+        self._offsets = offsets
+        self._kinds = one_of_each(graph)
+        self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
+        self._state_bytes = sum(op.state_bytes for op in graph.ops)
+        self._records: dict[str, int] = {}
+        self._scratch: dict[int, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
+        self._weights: dict[tuple[tuple[str, str], ...], tuple[dict[str, Placement], tuple[int, int]]] = {}
 
     def plan(self, request: Request) -> MemoryPlan:
-        """Give every region of a run its bytes."""
-        c, layers = self.graph.config, self.graph.config.num_hidden_layers
+        """Give every region of a run its bytes, and everything in it its place."""
+        c, graph = self.graph.config, self.graph
         rows = (request.tokens, request.outputs)
         if rows not in self._activations:  # whatever the context
-            self._activations[rows] = place_activations(self.graph, *rows)
+            self._activations[rows] = place_activations(graph, *rows)
         placements, arena = self._activations[rows]
-        kv_block_bytes = c.num_key_value_heads * abi.kv_head_bytes(request.kv, c.head_dim)
+        if request.homes not in self._weights:
+            self._weights[request.homes] = self._place_weights(request)
+        weights, (resident, streamed) = self._weights[request.homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
         kv_blocks = request.sequences * (per_sequence + copies)
+        kv_layers, kv_bytes = place_kv(self._stores, request.kv, kv_blocks)
+        logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-        partial = c.num_attention_heads * splits * (128 + 4 * abi.padded_head_dim(c.head_dim))
-        shared = max(SPLIT_TOKENS * partial, neuron_sums(self.graph))
-        logits_stride = 4 * round_up(c.vocab_size, 16)
-        tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 8)
-        tables += abi.RECORD_BYTES * (len(self.graph.ops) + layers)
+        if splits not in self._scratch:
+            self._scratch[splits] = scratch(self._kinds, graph.types, splits)
+        thread, shared = self._scratch[splits]
+        tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 16)
+        if request.kv not in self._records:
+            self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
+        tables += abi.RECORD_BYTES * self._records[request.kv]
         tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
+        block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (
-            self._weights(request.mlock),
-            Region("kv", layers * round_up(kv_blocks * kv_block_bytes, 64) + 64,
-                   f"{request.kv}, {kv_blocks} pages x {layers} layers x {kv_block_bytes} bytes"),
+            *self._weight_regions(request, resident, streamed),
+            Region("kv", kv_bytes + 64, f"{request.kv}, {kv_blocks} blocks x {len(kv_layers)} layers x {block} bytes"),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
-            Region("logits", request.outputs * logits_stride + 64, f"{request.outputs} x {c.vocab_size} values"),
+            Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
-            Region("scratch", round_up(request.threads * self._scratch, 64) + shared + 64,
+            Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits"),
+            *self._state(request),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        return MemoryPlan(request, regions, placements, logits_stride, kv_blocks, kv_block_bytes, self._scratch, splits,
-                          rope_row)
+        places = {**placements, graph.logits.name: logits, **weights}
+        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row)
 
-    def _weights(self, mlock: bool) -> Region:
-        return Region("weights", self.weight_bytes, _types(self.graph), LOCKED if mlock else MAPPED)
+    def _place_weights(self, request: Request) -> tuple[dict[str, Placement], tuple[int, int]]:
+        """Place each weight, and count the bytes of resident weights and of a buffer of streamed ones."""
+        graph, types = self.graph, self.graph.types
+        offsets = self._offsets or file_offsets((w.name, types[w.name], w.shape) for w in graph.weights)
+        layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
+        places: dict[str, Placement] = {}
+        ends: dict[str, dict[int | None, int]] = {"resident": {}, "streamed": {}}
+        for weight in graph.weights:
+            home, nbytes = request.home(weight), types[weight.name].nbytes(weight.shape)
+            if home == "weights":
+                places[weight.name] = Placement(home, offsets[weight.name], nbytes)
+                continue
+            part = layers[weight.name] if home == "streamed" else None
+            offset = ends[home].get(part, 0)
+            ends[home][part] = round_up(offset + nbytes, 64)
+            places[weight.name] = Placement(home, offset, nbytes)
+        buffer = max(ends["streamed"].values(), default=0)
+        for name, place in places.items():  # layers take turns in the buffers
+            if place.region == "streamed":
+                places[name] = replace(place, offset=place.offset + (layers[name] or 0) % STREAM_BUFFERS * buffer)
+        return places, (ends["resident"].get(None, 0), buffer)
+
+    def _weight_regions(self, request: Request, resident: int, streamed: int) -> Iterator[Region]:
+        stored = _types(self.graph)
+        if any(request.home(weight) == "weights" for weight in self.graph.weights):
+            yield Region("weights", self.weight_bytes, stored, LOCKED if request.mlock else MAPPED)
+        if resident:
+            yield Region("resident", resident + 64, f"weights in memory of the process: {stored}")
+        if streamed:
+            yield Region("streamed", STREAM_BUFFERS * streamed + 64,
+                         f"{STREAM_BUFFERS} buffers of a layer's weights of {streamed} bytes")
+
+    def _state(self, request: Request) -> Iterator[Region]:
+        if self._state_bytes:
+            yield Region("state", request.sequences * self._state_bytes + 64,
+                         f"recurrent state of {request.sequences} sequences")
 
 
-def thread_scratch(graph: Graph) -> int:
-    """Scratch bytes of a thread: the largest that any kernel asks for."""
-    c = graph.config
-    attention = abi.attention_scratch_bytes(c.head_dim)
-    norm = 4 * round_up(c.hidden_size, 16)
-    widths = {(t.width, t.group_size) for op in graph.ops for t in op.outputs if t.dtype == "q8"}
-    own_input = max((abi.q8_row_bytes(*width)[0] for width in widths), default=0)
-    neurons = [0]
-    for stored in (graph.types[w.name] for w in graph.weights if w.kind == "ffn"):
-        neurons += [abi.neuron_gated_scratch_bytes(c.hidden_size, stored.group_size, stored.dtype),
-                    abi.neuron_down_scratch_bytes()]
-    return round_up(max(attention, abi.GATED_SCRATCH_BYTES + own_input + norm, *neurons) + 64, 64)
+def one_of_each(graph: Graph) -> list[Op]:
+    """Return one operation of each kind and size: what layers have in common is asked once."""
+    found = {}
+    for op in graph.ops:
+        rows = tuple((x.width, x.dtype, x.group_size) for x in (op.out, *op.inputs))
+        found[type(op), rows, tuple((w.shape, graph.types[w.name]) for w in op.weights)] = op
+    return list(found.values())
 
 
-def neuron_sums(graph: Graph) -> int:
-    """Bytes of the sums that blocks of neurons leave in an FFN that is stored neuron by neuron."""
-    c, types = graph.config, (graph.types[w.name] for w in graph.weights if w.kind == "ffn")
-    return max((abi.neuron_sums_bytes(c.intermediate_size, c.hidden_size, t.group_size, t.dtype) for t in types),
-               default=0)
+def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int, Placement], int]:
+    """Lay out the K and V of all layers that store any; gives their places and the bytes of all."""
+    layers, end = {}, 0
+    for access in stores:
+        stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
+        layers[access.layer] = Placement("kv", end, blocks * stride, stride)
+        end += round_up(blocks * stride, 64)
+    return layers, end
+
+
+def scratch(ops: Iterable[Op], types: Types, splits: int) -> tuple[int, int]:
+    """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
+    needs = [op.scratch(Sizes(types, splits, SPLIT_TOKENS)) for op in ops]
+    return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)
 
 
 def _types(graph: Graph) -> str:

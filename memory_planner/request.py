@@ -40,4 +40,6 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     ctx = ctx or config.ctx or DEFAULT_CTX
     outputs = max(config.outputs, config.max_sequences)
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
-    return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock)
+    homes = () if config.mmap else (("*", "resident"),)
+    return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
+                   homes)

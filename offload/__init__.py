@@ -1,7 +1,7 @@
 """edgeinfer.offload: weights that do not fit in memory.
 
 This room is for the flash reader, the neuron cache and the graph rewrites that fetch weights from storage while the
-program runs. It may import the planner (edgeinfer.memory_planner) and everything below it, never edgeinfer.sparse.
+program runs. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.sparse.
 Nothing is implemented yet.
 """
 

@@ -2,8 +2,8 @@
 
 .ci/arm calls both. `prepare` cross-compiles the kernels of each rung into EDGEINFER_CACHE and writes tiny random models
 with the tokens that this machine's own kernels choose. `run` sees that the core gets the rung made for it, that every
-record agrees with its twin, that neither chunks nor threads change a bit, and that greedy decoding gives those tokens;
-then it runs those kernel tests whose kernels were compiled.
+record agrees with its twin, that neither chunks nor threads change a bit, that greedy decoding gives those tokens and
+that the paths of a tree are chains; then it runs those kernel tests whose kernels were compiled.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from edgeinfer.kernels import LADDER, Isa, cache_directory, choose, objects
+from edgeinfer.kernels import LADDER, Isa, cache_directory, choose
+from edgeinfer.kernels.toolchain import objects
+from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests.sessions import logits_of, session, tokens, write_model
+from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
 """Rung that each emulated core must choose: Raspberry Pi 4, Raspberry Pi 5, a core with i8mm."""
 MODELS = (("q4", "int8"), ("int8", "f16"))
 """Weights (in groups of 32) and KV."""
 WALKS = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
-"""Threads and tokens of a prompt's chunks; the heights of register blocks are 4, 2 and 1."""
+"""Threads and tokens of a prompt's chunks; the tokens of register blocks are 4, 2 and 1."""
 PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
+PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
+"""A tree behind it."""
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
 SELECTION = "(q4-32 or int8-32) and (exact or same_bits)"
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8")
@@ -60,7 +65,7 @@ def compile_rung(rung: Isa, names: list[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-m", "edgeinfer.kernels.compile", rung.machine, rung.name, str(out)]
+    command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", rung.machine, rung.name, str(out)]
     shares = [subprocess.Popen([*command, str(i), "2", *names], env=environment, stdout=subprocess.DEVNULL)
               for i in range(2)]
     if any([share.wait() for share in shares]):
@@ -77,6 +82,16 @@ def greedy(opened: Session) -> list[int]:
         chosen.append(int(np.argmax(logits)))
         logits = opened.decode([sequence], chosen[-1:])[0]
     return chosen
+
+
+def paths_are_chains(opened: Session) -> bool:
+    """Whether each node of a tree has the logits of the tokens on its path, run one after the other."""
+    sequence, ids = opened.new_sequence(), PROMPT[: len(PARENTS)]
+    opened.prefill(sequence, PROMPT)
+    paths = [[ids[i] for i in path_to(PARENTS, node)] for node in range(len(PARENTS))]
+    expected = [chain_logits(opened, sequence, path)[-1] for path in paths]
+    rows = opened.walk([Segment(sequence, ids, tuple(range(len(ids))), DECODE, PARENTS)])
+    return [row.tobytes() for row in rows] == expected
 
 
 def run(work: Path, core: str) -> None:
@@ -98,7 +113,9 @@ def run(work: Path, core: str) -> None:
         require(same, f"{weights}-{kv} on {rung}: chunks or threads change bits")
         with session(path, kv=kv, ctx=512, threads=2) as opened:
             require(greedy(opened) == expected[f"{weights}-{kv}"], f"{weights}-{kv} on {rung}: other tokens than x86's")
-        print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits and tokens agree", flush=True)
+        with session(path, kv=kv, ctx=512, threads=2, max_sequences=2, outputs=len(PARENTS)) as opened:
+            require(paths_are_chains(opened), f"{weights}-{kv} on {rung}: a tree's paths are no chains")
+        print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits, tokens and trees agree", flush=True)
     os.environ["EDGEINFER_ISA"] = rung
     import pytest
 

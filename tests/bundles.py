@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgeinfer.bundle import HEADER_FILE, BundleWriter, Quantisation, stored_bytes
+from edgeinfer.bundle import HEADER_FILE, Bundle, BundleWriter, Quantisation
 from edgeinfer.bundle.header import checksum
-from edgeinfer.graph import ModelConfig, WeightType
+from edgeinfer.graph import ModelConfig
+from edgeinfer.quant import WeightType
 
 CONFIG = ModelConfig(
     model_type="llama", vocab_size=40, hidden_size=24, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4,
@@ -29,8 +32,8 @@ def contents(seed: int = 0) -> dict[str, np.ndarray]:
     """Random stored bytes for each tensor."""
     rng = np.random.default_rng(seed)
     return {
-        name: rng.integers(0, 256, stored_bytes(t.layout, t.dtype, t.group_size, shape), dtype=np.uint8)
-        for name, (t, shape) in TENSORS.items()
+        name: rng.integers(0, 256, stored.nbytes(shape), dtype=np.uint8)
+        for name, (stored, shape) in TENSORS.items()
     }
 
 
@@ -42,6 +45,29 @@ def write_bundle(destination: Path, **options: Any) -> dict[str, np.ndarray]:
             writer.add(name, weight_type, shape, data[name])
         writer.add_file("tokenizer.json", b'{"model": 1}')
     return data
+
+
+def tensor_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
+    """The stored bytes of one tensor, a read-only view of the mapping."""
+    entry = bundle.tensors[name]
+    return bundle.weights[entry.offset : entry.offset + entry.nbytes]
+
+
+def as_format_1(bundle: Path) -> None:
+    """Turn a bundle into one of format 1: types by name, files without parts, nothing behind the last tensor."""
+    types = {entry.name: entry.type for entry in Bundle.open(bundle).tensors.values()}
+
+    def change(data: dict[str, Any]) -> None:
+        data.update(version=1, weights_bytes=data["weights_bytes"] - 64)
+        for row in data["tensors"]:
+            for field in ("bits", "grid", "table", "scale", "minimum"):
+                del row[field]
+            row["dtype"] = types[row["name"]].dtype
+        for row in data["files"]:
+            del row["part"]
+
+    alter_header(bundle, change)
+    os.truncate(bundle / "weights.bin", (bundle / "weights.bin").stat().st_size - 64)
 
 
 def alter_header(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:

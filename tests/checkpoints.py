@@ -76,9 +76,12 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tensors = {}
     for weight in build_graph(config, requested_types("f32")).weights:
-        for name, shape in zip(weight.sources, weight.source_shapes, strict=True):
-            values = rng.standard_normal(shape).astype(np.float32)
-            tensors[name] = 1 + 0.1 * values if len(shape) == 1 and "norm" in name else values * np.float32(0.1)
+        for source in weight.sources:
+            if source.name in tensors:
+                continue
+            values = rng.standard_normal(source.stored).astype(np.float32)
+            norm = len(source.shape) == 1 and "norm" in source.name
+            tensors[source.name] = 1 + 0.1 * values if norm else values * np.float32(0.1)
     return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 

@@ -9,11 +9,15 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-m", "edgeinfer"]
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="extra 'plot' is not installed")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,3 +23,10 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of our variables but the cache, whatever the shell of the developer has."""
+    for name in [name for name in os.environ if name.startswith("EDGEINFER_") and name != "EDGEINFER_CACHE"]:
+        monkeypatch.delenv(name)

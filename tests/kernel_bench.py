@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.kernels import Isa, Kernels, abi, available, choose
-from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, write_q8
+from edgeinfer.kernels import Isa, Kernels, abi, available, choose, twin_of
+from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
 
 ISAS = [isa.name for isa in available()] if "EDGEINFER_ISA" not in os.environ else [choose().name]
 """Instruction sets under test: all that this machine runs, or the one that is forced."""
 SLACK_BYTES = 256
-Earlier = tuple[Sequence[int], Sequence[int], int]
-"""Places, parameters and flags of the record before."""
 
 
 @functools.cache
@@ -34,16 +32,16 @@ def kernels(isa: str) -> Kernels:
     return Kernels(found)
 
 
-def heights(isa: str) -> tuple[int, int]:
+def token_tiles(isa: str) -> tuple[int, int]:
     """Tokens of an instruction set's large and small blocks: activations are interleaved in these."""
-    return next(i.heights for i in available() if i.name == isa)
+    return next(i.token_tiles for i in available() if i.name == isa)
 
 
 def q8_memory(codes: np.ndarray, scales: np.ndarray, group: int, isa: str) -> np.ndarray:
     """Rows of activations as an instruction set's kernels read them, bytes (T, row bytes); 0xFF behind each block."""
-    data = write_q8(codes, scales, group, heights(isa))
+    data = write_q8(codes, scales, group, token_tiles(isa))
     used, flat = codes.shape[1] + 8 * scales.shape[1], data.reshape(-1)
-    for first, n in abi.token_blocks(len(codes), heights(isa)):
+    for first, n in abi.token_blocks(len(codes), token_tiles(isa)):
         flat[first * data.shape[1] + n * used : (first + n) * data.shape[1]] = 0xFF
     return data
 
@@ -95,11 +93,13 @@ class Bench:
         region = self.regions[abi.REGIONS[place >> abi.REGION_SHIFT]]
         return np.ndarray(shape, dtype, region, place & ((1 << abi.REGION_SHIFT) - 1), strides)
 
-    def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0) -> None:
-        """Tokens of the walk; also sets their count."""
+    def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0, rows=None, bases=-1, masks=-1) -> None:
+        """Tokens of the walk, chains unless told otherwise; also sets their count."""
         self._tokens = np.full((len(positions), abi.TOKEN_BYTES // 8), -1, np.int64)
-        names = (abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT)
-        for name, values in zip(names, (ids, sequences, positions, slots), strict=True):
+        names = (abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT, abi.TOKEN_ROW, abi.TOKEN_BASE,
+                 abi.TOKEN_MASK)
+        rows = positions if rows is None else rows
+        for name, values in zip(names, (ids, sequences, positions, slots, rows, bases, masks), strict=True):
             self._tokens[:, name // 8] = values
         self.counts[abi.COUNT_TOKENS] = len(positions)
 
@@ -109,16 +109,18 @@ class Bench:
 
     def run(
         self, isa: str, name: str, places: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
-        keep: bool = False, twin: Callable[[RecordView], list[Expected]] | None = None, earlier: Earlier | None = None,
+        keep: bool = False, twin: Callable[[RecordView], list[Expected]] | None = None,
     ) -> dict[str, np.ndarray]:
         """Run a kernel, compare with its twin, see that nothing else changed; gives what the twin's arrays hold.
 
         Arrays of one name (blocks of tokens) come as one, block after block. Memory is put back afterwards unless
-        `keep`. `earlier` lies before the record, as in a program; `twin` stands in for the kernel's own.
+        `keep`. `twin` stands in for the kernel's own.
         """
-        record, ctx, alive = self._record(places, parameters, flags, earlier), self._ctx(), self.regions
+        record, ctx, alive = self._record(places, parameters, flags), self._ctx(), self.regions
         before = {region: data.copy() for region, data in alive.items()}
-        expected = (twin or TWINS[name])(RecordView(record.ctypes.data, ctx.ctypes.data))
+        twin = twin or twin_of(name)
+        assert twin, f"{name} has no twin"
+        expected = twin(RecordView(record.ctypes.data, ctx.ctypes.data))
         self._call(function(isa, name), record, ctx, threads)
         message = compare(expected)
         assert message is None, f"{name} on {isa}: {message}"
@@ -132,21 +134,14 @@ class Bench:
                 alive[region][:] = data
         return found
 
-    def _record(
-        self, places: Sequence[int], parameters: Sequence[int], flags: int, earlier: Earlier | None
-    ) -> np.ndarray:
-        both = aligned(2 * abi.RECORD_BYTES).reshape(2, -1)
-        if earlier:
-            self._fill(both[0], *earlier)
-        self._fill(both[1], places, parameters, flags)
-        return both[1]
-
     @staticmethod
-    def _fill(record: np.ndarray, places: Sequence[int], parameters: Sequence[int], flags: int) -> None:
+    def _record(places: Sequence[int], parameters: Sequence[int], flags: int) -> np.ndarray:
+        record = aligned(abi.RECORD_BYTES)
         record[:] = 0
         record[abi.REC_FLAGS : abi.REC_FLAGS + 4].view(np.int32)[:] = flags
-        record[abi.REC_PLACES : abi.REC_PLACES + 8 * len(places)].view(np.int64)[:] = places
+        record[abi.REC_OPERANDS : abi.REC_OPERANDS + 8 * len(places)].view(np.int64)[:] = places
         record[abi.REC_PARAMETERS : abi.REC_PARAMETERS + 4 * len(parameters)].view(np.int32)[:] = parameters
+        return record
 
     def _ctx(self) -> np.ndarray:
         ctx = aligned(abi.CTX_BYTES)

@@ -36,10 +36,10 @@ def forward(
     state = _State(graph.config, tensors, np.asarray(ids), dtype)
     for op in graph.ops:
         inputs = [values[tensor.name] for tensor in op.inputs]
-        result = OPS[op.kind](state, op, *inputs)
-        assert result.shape == (len(ids), op.outputs[0].width), (op.kind, result.shape)
-        assert result.dtype == dtype, op.kind
-        values[op.outputs[0].name] = result
+        result = OPS[op.name](state, op, *inputs)
+        assert result.shape == (len(ids), op.out.width), (op.label, result.shape)
+        assert result.dtype == dtype, op.label
+        values[op.out.name] = result
     return values[graph.logits.name]
 
 
@@ -53,8 +53,9 @@ class _State:
 
     def parts(self, weight: Any) -> list[np.ndarray]:
         """The checkpoint tensors of a weight, in order."""
-        found = [self._tensors[name] for name in weight.sources]
-        assert [part.shape for part in found] == [tuple(shape) for shape in weight.source_shapes], weight.name
+        assert not any(source.steps or source.index for source in weight.sources), weight.name
+        found = [self._tensors[source.name] for source in weight.sources]
+        assert [part.shape for part in found] == [source.stored for source in weight.sources], weight.name
         return [part.astype(self.dtype) for part in found]
 
     def whole(self, weight: Any) -> np.ndarray:
@@ -75,33 +76,34 @@ def quantize(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
 
 
 def rms_norm(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
-    return _normalised(x, op.attributes["eps"]) * state.whole(op.weights[0])
+    return _normalised(x, op.eps) * state.whole(op.weights[0])
 
 
-def linear(state: _State, op: Any, x: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
-    y = x @ state.whole(op.weights[0]).T
-    if len(op.weights) > 1:
-        y = y + state.whole(op.weights[1])
-    return y if residual is None else residual + y
+def linear(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    """`rest` is the source that x was made from, and the residual stream, as far as there are any."""
+    y = x @ state.whole(op.weight).T
+    if op.bias:
+        y = y + state.whole(op.bias)
+    return rest[-1] + y if op.residual else y
 
 
-def gated(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
-    gate, up = (x @ part.T for part in state.parts(op.weights[0]))
-    if len(op.weights) > 1:
-        gate_bias, up_bias = state.parts(op.weights[1])
+def gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndarray:
+    gate, up = (x @ part.T for part in state.parts(op.weight))
+    if op.bias:
+        gate_bias, up_bias = state.parts(op.bias)
         gate, up = gate + gate_bias, up + up_bias
-    return ACTIVATIONS[op.attributes["activation"]](gate) * up
+    return ACTIVATIONS[op.activation](gate) * up
 
 
-def neuron_gated(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
-    gate, up, _ = state.parts(op.weights[0])
-    biases = np.split(state.whole(op.weights[1]), 2) if len(op.weights) > 1 else (0, 0)
-    return ACTIVATIONS[op.attributes["activation"]](x @ gate.T + biases[0]) * (x @ up.T + biases[1])
+def neuron_gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndarray:
+    gate, up, _ = state.parts(op.weight)
+    biases = np.split(state.whole(op.bias), 2) if op.bias else (0, 0)
+    return ACTIVATIONS[op.activation](x @ gate.T + biases[0]) * (x @ up.T + biases[1])
 
 
 def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    y = f @ state.parts(op.weights[0])[2].T
-    return residual + (y + state.whole(op.weights[1]) if len(op.weights) > 1 else y)
+    y = f @ state.parts(op.weight)[2].T
+    return residual + (y + state.whole(op.bias) if op.bias else y)
 
 
 def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
@@ -110,24 +112,24 @@ def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     widths = np.cumsum([c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim])
     q, k, v = (part.reshape(len(qkv), -1, c.head_dim) for part in np.split(qkv, widths, axis=1))
     if op.weights:
-        q, k = (_normalised(x, op.attributes["eps"]) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
+        q, k = (_normalised(x, op.eps) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
     angles = np.arange(len(qkv))[:, None, None] * frequencies(c.rope, c.head_dim)
     cos, sin = (f(angles) * c.rope.attention_factor for f in (np.cos, np.sin))
     q, k = (_rotated(x, cos, sin).astype(state.dtype) for x in (q, k))
-    state.stored[op.attributes["layer"]] = k, v
+    state.stored[op.layer] = k, v
     return np.concatenate([x.reshape(len(qkv), -1) for x in (q, k, v)], axis=1)
 
 
 def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Softmax of q k^T / sqrt(head_dim) over the tokens that a query may see."""
     c = state.config
-    k, v = state.stored[op.attributes["layer"]]
+    k, v = state.stored[op.layer]
     q = qkv[:, : c.num_attention_heads * c.head_dim].reshape(len(qkv), c.num_attention_heads, c.head_dim)
     group = c.num_attention_heads // c.num_key_value_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(np.array(c.head_dim, state.dtype))
     distance = np.arange(len(q))[:, None] - np.arange(len(q))
-    window = op.attributes["window"] or len(q)
+    window = op.window or len(q)
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

@@ -14,7 +14,8 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import ModelConfig
-from edgeinfer.runtime import Sequence, Session
+from edgeinfer.runner import Sequence
+from edgeinfer.runtime import Session
 
 SPLIT = 256
 """Tokens of an attention split (kernels/abi.py): contexts in tests go beyond two of them."""
@@ -55,7 +56,8 @@ def logits_of(opened: Session, ids: list[int], n_decoded: int = 0) -> np.ndarray
     """Logits after the prompt and after each of the last n tokens, decoded one by one: (1 + n, vocab_size)."""
     sequence = opened.new_sequence()
     n = len(ids) - n_decoded
-    rows = [opened.prefill(sequence, ids[:n]), *(opened.decode([sequence], [token])[0] for token in ids[n:])]
+    rows = [opened.prefill(sequence, ids[:n]).copy()]
+    rows += [opened.decode([sequence], [token])[0].copy() for token in ids[n:]]
     opened.release(sequence)
     return np.stack(rows)
 
@@ -63,7 +65,7 @@ def logits_of(opened: Session, ids: list[int], n_decoded: int = 0) -> np.ndarray
 def scored(opened: Session, ids: list[int], sequence: Sequence | None = None) -> np.ndarray:
     """Logits after every token, of shape (T, vocab_size)."""
     own = sequence or opened.new_sequence()
-    rows = np.concatenate([rows for _, rows in opened.score(own, ids)])
+    rows = np.concatenate([rows.copy() for _, rows in opened.score(own, ids)])
     if sequence is None:
         opened.release(own)
     return rows

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import edgeinfer
-from edgeinfer.kernels import LADDER, Isa, elf
+from edgeinfer.kernels import LADDER, Isa
+from edgeinfer.kernels.toolchain import elf
 
 ROOT = Path(edgeinfer.__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -43,7 +44,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory):
             out = tmp_path_factory.mktemp(f"{rung.machine}-{rung.name}")
             environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
             environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features, "EDGEINFER_ASSEMBLY": "1"}
-            command = [sys.executable, "-m", "edgeinfer.kernels.compile", rung.machine, rung.name, str(out), "0", "1"]
+            command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", rung.machine, rung.name]
+            command += [str(out), "0", "1"]
             run = subprocess.run([*command, *KERNELS], env=environment, cwd=ROOT, capture_output=True, text=True)
             assert run.returncode == 0, run.stderr
             assert run.stdout.split() == [word for name in KERNELS for word in (name, str(len(KERNELS)))]

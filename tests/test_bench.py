@@ -12,10 +12,10 @@ import pytest
 
 from edgeinfer.bench import (
     Case,
+    MachineProbe,
     Measurement,
     Row,
     bytes_per_token,
-    kv_read_bytes,
     make_cases,
     measure,
     needed_ctx,
@@ -29,8 +29,10 @@ from edgeinfer.cli.app import execute
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.graph import KvAccess
 from edgeinfer.models import demo_path
-from edgeinfer.runtime import Probe, Session, Tokenizer
+from edgeinfer.runtime import Session
+from edgeinfer.text import Tokenizer
 
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=64, intermediate_size=96, num_hidden_layers=3, vocab_size=320,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=16, windows=(0, 20, 0))
@@ -77,23 +79,29 @@ def matrix_bytes(rows: int, cols: int) -> int:
     return rows * (-(-cols // 64) * 64) * 9 // 16
 
 
+def kv_read_bytes(kv: str, layer: int, length: int) -> int:
+    """What a token reads of a layer of SMALL."""
+    access = KvAccess(layer, SMALL.num_key_value_heads, SMALL.head_dim, SMALL.window(layer))
+    return access.read_bytes(kv, length)
+
+
 def test_bytes_of_a_token_are_weights_scales_and_kv(session: Session) -> None:
     layer = matrix_bytes(128, 64) + matrix_bytes(64, 64) + matrix_bytes(192, 64) + matrix_bytes(64, 96) + 2 * 4 * 64
     head = 320 * 64 * 34 // 32 + 4 * 64  # int8 in groups of 32, and the last norm
     assert session.program.bytes_read == 3 * layer + head
     token = 2 * (2 * 16 + 2 * 2)  # heads x (K and V of 16 values, a scale each)
-    assert kv_read_bytes(SMALL, "int8", 0, 100) == 100 * token
-    assert kv_read_bytes(SMALL, "int8", 1, 100) == 20 * token  # the window
-    assert kv_read_bytes(SMALL, "f16", 0, 100) == 100 * 2 * 2 * 16 * 2
+    assert kv_read_bytes("int8", 0, 100) == 100 * token
+    assert kv_read_bytes("int8", 1, 100) == 20 * token  # the window
+    assert kv_read_bytes("f16", 0, 100) == 100 * 2 * 2 * 16 * 2
     assert bytes_per_token(session, Case("tg", 1)) == 3 * layer + head + 3 * token
     lengths = (101 + 102 + 103 + 104) / 4
     assert bytes_per_token(session, Case("tg", 4, 100)) == 3 * layer + head + (2 * lengths + 20) * token
 
 
 def test_a_prompt_reads_the_weights_once_a_chunk(session: Session) -> None:
-    head = 320 * 64 * 34 // 32
+    head = 320 * 64 * 34 // 32 + 4 * 64  # and the last norm
     body = session.program.bytes_read - head
-    kv = sum(kv_read_bytes(SMALL, "int8", layer, 10 + end) for layer in range(3) for end in (32, 64, 70))
+    kv = sum(kv_read_bytes("int8", layer, 10 + end) for layer in range(3) for end in (32, 64, 70))
     assert bytes_per_token(session, Case("pp", 70, 10)) == pytest.approx((3 * body + head + kv) / 70)
 
 
@@ -122,10 +130,14 @@ def test_figures_of_a_row() -> None:
 
 
 def test_the_operation_of_all_layers() -> None:
-    assert operation_name("linear layers.3.qkv") == "linear qkv"
-    assert operation_name("attention layer 12") == "attention"
-    assert operation_name("  merge splits") == "merge splits"
-    assert operation_name("linear head") == "linear head"
+    with Bundle.open(demo_path()) as bundle:
+        session = Session(bundle, RuntimeConfig(ctx=64, threads=1))
+        names = {record.label: operation_name(record) for record in session.program.records}
+        session.close()
+    assert names["linear layers.3.qkv"] == "linear qkv"
+    assert names["attention layer 4"] == "attention"
+    assert names["  merge splits"] == "merge splits"
+    assert names["linear embed"] == "linear embed"
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------
@@ -134,7 +146,7 @@ def test_the_operation_of_all_layers() -> None:
 def test_measure_and_profile(session: Session) -> None:
     told: list[tuple[int, int, str]] = []
     tests = make_cases([40], [5], [0, 50])
-    with Probe(2, 4 << 20) as probe:
+    with MachineProbe(2, 4 << 20) as probe:
         result = measure(session, probe, tests, 2, profile=True, progress=lambda *call: told.append(call))
     assert [row.case for row in result.rows] == tests and all(len(row.samples) == 2 for row in result.rows)
     assert all(row.t_per_s > 0 and len(row.bandwidth) == 2 for row in result.rows)
@@ -152,7 +164,7 @@ def test_measure_and_profile(session: Session) -> None:
 
 
 def test_without_prompts_the_peak_is_read_once(session: Session) -> None:
-    with Probe(1, 1) as probe:
+    with MachineProbe(1, 1) as probe:
         assert probe.read_bytes == 1 << 20
         assert len(measure(session, probe, make_cases([0], [2], [0]), 1).int8_peak) == 1
 
@@ -160,7 +172,7 @@ def test_without_prompts_the_peak_is_read_once(session: Session) -> None:
 def test_the_probe_refuses_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
     with pytest.raises(UsageError, match="EDGEINFER_CHECK=1 compares every record in Python, which nobody can time"):
-        Probe(1, 1 << 20)
+        MachineProbe(1, 1 << 20)
 
 
 def test_a_prompt_of_eight_tokens() -> None:
@@ -173,10 +185,10 @@ def test_a_process_without_its_first_token_is_reported(monkeypatch: pytest.Monke
 
     tokenizer = Tokenizer.open(demo_path(), {"bos_token_id": 1})
     with pytest.raises(EdgeInferError, match="was to print its first token failed: edgeinfer: Unknown model"):
-        first_token_ms(tmp_path / "absent", tokenizer, (), 1, "int8", 1)
+        first_token_ms(tmp_path / "absent", tokenizer, (), 1, "int8", "none", 1)
     monkeypatch.setattr(startup, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(EdgeInferError, match=r"has not done so in 0\.01 s; use --no-startup"):
-        first_token_ms(demo_path(), tokenizer, (), 1, "int8", 1)
+        first_token_ms(demo_path(), tokenizer, (), 1, "int8", "none", 1)
 
 
 # -- the command --------------------------------------------------------------------------------------------------

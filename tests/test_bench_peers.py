@@ -161,7 +161,7 @@ def test_report() -> None:
 
 @pytest.mark.parametrize("mixture", ["q4_0", "q4_k_m"])
 def test_gguf(tmp_path: Path, mixture: str) -> None:
-    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (extra gguf)")
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     shape = {**asdict(replace(SMALL, hidden_size=256, intermediate_size=512)), "rope_theta": 10000.0}
     command = [sys.executable, str(PEERS / "gguf_models.py"), "--shape", json.dumps(shape), "--format", mixture]
     done = subprocess.run([*command, "--output", str(tmp_path / "m.gguf")], capture_output=True, text=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from edgeinfer import __version__
 from edgeinfer.bundle import HEADER_FILE, Bundle
 from edgeinfer.errors import BundleError
 from tests.bundles import TENSORS, alter_header, write_bundle
@@ -34,18 +35,27 @@ def tensor(i: int, **fields: Any) -> Callable[[dict[str, Any]], object]:
     return lambda data: data["tensors"][i].update(fields)
 
 
+def file(name: str, nbytes: int, sha256: str) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data["files"].append({"name": name, "nbytes": nbytes, "sha256": sha256, "part": ""})
+
+
 def in_config(**fields: Any) -> Callable[[dict[str, Any]], object]:
     return lambda data: data["config"].update(fields)
 
 
 SHA = "0" * 64
+ADVICE = (f"; the bundle was written by edgeinfer {__version__}: upgrade edgeinfer, or convert the model again with "
+          "this one.")
 ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d.update(format="gguf"), "bundle.json is no bundle header: its format is not 'edgeinfer-bundle'."),
     (lambda d: d.update(version="1"), "bundle.json has no valid format version."),
     (lambda d: d.update(version=0), "bundle.json has no valid format version."),
-    (lambda d: d.update(version=2), "the bundle has format version 2, made by a newer edgeinfer; this one reads up to "
-                                    "version 1: upgrade edgeinfer."),
-    (lambda d: d.update(hidden=1), "bundle.json has the unknown field 'hidden'."),
+    (lambda d: d.update(version=3), "the bundle has format version 3, made by a newer edgeinfer; this one reads up to "
+                                    "version 2: upgrade edgeinfer."),
+    (lambda d: d.update(hidden=1), "bundle.json has the unknown field 'hidden'" + ADVICE),
+    (lambda d: d.update(hidden=1, made_by="x\ny" * 99), "; the bundle was written by x?yx?y"),
+    (lambda d: d.update(hidden=1, made_by=""), "; the bundle was written by an unknown program: upgrade"),
+    (lambda d: d.update(hidden=1, made_by=1), "bundle.json: made_by is no string."),
     (lambda d: d.pop("files"), "bundle.json lacks the field 'files'."),
     (lambda d: d.update(tensors={}), "bundle.json: tensors is no list."),
     (lambda d: d.update(tensors=[]), "bundle.json lists no tensors."),
@@ -55,7 +65,7 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d["tensors"].append(dict(d["tensors"][0])), "tensor 'embed' occurs twice in bundle.json."),
     (lambda d: d["tensors"].append(7), "tensors[4] is no JSON object."),
     (lambda d: d["tensors"][0].pop("offset"), "tensors[0] lacks the field 'offset'."),
-    (tensor(0, more=1), "tensors[0] has the unknown field 'more'."),
+    (tensor(0, more=1), "tensors[0] has the unknown field 'more'" + ADVICE),
     (tensor(0, offset="0"), "tensors[0].offset is not of type int."),
     (tensor(0, offset=True), "tensors[0].offset is not of type int."),
     (tensor(0, name="../x/y"), "tensors[0] has the unusable name '../x/y'."),
@@ -67,22 +77,33 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (tensor(1, shape=[25]), "tensor 'norm' has 96 bytes; its shape and type need 100."),
     (tensor(1, shape=[24.0]), "tensor 'norm' has a shape that is no list of integers."),
     (tensor(1, shape=[2**62]), "tensor 'norm': shape [4611686018427387904] is out of range"),
-    (tensor(3, dtype="int8", shape=[2**31 - 1, 3, 2**31 - 1]), "more than a 64-bit offset can address."),
-    (tensor(0, layout="rows"), "tensor 'embed': layout 'rows' is unknown; this version reads tile16, neuron, plain."),
-    (tensor(0, dtype="q2"), "tensor 'embed': type 'q2' does not exist in layout tile16; it holds q4, int8, f16, f32."),
-    (tensor(0, group_size=33), "tensor 'embed': group size 33 is unknown; int8 has groups of 32, 64 or 128."),
+    (tensor(3, bits=8, grid=[-127, 127], shape=[2**31 - 1, 3, 2**31 - 1]), "more than a 64-bit offset can address."),
+    (tensor(0, layout="rows"),
+     "tensor 'embed': layout 'rows' is unknown; this version reads tile16, neuron, plain" + ADVICE),
+    (tensor(0, bits=2), "tensor 'embed' has a type that is not known here: bits 2, grid [-127, 127], table [], scale "
+                        "\"f16\", minimum false" + ADVICE),
+    (tensor(3, minimum=True), "tensor 'ffn' has a type that is not known here: bits 4, grid [-8, 7], table [], scale "
+                              "\"f16\", minimum true" + ADVICE),
+    (tensor(3, grid=[], table=list(range(16))), "bits 4, grid [], table [0, 1, 2, 3, "),
+    (tensor(0, scale="u8"), "tensor 'embed' has a type that is not known here"),
+    (tensor(0, minimum=0), "tensors[0].minimum is not of type bool."),
+    (tensor(0, layout="plain"), "tensor 'embed': type 'int8' does not exist in layout plain; it holds f32" + ADVICE),
+    (tensor(0, group_size=33), "tensor 'embed': group size 33 is unknown; int8 has groups of 32, 64 or 128" + ADVICE),
+    (lambda d: d["files"][0].update(part="router"), "file 'tokenizer.json' is the unknown part 'router' of a model"
+                                                    + ADVICE),
+    (lambda d: d["files"][0].pop("part"), "files[0] lacks the field 'part'."),
     (tensor(0, sha256="xyz"), "tensor 'embed' has no valid sha256."),
-    (lambda d: d["files"].append({"name": "../../etc/passwd", "nbytes": 1, "sha256": SHA}),
+    (file("../../etc/passwd", 1, SHA),
      "files[1] has the unusable name '../../etc/passwd'."),
-    (lambda d: d["files"].append({"name": "x", "nbytes": -1, "sha256": SHA}), "file 'x' has -1 bytes."),
-    (lambda d: d["files"].append({"name": "x", "nbytes": 1, "sha256": ""}), "file 'x' has no valid sha256."),
-    (lambda d: d["files"].append({"name": "x", "nbytes": 1, "sha256": SHA}), "its file x is missing."),
+    (file("x", -1, SHA), "file 'x' has -1 bytes."),
+    (file("x", 1, ""), "file 'x' has no valid sha256."),
+    (file("x", 1, SHA), "its file x is missing."),
     (lambda d: d["files"].append(d["files"][0]), "a file occurs twice in bundle.json."),
     (lambda d: d["quantisation"].update(weights="q3"), "quantisation: type 'q3' does not exist in layout tile16"),
     (lambda d: d.update(config=[]), "config is no JSON object."),
-    (in_config(colour=1), "config has the unknown field 'colour'."),
+    (in_config(colour=1), "config has the unknown field 'colour'" + ADVICE),
+    (lambda d: d["config"]["rope"].update(spin=1), "config.rope has the unknown field 'spin'" + ADVICE),
     (lambda d: d["config"].pop("head_dim"), "config lacks the field 'head_dim'."),
-    (lambda d: d["config"]["rope"].pop("theta"), "config.rope lacks the field 'theta'."),
     (in_config(vocab_size="40"), "config.vocab_size is '40'; it must be of type int."),
     (in_config(vocab_size=True), "config.vocab_size is True; it must be of type int."),
     (in_config(vocab_size=0), "config.vocab_size is 0; it must be from 1 to 2147483647."),
@@ -179,6 +200,13 @@ def test_verify_finds_one_flipped_bit(path: Path) -> None:
         file.flush()
         with pytest.raises(BundleError, match=r"is damaged: the gap at byte 3360 of weights\.bin is not zero"):
             Bundle.open(path).verify()
+        file.seek(40000)
+        file.write(b"\0")
+        file.seek(-1, os.SEEK_END)  # behind the last tensor
+        file.write(b"x")
+        file.flush()
+        with pytest.raises(BundleError, match=r"is damaged: the gap at byte \d+ of weights\.bin is not zero"):
+            Bundle.open(path).verify()
 
 
 def test_verify_finds_an_altered_file(path: Path) -> None:
@@ -209,6 +237,8 @@ def test_the_header_is_plain_json(path: Path) -> None:
     data = json.loads((path / HEADER_FILE).read_text())
     assert list(data)[:2] == ["format", "version"]
     assert data["tensors"][1] == {
-        "name": "norm", "layout": "plain", "dtype": "f32", "group_size": 0, "shape": [24], "offset": 3264, "nbytes": 96,
-        "sha256": data["tensors"][1]["sha256"],
+        "name": "norm", "layout": "plain", "bits": 32, "grid": [], "table": [], "scale": "", "minimum": False,
+        "group_size": 0, "shape": [24], "offset": 3264, "nbytes": 96, "sha256": data["tensors"][1]["sha256"],
     }
+    assert data["tensors"][3] | {"bits": 4, "grid": [-8, 7], "scale": "f16", "group_size": 32} == data["tensors"][3]
+    assert data["files"][0]["part"] == ""

@@ -179,14 +179,14 @@ def test_an_unfinished_lock_counts_for_a_moment(tmp_path: Path) -> None:
 
 def test_a_lock_that_others_take_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".m.lock").write_text("1 1")
-    monkeypatch.setattr("edgeinfer.bundle.lock.DestinationLock._remove_if_stale", lambda self: None)
+    monkeypatch.setattr("edgeinfer.lock.DestinationLock._remove_if_stale", lambda self: None)
     with pytest.raises(DestinationError, match="is being written by another process; wait until it has finished"):
         write_bundle(tmp_path / "m")
 
 
 def test_a_lock_that_changes_hands_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between reading a stale lock and moving it aside, another process has put its own there."""
-    from edgeinfer.bundle import lock
+    from edgeinfer import lock
 
     (tmp_path / ".m.lock").write_text("999999999 1.00")
     rename = os.rename
@@ -213,7 +213,7 @@ def test_the_header_is_read_again_before_renaming(tmp_path: Path) -> None:
 
 def test_a_lock_that_vanishes_meanwhile_bars_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever held the lock releases it at any of the steps of looking at it."""
-    from edgeinfer.bundle import lock
+    from edgeinfer import lock
 
     for step in ("_read", "_identity"):
         (tmp_path / ".m.lock").write_text("999999999 1.00")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,9 @@ from edgeinfer.cli import cache, eval, info, run, verify, warmup
 from edgeinfer.cli import convert as convert_command
 from edgeinfer.converters import convert
 from tests.checkpoints import make_checkpoint
-from tests.command_line import PYTHON, ROOT, Outcome, edgeinfer, environment, process
+from tests.command_line import edgeinfer
 
+pytestmark = pytest.mark.usefixtures("no_variables")
 PROMPT = "Once upon a time"
 GREEDY = ("--temp", 0, "-n", 16, "-t", 1)
 TEXT = ", there was a little girl named"
@@ -24,12 +22,6 @@ FIELDS = {
     for name, fields in module.JSON_FIELDS.items()
 }
 OPTIONAL = {"logprobs", "choices", "program"}
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("EDGEINFER_") and name != "EDGEINFER_CACHE"]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -122,7 +114,7 @@ def test_a_prompt_cache_is_kept_between_runs(tmp_path: Path) -> None:
     first, second = edgeinfer(*arguments).json, edgeinfer(*arguments).json
     assert first["text"] == second["text"] and (first["cached_tokens"], second["cached_tokens"]) == (0, 4)
     other = edgeinfer(*arguments, "--kv", "f32")
-    assert other.code == 1 and "was saved by another model or with another --kv" in other.json["error"]["message"]
+    assert other.code == 1 and "by another model or with another --kv or --recipe" in other.json["error"]["message"]
 
 
 def test_a_checkpoint_runs_after_one_conversion(tmp_path: Path, own_cache: Path) -> None:
@@ -259,6 +251,11 @@ def test_info_describes_a_bundle() -> None:
     assert all(tensor["name"] in shown.out for tensor in report["tensors"])
 
 
+@pytest.mark.parametrize("option", [("--recipe", "no_such_pass"), ("--recipe", "a b"), ("--ctx", "0"), ("--kv", "q9")])
+def test_info_refuses_options_also_where_it_needs_none(option: tuple[str, str]) -> None:
+    assert edgeinfer("info", "demo", *option).code == 2
+
+
 def test_info_prints_the_program() -> None:
     report = edgeinfer("info", "demo", "--program", "--json", "-t", 1, "-c", 64, "--budget", "4GiB").json
     records = report["program"]
@@ -326,79 +323,3 @@ def test_the_cache_is_listed_and_cleared(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(report) == set(FIELDS["cache clear"]) and report["freed_bytes"] == 5 and report["kernels"] == []
     assert edgeinfer("cache", "clear", "-y").out == "1 entries deleted, 5 B.\n"
     assert edgeinfer("cache", "clear").code == 0  # nothing there: nothing to ask
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_program_runs_as_a_module() -> None:
-    from edgeinfer import __version__
-
-    assert process("--version") == Outcome(0, f"edgeinfer {__version__}\n", "")
-    assert "Exit codes: 0 done" in process("--help").out
-    assert process() == process("--help")
-
-
-def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> None:
-        raise ZeroDivisionError("a\nbug")
-
-    monkeypatch.setattr("edgeinfer.cli.run.check_request", broken)
-    done = edgeinfer("run", "demo", "x")
-    assert done.code == 1 and done.sentence == (
-        "An unexpected error, which is a bug: ZeroDivisionError: a bug (EDGEINFER_DEBUG=1 shows where)."
-    )
-    assert edgeinfer("run", "demo", "x", "--json").json["error"]["code"] == "internal"
-    monkeypatch.setenv("EDGEINFER_DEBUG", "1")
-    assert "Traceback" in edgeinfer("run", "demo", "x").err
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (KeyboardInterrupt(), "Interrupted."),
-        (MemoryError(), "The system has no more memory to give; lower --ctx or --budget."),
-        (PermissionError(13, "Permission denied", "file"), "file: Permission denied."),
-    ],
-)
-def test_what_the_system_says_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, sentence: str
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr("edgeinfer.cli.run.check_request", broken)
-    done = edgeinfer("run", "demo", "x")
-    assert done.code == 1 and done.err.splitlines()[-1] == f"edgeinfer: {sentence}"
-
-
-def test_an_output_that_cannot_show_a_character_shows_another() -> None:
-    """Token 198 is the byte 0xC3, half a character."""
-    arguments = ("run", "demo", "x", "-n", 2, "--temp", 0, "--no-stats", "--logit-bias", "198=1e9")
-    assert process(*arguments, PYTHONIOENCODING="utf-8").out == "\ufffd\ufffd\n"
-    assert process(*arguments, PYTHONIOENCODING="ascii") == Outcome(0, "??\n", "")
-
-
-def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
-    command = [*PYTHON, "run", "demo", PROMPT, "-n", "900", "--no-stats", "-t", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
-        assert child.stdout and child.stderr
-        child.stdout.read(5)
-        child.stdout.close()
-        assert child.stderr.read() == b""
-        assert child.wait(30) == 1
-
-
-def test_the_first_token_needs_neither_numba_nor_a_compiler() -> None:
-    edgeinfer("warmup")
-    code = (
-        "import sys\nfrom edgeinfer.cli import main\n"
-        "try:\n    main(['run', 'demo', 'Once', '-n', '2', '--json'])\n"
-        "except SystemExit:\n    print(*[m for m in ('numba', 'torch', 'huggingface_hub', 'rich', 'jinja2') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [*PYTHON[:1], "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
-    )
-    report, modules = done.stdout.splitlines()
-    assert modules == "" and json.loads(report)["completion_tokens"] == 2

@@ -8,14 +8,14 @@ from pathlib import Path
 import typer
 
 from edgeinfer.cli.app import make_app
-from edgeinfer.cli.manual import commands, json_fields, manual
 from tests.command_line import edgeinfer
+from tests.make_manual import commands, json_fields, manual
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == manual(), "run: python -m edgeinfer.cli.manual > docs/cli.md"
+    assert PAGE.read_text(encoding="utf-8") == manual(), "run: python -m tests.make_manual"
 
 
 def test_every_flag_of_help_is_on_the_page() -> None:

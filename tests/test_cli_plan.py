@@ -82,11 +82,12 @@ def test_weights_are_mapped_or_locked() -> None:
     assert {region["kind"] for region in plain["regions"]} == {"mapped", "private", "reserve"}
 
 
-def test_a_locked_run_locks_its_weights() -> None:
-    code = """
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_locked_run_locks_its_weights(mmap: bool) -> None:
+    code = f"""
 import sys
 from edgeinfer import LLM
-with LLM("demo", mlock=True) as llm:
+with LLM("demo", mlock=True, mmap={mmap}) as llm:
     assert llm.generate("Once", max_tokens=4)
     print(next(line for line in open("/proc/self/status") if line.startswith("VmLck")).split()[1])
 print(next(line for line in open("/proc/self/status") if line.startswith("VmLck")).split()[1])

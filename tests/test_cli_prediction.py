@@ -21,10 +21,11 @@ from edgeinfer.cli.prediction import (
     run_estimate,
     sentence,
 )
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.devices import DeviceProfile, Traffic, local_path, local_profile, save_profile
+from edgeinfer.engine import Choice, Completion
 from edgeinfer.kernels import choose
 from edgeinfer.models import demo_path
-from edgeinfer.runtime import Choice, Completion
 from tests.command_line import edgeinfer
 
 TRAFFIC = Traffic(1e9, 16, operations=2e9, head_operations=2e8, kv_bytes=1e4, attention_operations=1e5)
@@ -138,14 +139,15 @@ def test_other_programs_are_noticed(monkeypatch) -> None:
 
 def test_there_is_no_prediction_without_this_very_machine(probed) -> None:
     isa = choose().name
-    assert make_predictor(demo_path(), "int8", 2, isa) is not None
-    assert make_predictor(demo_path(), "int8", 1, isa) is None
-    assert make_predictor(demo_path(), "int8", 2, "npu") is None
-    assert make_predictor(Path("nothing"), "int8", 2, isa) is None
+    config = RuntimeConfig()
+    assert make_predictor(demo_path(), config, 2, isa) is not None
+    assert make_predictor(demo_path(), config, 1, isa) is None
+    assert make_predictor(demo_path(), config, 2, "npu") is None
+    assert make_predictor(Path("nothing"), config, 2, isa) is None
     local_path().write_text("broken =", encoding="utf-8")
-    assert make_predictor(demo_path(), "int8", 2, isa) is None
+    assert make_predictor(demo_path(), config, 2, isa) is None
     local_path().unlink()
-    assert make_predictor(demo_path(), "int8", 2, isa) is None
+    assert make_predictor(demo_path(), config, 2, isa) is None
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="the profile of this test has two threads")

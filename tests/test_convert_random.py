@@ -14,7 +14,8 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.errors import DestinationError
 from edgeinfer.graph import build_graph, builtin_shapes, expected_types
-from edgeinfer.kernels import layouts
+from edgeinfer.quant import layouts
+from tests.bundles import tensor_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=72, intermediate_size=100, num_hidden_layers=2, vocab_size=300,
@@ -32,10 +33,10 @@ def test_every_tensor_keeps_the_size_of_its_input(tmp_path: Path, weights: str) 
     for weight in graph.weights:
         stored = bundle.types[weight.name]
         if stored.layout == "plain":
-            values = bundle.tensor_bytes(weight.name).view("<f4")
+            values = tensor_bytes(bundle, weight.name).view("<f4")
             assert abs(values.mean() - (0 if weight.name.endswith("_bias") else 1)) < 0.02
         else:
-            data = bundle.tensor_bytes(weight.name)
+            data = tensor_bytes(bundle, weight.name)
             values = layouts.unpack_tile16(data, stored.dtype, stored.group_size, weight.shape)
             assert np.isfinite(values).all()
             assert 0.9 < values.std() * np.sqrt(weight.shape[1]) < 1.2, weight.name

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.engine import Sampler
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import available
-from edgeinfer.runtime import Sampler, Session
+from edgeinfer.runtime import Session
 from tests.sessions import SPLIT, TINY, WINDOWED, scored, session, tokens, write_model
 
 PROMPT = tokens(2 * SPLIT + 91)  # three attention splits, the last of them part of a block
@@ -99,8 +100,8 @@ def test_sequences_decoded_together_or_alone(config: ModelConfig, kv: str, model
                 alone = [opened.fork(sequence) for sequence in together]
             for step in range(5):  # the first sequence crosses into its second split
                 ids = tokens(n, seed=100 + step)
-                rows = opened.decode(together, ids)
-                each = [opened.decode([s], [i])[0] for s, i in zip(alone, ids, strict=True)]
+                rows = opened.decode(together, ids).copy()
+                each = [opened.decode([s], [i])[0].copy() for s, i in zip(alone, ids, strict=True)]
                 assert rows.tobytes() == np.stack(each).tobytes()
             for sequence in (*together, *alone):
                 opened.release(sequence)

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.bench import CHUNK_SIZES, Lengths, MachineProbe, ProbeRequest, StorageProbe, probe_machine, thread_counts
 from edgeinfer.bench import SHAPES as CALIBRATION_SHAPES
-from edgeinfer.bench import Lengths, ProbeRequest, StorageProbe, probe_machine
 from edgeinfer.bench import machine as machine_module
 from edgeinfer.bench import storage as storage_module
 from edgeinfer.bench.calibration import lengths_for
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.devices import DecodeRun, PromptRun, load_profile, save_profile, solve_constants
 from edgeinfer.errors import BudgetError, DestinationError, UsageError
-from edgeinfer.runtime import CHUNK_SIZES, MachineProbe, thread_counts
 
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=320,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=16, windows=(0, 0))
@@ -38,33 +37,33 @@ def test_sizes_of_pieces() -> None:
 
 
 def test_memory_and_arithmetic() -> None:
-    with MachineProbe(16 * MIB + 5, seconds=0) as probe:
+    with MachineProbe(2, 16 * MIB + 5) as probe:
         assert probe.read_bytes == 16 * MIB
         assert probe.read_gbs(1) > 0 and probe.read_gbs(2) > 0
         assert probe.int8_gops(2) > 0 and probe.f32_gflops(1) > 0
         for size in (64, 2048, MIB):
-            share, gbs = probe.random_share(size, 2)
-            assert 0 < share < 100 and gbs > 0
+            assert 0 < probe.random_share(size, seconds=0) < 100
         probe.small_pages()
-        assert probe.read_gbs(2) > 0 and probe.random_share(64, 1)[1] > 0
+        assert probe.read_gbs(2) > 0 and probe.random_share(64, seconds=0, threads=1) > 0
 
 
 def test_the_probe_reads_scattered_pieces_within_its_memory() -> None:
     """Sizes that do not divide the number of pieces, with more threads than pieces."""
-    with MachineProbe(16 * MIB, seconds=0) as probe:
-        assert probe.random_share(MIB, 5)[1] > 0
-        assert probe.random_share(192, 3)[1] > 0
+    with MachineProbe(5, 16 * MIB) as probe:
+        assert probe.random_share(MIB, seconds=0) > 0
+        assert probe.random_share(192, seconds=0, threads=3) > 0
 
 
-def test_too_little_memory_to_measure() -> None:
+def test_too_little_memory_to_measure(tmp_path: Path) -> None:
+    request = replace(small_request(tmp_path, quick=True), read_bytes=MIB)
     with pytest.raises(BudgetError, match="A probe that reads 1 MB would measure the caches; it needs at least 17 MB"):
-        MachineProbe(MIB)
+        probe_machine(request, list, lambda *call: None)
 
 
 def test_the_probe_refuses_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
     with pytest.raises(UsageError, match="EDGEINFER_CHECK=1 compares every record in Python, which nobody can time"):
-        MachineProbe(16 * MIB)
+        MachineProbe(1, 16 * MIB)
 
 
 def test_share_of_huge_pages() -> None:
@@ -298,7 +297,7 @@ def test_no_memory_is_left_behind() -> None:
     import psutil
 
     before = psutil.Process().memory_info().rss
-    with MachineProbe(64 * MIB, seconds=0) as probe:
+    with MachineProbe(1, 64 * MIB) as probe:
         probe.read_gbs(1)
         assert psutil.Process().memory_info().rss > before + 60 * MIB
     assert psutil.Process().memory_info().rss < before + 60 * MIB

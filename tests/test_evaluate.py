@@ -15,7 +15,8 @@ from edgeinfer.converters import convert
 from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate, token_stream
 from edgeinfer.models import demo_path
-from edgeinfer.runtime import Session, Tokenizer
+from edgeinfer.runtime import Session
+from edgeinfer.text import Tokenizer
 from tests.checkpoints import make_checkpoint
 
 TEXT = "Once upon a time there was a king.\fThe king had three daughters, and the youngest was the wisest.\n"

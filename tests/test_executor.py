@@ -5,30 +5,25 @@ Kernels here are mostly Python functions behind addresses: the executor calls wh
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
 from edgeinfer.graph import ModelConfig
-from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.runtime import Program, Record
-from edgeinfer.runtime.executor import Executor
+from edgeinfer.kernels import abi
+from edgeinfer.runner import Cancellation
+from tests.python_kernels import COUNT_FREE, Make, executors
 from tests.sessions import free_blocks, logits_of, session, tokens, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
-WORD = ctypes.c_int64
-ENTRY = ctypes.CFUNCTYPE(WORD, WORD, WORD, WORD, WORD)
 LONG = ModelConfig(
     "llama", vocab_size=2000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
     num_key_value_heads=4, head_dim=64, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=2048,
@@ -36,45 +31,10 @@ LONG = ModelConfig(
 """100 million weights: a prompt takes long enough to be interrupted."""
 
 
-@functools.cache
-def real() -> Kernels:
-    return Kernels(choose())
-
-
-class PythonKernels:
-    """Stands in for Kernels: Python functions (record number, thread) -> status, and the real inner half."""
-
-    def __init__(self, **functions: Callable[[int, int], int | None]):
-        self.base = 0
-        self._entries = {name: ENTRY(functools.partial(self._call, f)) for name, f in functions.items()}
-
-    def _call(self, function: Callable[[int, int], int | None], rec: int, ctx: int, tid: int, n_threads: int) -> int:
-        return function((rec - self.base) // abi.RECORD_BYTES, tid) or 0
-
-    def addresses(self, names: tuple[str, ...]) -> dict[str, int]:
-        return {name: ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0 for name in names}
-
-    def function(self, name: str) -> Callable[[int, int, int, int], int]:
-        return real().function(name)
-
-
 @pytest.fixture
-def make() -> Iterator[Callable[..., Executor]]:
-    """Make executors of records given as names, or (name, predicate); they are closed at the end."""
-    opened: list[Executor] = []
-
-    def build(records: list[Any], threads: int, **functions: Callable[[int, int], int | None]) -> Executor:
-        named = [record if isinstance(record, tuple) else (record, None) for record in records]
-        kernels: Any = PythonKernels(**functions)
-        program = Program(tuple(Record(name, "test", predicate=predicate) for name, predicate in named))
-        executor = Executor(program, kernels, threads, {})
-        kernels.base = program.words.ctypes.data
-        opened.append(executor)
-        return executor
-
-    yield build
-    for executor in opened:
-        executor.close()
+def make() -> Iterator[Make]:
+    with executors() as build:
+        yield build
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_every_thread_runs_every_record_once_and_in_order(make: Callable[..., Executor], threads: int) -> None:
+def test_every_thread_runs_every_record_once_and_in_order(make: Make, threads: int) -> None:
     """Some threads dawdle; nobody starts a record before all have ended the one before."""
     log: list[tuple[str, int, int]] = []
     rng = np.random.default_rng(threads)
@@ -110,7 +70,7 @@ def test_every_thread_runs_every_record_once_and_in_order(make: Callable[..., Ex
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_records_are_skipped_where_their_count_is_zero(make: Callable[..., Executor], threads: int) -> None:
+def test_records_are_skipped_where_their_count_is_zero(make: Make, threads: int) -> None:
     """A record may set the count that the next one depends on: the decision falls at the barrier between them."""
     ran: list[int] = []
 
@@ -121,10 +81,10 @@ def test_records_are_skipped_where_their_count_is_zero(make: Callable[..., Execu
     def set_kept(record: int, tid: int) -> None:
         log(record, tid)
         if tid == 0:
-            executor.set_count(abi.COUNT_KEPT, kept)
+            executor.set_count(COUNT_FREE, kept)
 
     executor = make(
-        [("log", abi.COUNT_MERGE), ("set_kept", None), ("log", abi.COUNT_KEPT), ("log", abi.COUNT_MERGE),
+        [("log", abi.COUNT_MERGE), ("set_kept", None), ("log", COUNT_FREE), ("log", abi.COUNT_MERGE),
          ("log", abi.COUNT_TOKENS)], threads, log=log, set_kept=set_kept,
     )  # fmt: skip
     for merge, kept, n_tokens, expected in [  # noqa: B007
@@ -137,7 +97,7 @@ def test_records_are_skipped_where_their_count_is_zero(make: Callable[..., Execu
         assert ran == expected
 
 
-def test_a_walk_in_which_all_is_skipped_ends(make: Callable[..., Executor]) -> None:
+def test_a_walk_in_which_all_is_skipped_ends(make: Make) -> None:
     ran: list[int] = []
     executor = make([("log", abi.COUNT_TOKENS)] * 3, 2, log=lambda record, tid: ran.append(record))
     for n in (0, 0, 1, 0, 1):
@@ -147,12 +107,12 @@ def test_a_walk_in_which_all_is_skipped_ends(make: Callable[..., Executor]) -> N
         assert ran == [0, 0, 1, 1, 2, 2] * n
 
 
-def test_a_program_without_records_ends(make: Callable[..., Executor]) -> None:
+def test_a_program_without_records_ends(make: Make) -> None:
     executor = make([], 2)
     executor.run()
 
 
-def test_a_kernel_that_fails_ends_the_walk(make: Callable[..., Executor]) -> None:
+def test_a_kernel_that_fails_ends_the_walk(make: Make) -> None:
     """One thread's status is enough; the next walk is as good as the first."""
     ran: list[int] = []
     fails = [True]
@@ -172,72 +132,55 @@ def test_a_kernel_that_fails_ends_the_walk(make: Callable[..., Executor]) -> Non
         assert sorted(ran) == sorted(3 * list(range(n)))
 
 
-def test_a_ticket_is_waited_for(make: Callable[..., Executor]) -> None:
-    ran: list[int] = []
-    executor = make(["work"] * 2, 2, work=lambda record, tid: ran.append(record))
-    executor.program.words.view(np.int32)[1, abi.REC_TICKET // 4] = 1 + 3
-    redeem = threading.Timer(0.05, executor.set, (abi.CTX_TICKETS + 8 * 3, 1))
-    redeem.start()
-    begin = time.perf_counter()
-    executor.run()
-    assert time.perf_counter() - begin > 0.04
-    assert ran == [0, 0, 1, 1]
-    executor.set(abi.CTX_TICKETS + 8 * 3, 0)
-    cancel = threading.Timer(0.05, executor.cancel)
-    cancel.start()
-    with pytest.raises(CancelledError):
-        executor.run()
-    assert ran == [0, 0, 1, 1, 0, 0]
-    redeem.join(), cancel.join()
-
-
 # -- cancelling --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_walk_ends_at_the_barrier(make: Callable[..., Executor]) -> None:
+def test_a_cancelled_walk_ends_at_the_barrier(make: Make) -> None:
     ran: list[int] = []
     cancels = [1]
 
     def work(record: int, tid: int) -> None:
         ran.append(record)
         if (record, tid) == (cancels[0], 1):
-            executor.cancel()
+            cancellation.cancel()
+            time.sleep(0.1)  # whoever waits for the walk sees it within WAIT_SECONDS
 
     executor = make(["work"] * 4, 2, work=work)
     for cancels[0], expected in ((1, [0, 0, 1, 1]), (-1, [0, 0, 1, 1, 2, 2, 3, 3]), (3, [0, 0, 1, 1, 2, 2, 3, 3])):
         ran.clear()
+        cancellation = Cancellation()
         if cancels[0] < 0:
-            executor.run()
+            executor.run(cancel=cancellation)
         else:
             with pytest.raises(CancelledError, match=r"^The run was cancelled\.$"):
-                executor.run()
+                executor.run(cancel=cancellation)
         assert ran == expected
 
 
-def test_a_cancellation_that_comes_first_holds_unless_it_is_forgotten(make: Callable[..., Executor]) -> None:
+def test_a_cancellation_reaches_its_own_walks_only(make: Make) -> None:
+    """One that comes first holds for all walks that it is given to, and for no other."""
     ran: list[int] = []
     executor = make(["work"], 2, work=lambda record, tid: ran.append(record))
-    executor.cancel()
-    with pytest.raises(CancelledError):
-        executor.run()
+    cancelled, other = Cancellation(), Cancellation()
+    cancelled.cancel()
+    for _ in range(2):
+        with pytest.raises(CancelledError):
+            executor.run(cancel=cancelled)
     assert ran == []
-    executor.cancel()
-    executor.forget_cancel()
+    executor.run(cancel=other)
     executor.run()
-    assert ran == [0, 0]
+    assert ran == [0, 0, 0, 0]
 
 
-def test_a_kernel_of_many_chunks_stops_within(make: Callable[..., Executor]) -> None:
-    """A record that was left half done counts as cancelled even if the wish is forgotten meanwhile."""
-    data = np.zeros(1 << 20, np.uint8)
-    executor = Executor(
-        Program((Record("stream_read", "sum", (("weights", 0), ("scratch", 0)), (256, 4096)),)), real(), 2,
-        {"weights": data[-data.ctypes.data % 64 :][: 1 << 19], "scratch": np.zeros(4096, np.uint8)},
-    )  # fmt: skip
-    executor.set(abi.CTX_ERROR, abi.ABANDONED)  # as `claim` leaves it
+def test_a_kernel_of_many_chunks_stops_within(make: Make) -> None:
+    """A record that was left half done counts as cancelled."""
+
+    def abandon(record: int, tid: int) -> None:
+        executor.set(abi.CTX_ERROR, abi.ABANDONED)  # as `claim` leaves it
+
+    executor = make(["abandon"], 2, abandon=abandon)
     with pytest.raises(CancelledError):
         executor.run()
-    executor.close()
 
 
 def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
@@ -249,16 +192,17 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
         opened.prefill(sequence, ids[:20])
         for delay in (0.001, 0.02, 0.05, 0.1):
             sent: list[float] = []
+            cancellation = Cancellation()
 
-            def cancel(delay: float = delay, sent: list[float] = sent) -> None:
+            def cancel(delay: float = delay, sent: list[float] = sent, one: Cancellation = cancellation) -> None:
                 time.sleep(delay)
                 sent.append(time.perf_counter())
-                opened.cancel()
+                one.cancel()
 
             thread = threading.Thread(target=cancel)
             thread.start()
             with pytest.raises(CancelledError):
-                opened.prefill(sequence, ids[20:])
+                opened.prefill(sequence, ids[20:], cancellation)
             late = time.perf_counter() - sent[0]
             thread.join()
             assert late < 0.1
@@ -295,7 +239,7 @@ def test_idle_threads_sleep(models: Path, threads: int) -> None:
         assert time.process_time() - before < 0.05
 
 
-def test_closing_twice_and_using_what_is_closed(make: Callable[..., Executor], models: Path) -> None:
+def test_closing_twice_and_using_what_is_closed(make: Make, models: Path) -> None:
     executor = make(["work"], 2, work=lambda record, tid: 0)
     executor.run()
     before = threading.active_count()
@@ -329,7 +273,7 @@ def test_closing_gives_the_memory_back_to_whoever_keeps_the_session(models: Path
         assert before - process.memory_info().rss > 0.8 * nbytes
 
 
-def test_closing_from_another_thread_cancels_what_runs(make: Callable[..., Executor]) -> None:
+def test_closing_from_another_thread_cancels_what_runs(make: Make) -> None:
     executor = make(["work"] * 1000, 2, work=lambda record, tid: time.sleep(1e-3))
     close = threading.Timer(0.05, executor.close)
     close.start()
@@ -338,7 +282,7 @@ def test_closing_from_another_thread_cancels_what_runs(make: Callable[..., Execu
     close.join()
 
 
-def test_threads_that_the_system_refuses(make: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_the_system_refuses(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     start, n = threading.Thread.start, [0]
 
     def refuse(self: threading.Thread) -> None:
@@ -357,7 +301,7 @@ def test_threads_that_the_system_refuses(make: Callable[..., Executor], monkeypa
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_profile_has_the_time_of_each_record(make: Callable[..., Executor]) -> None:
+def test_the_profile_has_the_time_of_each_record(make: Make) -> None:
     executor = make(
         ["quick", "slow", ("slow", abi.COUNT_MERGE), "quick"], 2, quick=lambda record, tid: 0,
         slow=lambda record, tid: time.sleep(5e-3),

@@ -12,10 +12,12 @@ import pytest
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.describe import describe
-from edgeinfer.errors import BundleError, CheckpointError, UsageError
+from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.graph import build_graph, expected_types, read_config, requested_types
-from edgeinfer.kernels import abi, layouts
-from edgeinfer.memory_planner import Request, make_plan
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import Planner, Request
+from edgeinfer.quant import layouts
+from tests.bundles import tensor_bytes
 from tests.checkpoints import make_checkpoint, random_tensors, read_tensors, tiny_config
 from tests.command_line import edgeinfer
 from tests.reference import forward
@@ -75,7 +77,7 @@ def test_conversion_puts_rows_and_columns_of_a_neuron_together(
     assert (ffn.dtype, ffn.layout) == (weights, "neuron") and not any("gate_up" in name for name in bundle.tensors)
     gate, up, down = (tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
     want = np.stack([gate, up, down.T], axis=1)
-    got = layouts.unpack_neuron(bundle.tensor_bytes("layers.1.ffn"), weights, ffn.group_size, want.shape)
+    got = layouts.unpack_neuron(tensor_bytes(bundle, "layers.1.ffn"), weights, ffn.group_size, want.shape)
     assert ((got - want) ** 2).sum() < {"q4": 0.01, "int8": 4e-5}[weights] * (want**2).sum()
     assert [t.name for t in report.tensors].count("layers.1.ffn") == 1
     monkeypatch.setattr("edgeinfer.converters.conversion.BLOCK_WEIGHTS", 1000)
@@ -103,14 +105,14 @@ def test_requests_that_make_no_sense() -> None:
 def test_graph_and_plan() -> None:
     config = replace(TINY, hidden_act="relu", mlp_bias=True)
     graph = build_graph(config, requested_types(ffn_layout="neuron"))
-    assert "neuron_gated activation=relu(h.1[tokens x 36 q8g32], layers.0.ffn 72x3x36 q4g32 by neuron, " \
-        "layers.0.gate_up_bias 144 f32)" in graph.describe()
-    assert "x.0[tokens x 36 f32] += neuron_down(f.0[tokens x 72 f32], " in graph.describe()
+    assert "activation=relu(h.1[tokens x 36 q8g32], x.1[tokens x 36 f32], layers.0.ffn 72x3x36 q4g32 by neuron, " \
+        "layers.0.gate_up_bias 144 f32, layers.0.ffn_norm 36 f32)" in graph.describe()
+    assert "x.2[tokens x 36 f32] = neuron_down layer=0 activation=relu(f.0[tokens x 72 f32], " in graph.describe()
     tiles = build_graph(config, requested_types())
     assert graph.weight_count == tiles.weight_count
     assert build_graph(config, expected_types(graph.types)) == graph
     assert build_graph(config, expected_types(tiles.types)) == tiles
-    plan = make_plan(graph, Request(64, "int8", 3, 8, 1, 1), 1 << 20)
+    plan = Planner(graph, 1 << 20).plan(Request(64, "int8", 3, 8, 1, 1))
     sums = abi.neuron_sums_bytes(72, 36, 32, "q4")
     assert sums == 2 * 4 * 128  # two blocks of at most 64 neurons, each with a line of columns
     assert plan.region("scratch").bytes >= plan.shared_scratch_offset + sums
@@ -154,12 +156,19 @@ def test_estimates_count_an_ffn_once(tmp_path: Path) -> None:
     assert edgeinfer("verify", tmp_path / "neuron").code == 0
 
 
-def test_a_bundle_that_ends_with_neurons_is_refused(tmp_path: Path) -> None:
+def test_a_bundle_may_end_with_neurons(tmp_path: Path) -> None:
+    """Kernels read a little behind a tensor in layout neuron; there lie zeros."""
     write_random_bundle(TINY, tmp_path / "m", ffn_layout="neuron")
     bundle = Bundle.open(tmp_path / "m")
     names = [*(name for name in bundle.tensors if name != "layers.1.ffn"), "layers.1.ffn"]
     with BundleWriter(tmp_path / "turned", bundle.config, bundle.quantisation) as writer:
         for name in names:
-            writer.add(name, bundle.types[name], bundle.tensors[name].shape, bundle.tensor_bytes(name))
-    with pytest.raises(BundleError, match="ends with a tensor in layout neuron"), session(tmp_path / "turned"):
-        pass
+            writer.add(name, bundle.types[name], bundle.tensors[name].shape, tensor_bytes(bundle, name))
+    last = Bundle.open(tmp_path / "turned").tensors["layers.1.ffn"]
+    assert not Bundle.open(tmp_path / "turned").weights[last.offset + last.nbytes :].any()
+    assert Bundle.open(tmp_path / "turned").weights_bytes == last.offset + last.nbytes + 64
+    rows = []
+    for name in ("m", "turned"):
+        with session(tmp_path / name, ctx=64, outputs=8) as opened:
+            rows.append(scored(opened, tokens(8)))
+    np.testing.assert_array_equal(*rows)

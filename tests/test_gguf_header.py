@@ -85,7 +85,7 @@ def test_the_shape_is_that_of_the_config(tmp_path: Path, name: str, prefix: str,
     described, shape = describe(path, "q4", 64), describe(name, "q4", 64)
     assert described.source == f"GGUF file {path}"
     for figure in ("weight_bytes", "parameters", "active_parameters", "bytes_per_token", "kv_bytes_per_position",
-                   "operations_per_token", "attention_operations_per_position", "runnable"):
+                   "operations_per_token", "runnable"):
         assert getattr(described, figure) == getattr(shape, figure), figure
     assert described.config.max_position_embeddings == shape.config.max_position_embeddings
 

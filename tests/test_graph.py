@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
-from edgeinfer.graph import Graph, Op, WeightType, build_graph, expected_types, read_config, requested_types, round_up
+from edgeinfer.graph import (
+    Attention,
+    Graph,
+    Op,
+    Source,
+    WeightType,
+    build_graph,
+    expected_types,
+    read_config,
+    requested_types,
+)
+from edgeinfer.sizes import round_up
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 2,
@@ -24,15 +35,15 @@ def build(weights: str = "q4", group_size: int = 32, **fields: Any) -> Graph:
 
 
 def kinds(graph: Graph) -> list[str]:
-    return [op.kind for op in graph.ops]
+    return [op.name for op in graph.ops]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_an_unquantised_graph_is_the_textbook(model_type: str) -> None:
     graph = build("f32", model_type=model_type)
     assert kinds(graph) == ["embed", *LAYER, *LAYER, "gather_outputs", "rms_norm", "linear"]
-    assert {tensor.dtype for op in graph.ops for tensor in op.inputs + op.outputs} == {"f32"}
-    assert [(op.attributes["layer"], op.attributes["window"]) for op in graph.ops if op.kind == "attention"] == [
+    assert {tensor.dtype for op in graph.ops for tensor in (*op.inputs, op.out)} == {"f32"}
+    assert [(op.layer, op.window) for op in graph.ops if isinstance(op, Attention)] == [
         (i, 4096 if model_type == "mistral" else 0) for i in range(2)
     ]
 
@@ -44,7 +55,7 @@ def test_activations_are_quantised_where_weights_are(weights: str, group_size: i
     layer = [*LAYER[:4], "quantize", *LAYER[4:7], "quantize", *LAYER[7:]]
     assert kinds(graph) == ["embed", *layer, *layer, "gather_outputs", "rms_norm", "linear"]
     for op in graph.ops:
-        if op.kind in ("linear", "gated"):
+        if op.name in ("linear", "gated"):
             weight = graph.types[op.weights[0].name]
             assert (op.inputs[0].dtype, op.inputs[0].group_size) == ("q8", weight.group_size)
 
@@ -56,7 +67,7 @@ def test_mixed_types_quantise_for_each_weight() -> None:
     graph = build_graph(read_config(CONFIG), expected_types(table))
     quantised = {t.name: t.group_size for op in graph.ops for t in op.inputs if t.dtype == "q8"}
     assert sorted(quantised.values()) == [64, 128]
-    norms = [op.outputs[0].dtype for op in graph.ops if op.kind == "rms_norm"]
+    norms = [op.out.dtype for op in graph.ops if op.name == "rms_norm"]
     assert norms == ["f32", "f32", "q8", "f32", "f32"]
 
 
@@ -66,28 +77,27 @@ def test_every_tensor_is_written_before_it_is_read() -> None:
     for op in graph.ops:
         for tensor in op.inputs:
             assert written[tensor.name] == tensor
-        for tensor in op.outputs:
-            assert op.in_place == (tensor.name in written)
-            assert not op.in_place or tensor == op.inputs[-1]
-            written[tensor.name] = tensor
+        assert op.out.name not in written and (op.over is None or op.over in op.inputs)
+        written[op.out.name] = op.out
     assert (graph.logits.width, graph.logits.rows) == (99, "outputs")
-    assert [op.kind for op in graph.ops if op.outputs[0].rows == "outputs"] == ["gather_outputs", "rms_norm", "linear"]
+    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear"]
 
 
 def test_weights_name_their_sources() -> None:
     weights = {weight.name: weight for weight in build(attention_bias=True, mlp_bias=True).weights}
     assert weights["layers.1.qkv"].shape == (100, 60)
     attention = "model.layers.1.self_attn."
-    assert weights["layers.1.qkv"].sources == tuple(attention + f"{p}_proj.weight" for p in "qkv")
+    names = [source.name for source in weights["layers.1.qkv"].sources]
+    assert names == [attention + f"{p}_proj.weight" for p in "qkv"]
     assert weights["layers.1.qkv"].source_shapes == ((60, 60), (20, 60), (20, 60))
     assert weights["layers.1.qkv_bias"].shape == (100,)
     assert weights["layers.1.gate_up"].shape == (224, 60)  # 100 rows padded to 112, twice
     assert weights["layers.1.gate_up"].combine == weights["layers.1.gate_up_bias"].combine == "interleave16"
     assert weights["layers.1.gate_up_bias"].shape == (224,)
-    assert weights["layers.1.o_bias"].sources == (attention + "o_proj.bias",)
+    assert weights["layers.1.o_bias"].sources == (Source(attention + "o_proj.bias", (60,)),)
     assert weights["head"].kind == "head"
     assert weights["embed"].kind == "embedding"
-    names = [source for weight in weights.values() for source in weight.sources]
+    names = [source.name for weight in weights.values() for source in weight.sources]
     assert len(names) == len(set(names)) == 3 + 2 * (9 + 7)
 
 
@@ -105,9 +115,9 @@ def test_weight_count_leaves_padding_out() -> None:
 
 def test_q_and_k_norms_are_of_one_head() -> None:
     graph = build(model_type="qwen3", head_dim=10)
-    rope = next(op for op in graph.ops if op.kind == "rope_store")
+    rope = next(op for op in graph.ops if op.name == "rope_store")
     assert [(w.name, w.shape) for w in rope.weights] == [("layers.0.q_norm", (10,)), ("layers.0.k_norm", (10,))]
-    assert rope.attributes == {"layer": 0, "eps": 1e-6}
+    assert (rope.layer, rope.eps, rope.heads, rope.kv_heads, rope.head_dim) == (0, 1e-6, 6, 2, 10)
 
 
 def test_requested_types() -> None:
@@ -144,10 +154,12 @@ def test_describe() -> None:
     lines = build(hidden_act="relu").describe().splitlines()
     assert lines[0] == "x.0[tokens x 60 f32] = embed(embed 99x60 int8g32)"
     assert lines[6] == (
-        "x.0[tokens x 60 f32] += linear(q.0[tokens x 60 q8g32], x.0[tokens x 60 f32], layers.0.o 60x60 q4g32)"
+        "x.1[tokens x 60 f32] = linear layer=0(q.0[tokens x 60 q8g32], a.0[tokens x 60 f32], x.0[tokens x 60 f32], "
+        "layers.0.o 60x60 q4g32) over x.0"
     )
     assert lines[8] == (
-        "f.0[tokens x 100 f32] = gated activation=relu(h.1[tokens x 60 q8g32], layers.0.gate_up 224x60 q4g32)"
+        "f.0[tokens x 100 f32] = gated layer=0 eps=1e-06 activation=relu(h.1[tokens x 60 q8g32], x.1[tokens x 60 f32], "
+        "layers.0.gate_up 224x60 q4g32, layers.0.ffn_norm 60 f32)"
     )
     assert len(lines) == len(build().ops)
 
@@ -158,7 +170,7 @@ def test_records_are_frozen_and_comparable() -> None:
     assert graph != build("int8")
     op = graph.ops[0]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        op.kind = "other"  # type: ignore[misc]
+        op.layer = 3  # type: ignore[misc]
     assert isinstance(op, Op)
 
 
@@ -168,6 +180,7 @@ def test_records_are_frozen_and_comparable() -> None:
         ({"model_type": "mamba"}, {}, "The model: model_type is 'mamba', which edgeinfer does not support"),
         ({"hidden_act": "tanh"}, {}, "The model's hidden_act is 'tanh'; it must be silu, relu, relu2 or a gelu"),
         ({"head_dim": 7}, {}, "The model's head_dim is 7; it must be even"),
+        ({"rms_norm_eps": 1.5}, {}, "The model's rms_norm_eps is 1.5; it must be from 0 to 1"),
         ({}, {"kind": "longrope"}, "The model's rope.kind is 'longrope'; it must be one of default, linear, llama3"),
         ({}, {"theta": -1.0}, "The model's rope.theta is -1.0; it must be above 1"),
         ({}, {"factor": 0.0}, "The model's rope.factor is 0.0; it must be above 0"),

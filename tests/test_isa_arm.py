@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.kernels import LADDER, available, choose, detect, isa, objects
+from edgeinfer.kernels import LADDER, available, choose, detect, isa
+from edgeinfer.kernels.toolchain import objects
 
 PI_4 = {16: 0x887, 26: 0}  # fp asimd evtstrm crc32 cpuid
 PI_5 = {16: 0x119FFF, 26: 0}  # with aes, atomics, asimdhp, asimdrdm, lrcpc, dcpop, asimddp

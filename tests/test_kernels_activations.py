@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import LADDER, abi
-from edgeinfer.kernels.parameters import ROWS, fill
-from edgeinfer.kernels.reference import Expected, RecordView, q8_blocks, read_q8, write_q8
-from tests.kernel_bench import ISAS, heights
+from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
+from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
+from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_linear import TOKENS, WEIGHTS, random_product
+from tests.test_kernels_neuron import random_ffn
 
-HEIGHTS = sorted({isa.heights for isa in LADDER} | {(6, 2), (4, 2), (8, 3)})
+TOKEN_TILES = sorted({isa.token_tiles for isa in LADDER} | {(6, 2), (4, 2), (8, 3)})
 
 
-@pytest.mark.parametrize("pair", HEIGHTS)
+@pytest.mark.parametrize("pair", TOKEN_TILES)
 def test_blocks_of_tokens_cover_all_of_them_in_order(pair: tuple[int, int]) -> None:
     """Large blocks while they fit, then small ones, then single tokens."""
     large, small = pair
@@ -34,18 +35,18 @@ def test_blocks_of_a_walk_of_nine() -> None:
     assert abi.token_blocks(0, (6, 2)) == []
 
 
-@pytest.mark.parametrize("pair", HEIGHTS)
-def test_heights_go_through_a_parameter(pair: tuple[int, int]) -> None:
-    assert abi.unpack_heights(abi.pack_heights(pair)) == pair
+@pytest.mark.parametrize("pair", TOKEN_TILES)
+def test_tokens_of_blocks_go_through_a_parameter(pair: tuple[int, int]) -> None:
+    assert abi.unpack_token_tiles(abi.pack_token_tiles(pair)) == pair
 
 
-@pytest.mark.parametrize("pair", HEIGHTS)
+@pytest.mark.parametrize("pair", TOKEN_TILES)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, pair: tuple[int, int]) -> None:
     """Byte by byte by the formulas of `abi.token_blocks`; reading gives back what was written."""
     rng = np.random.default_rng(group)
     for tokens in TOKENS:
-        stride, at_scales, at_sums = abi.q8_row_bytes(3 * group - 5, group)
+        stride, at_scales, at_offsets = abi.q8_row_bytes(3 * group - 5, group)
         codes = rng.integers(-127, 128, (tokens, at_scales)).astype(np.int8)
         scales = rng.random((tokens, 4)).astype(np.float32)
         data = write_q8(codes, scales, group, pair)
@@ -56,47 +57,80 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, pair: tuple[i
             for t in range(first, first + n):
                 k, g, j = np.arange(at_scales), np.arange(4), t - first
                 np.testing.assert_array_equal(flat[base + k // 4 * 4 * n + 4 * j + k % 4].view(np.int8), codes[t])
-                words = [flat[base + n * at + 4 * (g * n + j) + np.arange(4)[:, None]].T for at in (at_scales, at_sums)]
+                places = [base + n * at + 4 * (g * n + j) + np.arange(4)[:, None] for at in (at_scales, at_offsets)]
+                words = [flat[place].T for place in places]
                 np.testing.assert_array_equal(np.ascontiguousarray(words[0]).view(np.float32)[:, 0], scales[t])
                 sums = codes[t].reshape(4, group).sum(axis=1, dtype=np.int32)
                 np.testing.assert_array_equal(np.ascontiguousarray(words[1]).view(np.int32)[:, 0], -8 * sums)
-        blocks = q8_blocks(data.ctypes.data, tokens, stride, at_scales, at_sums, group, pair)
+        blocks = q8_blocks(data.ctypes.data, tokens, stride, at_scales, at_offsets, group, pair)
         for have, want in zip(read_q8(blocks), (codes, scales), strict=True):
             np.testing.assert_array_equal(have, want)
+
+
+def run_fused(isa: str, norm: bool, bench: Bench, name: str, places: list[int], width: int, group: int,
+              parameters: list[int]) -> dict[str, np.ndarray]:
+    """Run a product whose last two places are source and norm weight: on rows quantised before, then by itself.
+
+    The bits are the same, and the rows are not read in the second case.
+    """
+    stride, scales, offsets = abi.q8_row_bytes(width, group)
+    floats = 4 * (-(-width // 16) * 16)
+    rows = fill(ROWS, width=width, in_stride=floats, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
+                offsets=offsets, group=group, eps=1e-5, scratch=floats,
+                token_tiles=abi.pack_token_tiles(token_tiles(isa)))
+    bench.tokens([0])
+    bench.array(places[1], np.uint8, (stride,))[:] = 0xFF
+    scratch = bench.scratch(floats)
+    bench.run(isa, "rms_norm_q8" if norm else "quantize", [places[-2], places[1], places[-1], scratch], rows, keep=True)
+    bench.counts[abi.COUNT_SEVERAL] = 1  # a walk of several: the rows are there
+    want = bench.run(isa, name, places, parameters)
+    bench.counts[abi.COUNT_SEVERAL] = 0
+    bench.array(places[1], np.uint8, (stride,))[:] = 0xFF
+    for threads in (1, 2):
+        found = bench.run(isa, name, places, parameters, 0, threads)
+        for array, values in want.items():
+            np.testing.assert_array_equal(found[array], values, err_msg=array)
+    return want
+
+
+def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, norm: bool
+                   ) -> tuple[list[int], dict[str, int | float]]:
+    """Places of source and norm weight, and the parameters of a fused input; NaN follows the source."""
+    stride, scales, offsets = abi.q8_row_bytes(width, group)
+    floats = rng.standard_normal(-(-width // 16) * 16 + 16).astype(np.float32)
+    floats[width:] = np.nan
+    weight = bench.put("constants", rng.standard_normal(width).astype(np.float32))
+    return [bench.put("activations", floats), weight], {
+        "width": width, "group": group, "eps": 1e-5, "x_stride": stride, "x_scales": scales, "x_offsets": offsets,
+        "fused": abi.FUSED_NORM if norm else abi.FUSED_QUANTISE}
 
 
 @pytest.mark.parametrize("width", [172, 33])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS[:6])
 def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, norm: bool, width: int) -> None:
-    """The bits are those of the record before, whose rows are not read; the scratch is no larger than the planner's."""
+    """The bits are those of quantised rows; the scratch is no larger than the planner's."""
     rng = np.random.default_rng(group)
-    stride, scales, sums = abi.q8_row_bytes(width, group)
-    floats = rng.standard_normal((1, -(-width // 16) * 16 + 16)).astype(np.float32)
-    floats[:, width:] = np.nan
     for gated in (False, True):
         product = random_product(rng, dtype, group, 96, width, 1, gated=gated)
-        bench, scratch = product.bench, abi.GATED_SCRATCH_BYTES + stride + 4 * (-(-width // 16) * 16)
-        product.places[4], product.values["scratch"] = bench.scratch(scratch, 2), scratch
-        weight = bench.put("constants", rng.standard_normal(width).astype(np.float32))
-        places = [bench.put("activations", floats), product.places[1], weight, bench.scratch(floats.nbytes)]
-        bench.tokens([0])
+        places, fused = fused_operands(rng, product.bench, width, group, norm)
+        scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
+        places = [*product.places[:4], product.bench.scratch(scratch, 2), *places]
         for isa in ISAS:
-            rows = fill(
-                ROWS, width=width, in_stride=floats.nbytes, out_stride=stride, rows=abi.COUNT_TOKENS,
-                scales=scales, sums=sums, group=group, padded=scales, eps=1e-5, scratch=floats.nbytes,
-                heights=abi.pack_heights(heights(isa)))
-            bench.array(product.places[1], np.uint8, (stride,))[:] = 0xFF
-            bench.run(isa, "rms_norm_q8" if norm else "quantize", places, rows, keep=True)
-            run = (isa, product.name, product.places, product.parameters(isa))
-            bench.counts[abi.COUNT_MANY] = 1  # a walk of several: the rows are there, the record before is not read
-            want = bench.run(*run, abi.FLAG_OWN_INPUT, earlier=([0], [0], 0))["out"]
-            bench.counts[abi.COUNT_MANY] = 0
-            bench.array(product.places[1], np.uint8, (stride,))[:] = 0xFF
+            parameters = product.parameters(isa, scratch=scratch, **fused)
+            run_fused(isa, norm, product.bench, product.name, places, width, group, parameters)
 
-            def own(view: RecordView, want: np.ndarray = want, step: int = product.out_stride) -> list[Expected]:
-                return [Expected("out", view.array(2, np.float32, want.shape, (step, 4)), want)]
 
-            earlier = places, rows, abi.FLAG_NORM * norm
-            for threads in (1, 2):
-                bench.run(*run, abi.FLAG_OWN_INPUT, threads, twin=own, earlier=earlier)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[:6])
+def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, group: int, norm: bool) -> None:
+    rng, width = np.random.default_rng(group), 172
+    ffn = random_ffn(rng, dtype, group, 96, width, 1)
+    places, fused = fused_operands(rng, ffn.bench, width, group, norm)
+    places = [ffn.weights, ffn.x_place, ffn.f_place, ffn.list, ffn.scratch_place, ffn.bias, ffn.sums, *places]
+    for isa in ISAS:
+        parameters = fill(
+            NEURON_GATED, **{**ffn.values, **fused}, out_stride=ffn.f_stride, chunk=3, activation=ACTIVATIONS["silu"],
+            token_tiles=abi.pack_token_tiles(token_tiles(isa)))
+        want = run_fused(isa, norm, ffn.bench, f"neuron_gated_{dtype}", places, width, group, parameters)
+        assert np.abs(want["f"]).max() > 0

@@ -24,7 +24,19 @@ class Sequence:
 
     past: int
     new: int
+    parents: list[int] = field(default_factory=list)
+    """Parent of each new token in a tree, -1 for none; an empty list is a chain."""
     blocks: list[int] = field(default_factory=list)
+
+    def nodes(self) -> list[tuple[int, int]]:
+        """(depth, mask) of each new token."""
+        if not self.parents:
+            return [(i, -1) for i in range(self.new)]
+        nodes: list[tuple[int, int]] = []
+        for i, parent in enumerate(self.parents):
+            depth, mask = nodes[parent] if parent >= 0 else (-1, 0)
+            nodes.append((depth + 1, mask | 1 << i))
+        return nodes
 
 
 class Layer:
@@ -33,24 +45,31 @@ class Layer:
     def __init__(self, kv: str, heads: tuple[int, int, int], sequences: list[Sequence], window: int = 0,
                  norm: bool = False, tile: int = 4, seed: int = 0):
         rng = np.random.default_rng(seed)
-        self.kv, self.bench, self.window = kv, Bench(), window
+        self.kv, self.bench, self.window, self.sequences = kv, Bench(), window, sequences
         self.heads, self.kv_heads, self.head_dim = heads
         n_blocks = sum(-(-(s.past + s.new) // abi.BLOCK_TOKENS) for s in sequences)
         free = list(rng.permutation(n_blocks + 3))  # scrambled, with blocks that nobody owns
         for s in sequences:
             s.blocks = [int(free.pop()) for _ in range(-(-(s.past + s.new) // abi.BLOCK_TOKENS))]
         self.block_bytes, self.head_bytes = self._block_sizes()
-        self.positions = [p for s in sequences for p in range(s.past, s.past + s.new)]
-        self.owners = [i for i, s in enumerate(sequences) for _ in range(s.new)]
-        where = zip(self.owners, self.positions, strict=True)
-        self.slots = [sequences[i].blocks[p // 16] * 16 + p % 16 for i, p in where]
+        nodes = [(i, s.past, s.past + row, *node) for i, s in enumerate(sequences)
+                 for row, node in enumerate(s.nodes())]
+        self.walk = {
+            "positions": [past + depth for _, past, _, depth, _ in nodes],
+            "sequences": [i for i, *_ in nodes],
+            "slots": [sequences[i].blocks[row // 16] * 16 + row % 16 for i, _, row, *_ in nodes],
+            "rows": [row for _, _, row, *_ in nodes],
+            "bases": [past for _, past, *_ in nodes],
+            "masks": np.array([mask % 2**64 for *_, mask in nodes], np.uint64).view(np.int64),
+        }
+        self.positions = self.walk["positions"]
         self.bench.tables([s.blocks for s in sequences])
-        self.bench.tokens(self.positions, sequences=self.owners, slots=self.slots)
+        self.bench.tokens(**self.walk)
         tokens, width = len(self.positions), (self.heads + 2 * self.kv_heads) * self.head_dim
         self.q_stride, self.out_stride = 4 * width + 64, 4 * self.heads * self.head_dim + 64
         qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
         qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
-        self.splits = max(self.positions) // 256 + 1
+        self.splits = max(self.walk["rows"]) // 256 + 1
         self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim)  # no more: what is written behind it shows
         partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
         self.places = [
@@ -62,7 +81,7 @@ class Layer:
         ]
         self.norms = [self.bench.put("constants", rng.standard_normal(self.head_dim).astype(np.float32)) for _ in "qk"]
         self.table, self.table_stride = self._table()
-        self.flags, self.tile = abi.FLAG_NORM * norm, tile
+        self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
 
     def _block_sizes(self) -> tuple[int, int]:
         head_bytes = abi.kv_head_bytes(self.kv, self.head_dim)
@@ -127,10 +146,11 @@ class Layer:
 
     def only(self, t: int) -> None:
         """Make the walk token t alone."""
-        self.bench.tokens([self.positions[t]], sequences=self.owners[t], slots=self.slots[t])
+        self.walk = {name: [values[t]] for name, values in self.walk.items()}
+        self.positions = self.walk["positions"]
+        self.bench.tokens(**self.walk)
         self.places[0] += t * self.q_stride
         self.places[1] += t * self.out_stride
-        self.positions, self.owners, self.slots = ([x[t]] for x in (self.positions, self.owners, self.slots))
 
 
 def walk(new: int, past: int = 0) -> list[Sequence]:

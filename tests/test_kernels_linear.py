@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import abi, layouts
+from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, fill
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
-from tests.kernel_bench import ISAS, Bench, heights, q8_memory
+from edgeinfer.quant import layouts
+from tests.kernel_bench import ISAS, Bench, q8_memory, token_tiles
 from tests.tolerances import ERF, EXP
 
 TOKENS = (1, 2, 3, 5, 6, 7, 8, 9, 12, 14, 33)
@@ -43,7 +44,7 @@ class Activations(NamedTuple):
     group: int = 0
 
     def layout(self) -> tuple[int, int, int]:
-        """Row bytes, offsets of the scales and the sums."""
+        """Row bytes, places of the scales and the offsets."""
         return abi.q8_row_bytes(self.values.shape[1], self.group) if self.group else (4 * self.values.shape[1], 0, 0)
 
     def memory(self, isa: str, rows: slice) -> np.ndarray:
@@ -71,7 +72,7 @@ class Product:
     def __init__(self, dtype: str, group: int, weights: np.ndarray, rows: int, x: Activations, gated: bool = False,
                  bias: np.ndarray | None = None, out: np.ndarray | None = None, **parameters: int):
         self.bench, self.x, self.tokens = Bench(), x, len(x.values)
-        tiles, (stride, scales, sums) = -(-rows // 16), x.layout()
+        tiles, (stride, scales, offsets) = -(-rows // 16), x.layout()
         tile_bytes = weights.size // tiles
         line = {"q4": 16 * group + 64, "int8": 32 * group + 64, "f16": 64, "f32": 64}[dtype]
         out_tiles = tiles // 2 if gated else tiles
@@ -87,8 +88,8 @@ class Product:
         self.flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_RESIDUAL * (out is not None)
         self.values = {
             "tiles": out_tiles, "tile_bytes": tile_bytes, "records": tile_bytes // line, "x_stride": stride,
-            "x_scales": scales, "x_sums": sums, "out_stride": self.out_stride, "rows": abi.COUNT_TOKENS, "chunk": 3,
-            "scratch": abi.GATED_SCRATCH_BYTES, **parameters,
+            "x_scales": scales, "x_offsets": offsets, "out_stride": self.out_stride, "rows": abi.COUNT_TOKENS,
+            "chunk": 3, "scratch": abi.GATED_SCRATCH_BYTES, **parameters,
         }
         self.name = kernel_name("gated" if gated else "linear", dtype, group)
 
@@ -96,7 +97,7 @@ class Product:
         return self.bench.array(self.places[2], np.float32, (self.tokens, self.width), (self.out_stride, 4))
 
     def parameters(self, isa: str, **more: int) -> list[int]:
-        return fill(LINEAR, **{**self.values, "heights": abi.pack_heights(heights(isa)), **more})
+        return fill(LINEAR, **{**self.values, "token_tiles": abi.pack_token_tiles(token_tiles(isa)), **more})
 
     def run(
         self, isa: str, first: int = 0, tokens: int | None = None, threads: int = 1, **parameters: int

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import abi, layouts
+from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED, fill
 from edgeinfer.kernels.reference import TWINS, Expected
-from tests.kernel_bench import ISAS, Bench, heights
+from edgeinfer.quant import layouts
+from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_linear import Activations, activations
 
 WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128)]
@@ -63,8 +64,8 @@ class Ffn:
         data = self.x.memory(isa, slice(first, first + tokens))
         x = self.bench.array(self.x_place, np.uint8, (self.tokens * stride,))
         x[:], x[: data.size] = 0xFF, data
-        parameters = fill(NEURON_GATED, **self.values, x_stride=stride, out_stride=self.f_stride,
-                          chunk=chunk, activation=ACTIVATIONS[activation], heights=abi.pack_heights(heights(isa)))
+        parameters = fill(NEURON_GATED, **self.values, x_stride=stride, out_stride=self.f_stride, chunk=chunk,
+                          activation=ACTIVATIONS[activation], token_tiles=abi.pack_token_tiles(token_tiles(isa)))
         places = [self.weights, self.x_place, self.f_place + first * self.f_stride, self.list, self.scratch_place,
                   self.bias, self.sums]
         return self.bench.run(isa, f"neuron_gated_{self.dtype}", places, parameters, self.flags, threads, keep)["f"]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import stored_bytes
-from edgeinfer.kernels import abi, available, find_set, layouts
+from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, quantise_rows, rms_norm
-from tests.kernel_bench import ISAS, Bench, heights
+from edgeinfer.quant import WeightType, layouts
+from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_linear import TOKENS, WEIGHTS, kernel_name, random_weights
 
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
@@ -26,7 +26,7 @@ class Rows:
         self.in_stride = 4 * (-(-self.width // 16) * 16) + 64
         rows = np.full((tokens, self.in_stride // 4), np.nan, np.float32)
         rows[:, : self.width] = x
-        stride, scales, sums = abi.q8_row_bytes(self.width, group) if group else (self.in_stride, 0, 0)
+        stride, scales, offsets = abi.q8_row_bytes(self.width, group) if group else (self.in_stride, 0, 0)
         self.out_stride = stride
         self.places = [
             self.bench.put("activations", rows), self.bench.reserve("activations", tokens * stride),
@@ -35,7 +35,7 @@ class Rows:
         ]
         self.values = {
             "width": self.width, "in_stride": self.in_stride, "out_stride": stride, "rows": abi.COUNT_TOKENS,
-            "scales": scales, "sums": sums, "group": group, "padded": scales, "eps": eps,
+            "scales": scales, "offsets": offsets, "group": group, "eps": eps,
             "scratch": 4 * (-(-self.width // 16) * 16),
         }
         self.bench.tokens([0] * tokens)
@@ -48,7 +48,7 @@ class Rows:
         places[0] += first * self.in_stride
         places[1] += first * self.out_stride
         self.bench.tokens([0] * (whole - first if tokens is None else tokens))
-        values = {**self.values, "heights": abi.pack_heights(heights(isa)), **parameters}
+        values = {**self.values, "token_tiles": abi.pack_token_tiles(token_tiles(isa)), **parameters}
         out = self.bench.run(isa, name, places, fill(ROWS, **values), threads=threads)
         self.bench.tokens([0] * whole)
         return {name: rows.reshape(len(rows), rows[:1].size) for name, rows in out.items()}
@@ -157,7 +157,7 @@ def test_embed(dtype: str, group: int, width: int) -> None:
     rng = np.random.default_rng(width)
     bench, rows = Bench(), 43
     table = bench.put("weights", random_weights(rng, dtype, group, rows, width))
-    tile_bytes = stored_bytes("tile16", dtype, group, (16, width))
+    tile_bytes = WeightType(dtype, group).tile_bytes(width)
     for tokens in TOKENS:
         ids = rng.integers(0, rows, tokens).tolist()
         for isa in ISAS:
@@ -167,7 +167,7 @@ def test_embed(dtype: str, group: int, width: int) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f16", 0), ("f32", 0)])
 def test_tables_longer_than_16_bits_count(dtype: str, group: int) -> None:
     """Rows around and beyond 2^16 are themselves, not those that a 16-bit index would name."""
-    rows, width, tile_bytes = 151_936, 2, stored_bytes("tile16", dtype, group, (16, 2))
+    rows, width, tile_bytes = 151_936, 2, WeightType(dtype, group).tile_bytes(2)
     bench, name = Bench(), kernel_name("embed", dtype, group)
     table = bench.reserve("weights", rows // 16 * tile_bytes)
     ids = [65535, 65536, 65537, 131073, rows - 1, 1]
@@ -192,14 +192,6 @@ def test_widening_of_every_fp16(isa: str) -> None:
     table = bench.put("weights", layouts.pack_tile16(values, "f16"))
     out = embed(bench, isa, "embed_f16", table, 2048 * 32, 2048, list(range(32)))
     np.testing.assert_array_equal(out.view(np.uint32), values.astype(np.float32).view(np.uint32))
-
-
-def test_every_kernel_of_the_program_has_a_twin() -> None:
-    there = {file.stem for file in find_set(available()[0]).glob("*.o")}
-    assert there - set(TWINS) == {
-        "worker", "submit", "wait", "stream_read", "random_read", "int8_peak", "f32_peak",
-    }
-    assert set(TWINS) <= there
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------
@@ -328,7 +320,7 @@ def test_the_bench_notices_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -
 def test_the_bench_notices_other_blocks_and_too_little_scratch() -> None:
     x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
     with pytest.raises(AssertionError, match=r"quantize on .*: codes\["):
-        Rows(x, 32).run(ISAS[0], "quantize", heights=abi.pack_heights((3, 2)))
+        Rows(x, 32).run(ISAS[0], "quantize", token_tiles=abi.pack_token_tiles((3, 2)))
     rows = Rows(x, 32)
     rows.bench._scratch[0] = rows.bench._scratch[0][0], 64 * 4 - 16, 3
     with pytest.raises(AssertionError, match="bytes of scratch changed that must not"):

@@ -80,6 +80,10 @@ def test_random_operations_keep_the_books(path: Path) -> None:
             assert [kv.pool.is_shared(b) for b in range(kv.pool.n_blocks)] == list(held > 1)
             for s in alive:
                 assert len(s.blocks) == -(-len(s) // 16)
+                assert s.table[: s.listed].tolist() == s.blocks[: s.listed], "an entry of the block table is stale"
+            if rng.integers(2):
+                opened._tables._list(0, one, len(one))
+                assert one.table[: len(one.blocks)].tolist() == one.blocks
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ def test_forks_go_their_own_ways(opened: Session, n: int) -> None:
     continued = [tokens(3, seed=10 + i) for i in range(3)]
     for step in range(3):
         for i, sequence in enumerate(family):
-            logits = opened.decode([sequence], [continued[i][step]])[0]
+            logits = opened.decode([sequence], [continued[i][step]])[0].copy()
             assert sequence.tokens == prompt + continued[i][: step + 1]
             assert logits.tobytes() == alone(opened, sequence.tokens)
     for sequence in family:
@@ -118,7 +122,7 @@ def test_forks_decode_in_one_walk(opened: Session) -> None:
     parent = opened.new_sequence()
     opened.prefill(parent, prompt)
     family = [parent, opened.fork(parent), opened.fork(parent)]
-    logits = opened.decode(family, [5, 6, 7])
+    logits = opened.decode(family, [5, 6, 7]).copy()
     assert len({sequence.blocks[-1] for sequence in family}) == 3
     assert len({sequence.blocks[0] for sequence in family}) == 1
     for row, sequence in zip(logits, family, strict=True):
@@ -153,7 +157,7 @@ def test_a_sequence_cannot_be_cut_to_more_than_it_has(opened: Session) -> None:
 def test_an_exhausted_pool_is_said_and_nothing_is_lost(path: Path) -> None:
     with session(path, ctx=64) as opened:
         first, second = opened.new_sequence(), opened.new_sequence()
-        logits = opened.prefill(first, tokens(40))
+        logits = opened.prefill(first, tokens(40)).copy()
         opened.prefill(second, tokens(10))
         with pytest.raises(RequestError, match=r"^All 4 KV blocks of 16 tokens are in use"):
             opened.prefill(second, tokens(20))

@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BundleError, DestinationError, RequestError
-from edgeinfer.runtime import Sequence, Session
+from edgeinfer.config import Recipe
+from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
+from edgeinfer.runner import Sequence
+from edgeinfer.runtime import Session
 from tests.sessions import TINY, free_blocks, session, tokens, write_model
 
 PROMPT = tokens(53)
 DAMAGED = r"^The prompt cache \S+ is damaged or cut short; delete it\.$"
-OTHER = r"^The prompt cache \S+ was saved by another model or with another --kv; delete it or give another file\.$"
+OTHER = r"^The prompt cache \S+ was saved by another model or with another --kv or --recipe; delete it or give"
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +141,25 @@ def test_headers_that_are_no_json_are_refused(opened: Session, tmp_path: Path, t
         refused(opened, tmp_path / "cache", DAMAGED)
 
 
+def test_a_closed_model_writes_no_cache_over_a_good_one(models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    with session(write_model(models)) as one:
+        sequence = one.new_sequence()
+        one.prefill(sequence, tokens(20))
+        one.save(sequence, path)
+        before = path.read_bytes()
+    for call in (lambda: one.save(sequence, path), lambda: one.load(path)):
+        with pytest.raises(ClosedError, match="The model was closed; open it again"):
+            call()
+    assert path.read_bytes() == before
+
+
 def test_another_models_cache_is_refused(opened: Session, saved: Path, models: Path) -> None:
     with session(write_model(models, TINY, "int8"), ctx=100) as other:
         refused(other, saved, OTHER)
     with session(write_model(models), ctx=100, kv="f16") as other:
+        refused(other, saved, OTHER)
+    with session(write_model(models), ctx=100, recipe=Recipe(())) as other:  # other passes may give other K and V
         refused(other, saved, OTHER)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import stored_bytes
-from edgeinfer.kernels.layouts import (
+from edgeinfer.quant import WeightType
+from edgeinfer.quant.layouts import (
     dequantise,
     neuron_codes,
     pack_neuron,
@@ -36,7 +36,7 @@ def test_tile16_codes(dtype: str, group: int, shape: tuple[int, int]) -> None:
     codes, scales = random_codes(shape, dtype, group)
     packed = pack_tile16(codes, dtype, group, scales)
     assert packed.tobytes() == oracle.tile16(codes, dtype, group, scales)
-    assert packed.size == stored_bytes("tile16", dtype, group, shape)
+    assert packed.size == WeightType(dtype, group).nbytes(shape)
     back_codes, back_scales = tile16_codes(packed, dtype, group, shape)
     np.testing.assert_array_equal(back_codes, codes)
     np.testing.assert_array_equal(back_scales, scales)
@@ -50,7 +50,7 @@ def test_tile16_floats(dtype: str, shape: tuple[int, int]) -> None:
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     packed = pack_tile16(values, dtype)
     assert packed.tobytes() == oracle.tile16(values, dtype)
-    assert packed.size == stored_bytes("tile16", dtype, 0, shape)
+    assert packed.size == WeightType(dtype).nbytes(shape)
     want = values.astype(np.float16).astype(np.float32) if dtype == "f16" else values
     np.testing.assert_array_equal(unpack_tile16(packed, dtype, 0, shape), want)
 
@@ -70,7 +70,7 @@ def test_neuron(dtype: str, group: int, hidden: int) -> None:
     codes, scales = random_codes(shape, dtype, group)
     packed = pack_neuron(codes, dtype, group, scales)
     assert packed.tobytes() == oracle.neuron(codes, dtype, group, scales)
-    assert packed.size == stored_bytes("neuron", dtype, group, shape)
+    assert packed.size == WeightType(dtype, group, "neuron").nbytes(shape)
     back_codes, back_scales = neuron_codes(packed, dtype, group, shape)
     np.testing.assert_array_equal(back_codes, codes)
     np.testing.assert_array_equal(back_scales, scales)

@@ -116,6 +116,14 @@ def test_a_refused_lock_says_what_to_do(monkeypatch: pytest.MonkeyPatch, limit: 
         memory.lock(np.zeros(2000 * 1024, np.uint8))
 
 
+def test_copied_weights_are_locked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[np.ndarray] = []
+    monkeypatch.setattr("edgeinfer.runtime.session.lock", locked.append)
+    for mmap in (True, False):
+        with session(write_model(tmp_path), mlock=True, mmap=mmap) as opened:
+            assert locked.pop() is opened.executor.regions["weights" if mmap else "resident"] and not locked
+
+
 def test_windows_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.sys, "platform", "win32")
     with pytest.raises(EdgeInferError, match="cannot be locked into memory on Windows; run without --mlock"):

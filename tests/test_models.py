@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from edgeinfer.bundle import is_bundle
+from edgeinfer.bundle import Bundle, is_bundle
 from edgeinfer.cache import cache_entries, cache_root, clear_cache
 from edgeinfer.errors import DestinationError, ModelNotFoundError
 from edgeinfer.models import checkpoint_path, demo_path, resolve
+from tests.bundles import alter_header, as_format_1
 from tests.checkpoints import make_checkpoint
 
 
@@ -51,6 +53,47 @@ def test_a_checkpoint_that_changed_is_converted_again_and_replaces_the_older_one
     os.utime(source / "model.safetensors", ns=(1, 1))
     second = resolve(source)
     assert second != first and not first.exists() and is_bundle(second)
+
+
+@pytest.mark.parametrize("model", ["path", "someone/a-model"])
+def test_an_older_conversion_is_replaced_with_one_line(
+    model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_checkpoint(tmp_path / "tiny")
+    monkeypatch.setattr("edgeinfer.converters.fetch", lambda *_, **__: source, raising=False)
+    name = str(source) if model == "path" else model
+    path = resolve(name)
+    as_format_1(path)
+    stem, origin, *stamps = path.name.removesuffix("-v2").rsplit("-", 2 if model == "path" else 1)
+    if stamps:  # format 1 had its version in there
+        origin = hashlib.sha256("\0".join([name, "q4", "32", "1"]).encode()).hexdigest()[:8]
+    older = path.rename(path.with_name("-".join([stem, origin, *stamps])))
+    assert resolve(name, convert=False) == older and capsys.readouterr().err == ""
+    made_by = Bundle.open(older).header.made_by
+    assert resolve(name) == path and not older.exists() and Bundle.open(path).header.version == 2
+    said = f"edgeinfer: {name} was converted by {made_by}, to bundle format 1; it is converted again.\n"
+    assert capsys.readouterr().err == said
+    assert resolve(name) == path and capsys.readouterr().err == ""
+
+
+def test_a_conversion_that_cannot_be_opened_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_checkpoint(tmp_path / "tiny")
+    path = resolve(source)
+    alter_header(path, lambda data: (data["config"].update(colour=1), data.update(made_by="edgeinfer 7")))
+    with pytest.raises(ModelNotFoundError, match="is a checkpoint that was not converted yet"):
+        resolve(source, convert=False)
+    assert resolve(source) == path
+    said = capsys.readouterr().err
+    assert said.startswith(f"edgeinfer: {source} was converted before, but: Cannot open the bundle {path}: config has ")
+    assert "written by edgeinfer 7: upgrade edgeinfer" in said and said.endswith("; it is converted again.\n")
+    assert said.count("\n") == 1
+    Bundle.open(path).verify()
+    os.truncate(path / "weights.bin", 64)
+    assert resolve(source) == path
+    assert "weights.bin is truncated" in capsys.readouterr().err
+    Bundle.open(path).verify()
 
 
 def test_a_checkpoint_is_not_converted_where_that_is_not_wanted(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_transformers_logits(name: str, tmp_path: Path) -> None:
         assert difference(scored(opened, case.ids), case.logits) < TOLERANCE
         sequence = opened.new_sequence()
         n = len(case.ids) // 2 + 1
-        rows = [opened.prefill(sequence, case.ids[:n])]
-        rows += [opened.decode([sequence], [token])[0] for token in case.ids[n:]]
+        rows = [opened.prefill(sequence, case.ids[:n]).copy()]
+        rows += [opened.decode([sequence], [token])[0].copy() for token in case.ids[n:]]
         assert difference(np.stack(rows), case.logits[n - 1 :]) < TOLERANCE
         assert sequence.tokens == case.ids
 

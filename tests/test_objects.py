@@ -13,7 +13,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import KernelError
-from edgeinfer.kernels import Isa, Kernels, available, build, elf, find_set, objects
+from edgeinfer.kernels import Isa, Kernels, available, find_set
+from edgeinfer.kernels.toolchain import build, elf, objects
 
 ROOT = str(Path(edgeinfer.__file__).parents[1])
 ISA = available()[-1]
@@ -122,11 +123,15 @@ def test_another_compiler_names_another_set_but_not_a_released_one(monkeypatch: 
 def test_every_source_that_kernels_import_is_hashed() -> None:
     """What compile.py loads in its process is what the hash covers; only the tools around it are not."""
     script = (
-        "import sys; from edgeinfer.kernels import compile, isa; compile.load_kernels(isa.LADDER[-2]);"
-        "print(*sorted(m.split('.')[2] for m in sys.modules if m.startswith('edgeinfer.kernels.')))"
+        "import sys; from edgeinfer.kernels import isa; from edgeinfer.kernels.toolchain import compile;"
+        "compile.load_kernels(isa.LADDER[-2]);"
+        "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.startswith('edgeinfer.kernels.')))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) - set(objects._COMPILED) == {"elf"}
+    kernels = Path(ROOT) / "kernels"
+    loaded = {Path(file).resolve().relative_to(kernels).as_posix() for file in done.stdout.split()}
+    hashed = {file.relative_to(kernels).as_posix() for file in objects.compiled_sources()}
+    assert loaded - hashed == {"toolchain/__init__.py", "toolchain/elf.py"}
 
 
 def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:
@@ -210,7 +215,8 @@ def test_linking_needs_neither_numba_nor_a_second_look(real_set: Path) -> None:
 def test_a_kernel_that_needs_a_foreign_symbol_is_refused() -> None:
     script = """
 import math
-from edgeinfer.kernels import available, compile
+from edgeinfer.kernels import available
+from edgeinfer.kernels.toolchain import compile
 compile.load_kernels(available()[-1])
 compile.only_translate()
 def bad(rec, ctx, tid, n_threads):

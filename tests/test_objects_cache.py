@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.bundle import DestinationLock
 from edgeinfer.errors import KernelError
-from edgeinfer.kernels import Isa, available, build, elf, find_set, objects, tidy
+from edgeinfer.kernels import Isa, available, find_set
+from edgeinfer.kernels.toolchain import build, elf, objects, tidy
+from edgeinfer.lock import DestinationLock
 
 ISA = available()[-1]
 OTHER = next(isa for isa in available() + tuple(build.LADDER) if isa != ISA)
@@ -181,7 +182,7 @@ def test_processes_that_need_the_same_set_build_it_once(
     monkeypatch.setattr(build, "TICK_SECONDS", 0.02)
     real, built = build.build, []
 
-    def slowly(isa: Isa, directory: Path, progress: object = None) -> None:
+    def slowly(isa: Isa, directory: Path, *_: object) -> None:
         time.sleep(0.2)
         built.append(directory)
         real(isa, directory)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.converters import SHAPES
-from edgeinfer.graph import Graph, Op, Tensor, build_graph, read_config, requested_types
+from edgeinfer.graph import (
+    Attention,
+    Graph,
+    Op,
+    RowOp,
+    Tensor,
+    build_graph,
+    check,
+    insert_after,
+    read_config,
+    requested_types,
+)
 from edgeinfer.kernels import abi
-from edgeinfer.memory_planner import Request, make_plan, place_activations
+from edgeinfer.memory_planner import MemoryPlan, Planner, Request, place_activations
 from tests import golden_cases
 from tests.sessions import TINY, session, write_model
 
@@ -34,6 +47,10 @@ def graphs() -> Iterator[tuple[str, Graph]]:
 GRAPHS = dict(graphs())
 
 
+def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
+    return Planner(graph, weight_bytes).plan(request)
+
+
 @pytest.mark.parametrize(("n_tokens", "n_outputs"), [(1, 1), (7, 3), (64, 64)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: int, n_outputs: int) -> None:
@@ -41,7 +58,7 @@ def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: in
     graph = GRAPHS[name]
     placed, arena = place_activations(graph, n_tokens, n_outputs)
     owner = np.full(arena // 64, "", dtype="U32")
-    made_by: dict[str, Op] = {}
+    homes = graph.homes()
 
     def units(tensor: Tensor) -> slice:
         at = placed[tensor.name]
@@ -52,21 +69,16 @@ def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: in
         return slice(at.offset // 64, (at.offset + at.nbytes) // 64)
 
     for op in graph.ops:
-        read = list(op.inputs)
-        for tensor in op.inputs:  # products of one token quantise their input themselves
-            if tensor.dtype == "q8" and tensor.name in made_by:
-                read += made_by[tensor.name].inputs
-        for tensor in read:
-            assert (owner[units(tensor)] == tensor.name).all(), f"{op.kind} reads {tensor.name}, which is overwritten"
-        for tensor in op.outputs:
-            made_by[tensor.name] = op
-            if tensor.name == graph.logits.name:
-                continue
-            spare = owner.copy()
-            spare[units(tensor)] = tensor.name
-            for one in read:  # written chunk by chunk while the inputs are still read
-                assert (spare[units(one)] == one.name).all(), f"{op.kind} writes {tensor.name} over its input"
-            owner = spare
+        for tensor in op.inputs:
+            home = homes[tensor.name]
+            assert (owner[units(tensor)] == home).all(), f"{op.label} reads {tensor.name}, which is overwritten"
+        if op.out.name == graph.logits.name:
+            continue
+        spare = owner.copy()
+        spare[units(op.out)] = homes[op.out.name]
+        for one in op.inputs:  # written chunk by chunk while the inputs are still read
+            assert (spare[units(one)] == homes[one.name]).all(), f"{op.label} writes {op.out.name} over its input"
+        owner = spare
 
 
 def test_buffers_are_shared_by_layers() -> None:
@@ -85,9 +97,10 @@ def test_regions_add_up(name: str, kv: str) -> None:
     assert all(region.bytes == region.nbytes > 0 and region.reason for region in plan.regions)
     assert len({region.name for region in plan.regions}) == len(plan.regions)
     assert plan.region("weights").nbytes == 12345
-    layers = GRAPHS[name].config.num_hidden_layers
-    ends = [plan.layer_offset(i) + plan.kv_blocks * plan.kv_block_bytes for i in range(layers)]
-    assert all(end <= plan.layer_offset(i + 1) for i, end in enumerate(ends))
+    layers = [plan.kv_layers[i] for i in range(GRAPHS[name].config.num_hidden_layers)]
+    assert all(layer.nbytes == plan.kv_blocks * plan.kv_block_bytes for layer in layers)
+    ends = [layer.offset + layer.nbytes for layer in layers]
+    assert all(end <= layer.offset for end, layer in zip(ends, layers[1:], strict=False))
     assert ends[-1] <= plan.region("kv").nbytes
     assert plan.kv_blocks >= 4 * -(-300 // 16)
 
@@ -123,5 +136,81 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
         taken = sum(table.nbytes for table in tables) + opened.program.words.nbytes + abi.CTX_BYTES
         assert taken <= opened.plan.region("tables").nbytes
         for record in opened.program.records:
-            for region, offset in record.places:
+            for region, offset in record.operands:
                 assert 0 <= offset < opened.executor.regions[region].size
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(GRAPHS)[::7])
+def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
+    graph = GRAPHS[name]
+    nbytes = weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)
+    plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
+    assert set(plan.places) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
+    for place in plan.places.values():
+        assert 0 <= place.offset <= place.offset + place.nbytes <= plan.region(place.region).nbytes
+    assert {plan.places[w.name].region for w in graph.weights} == {"weights"}
+
+
+def test_weights_in_memory_of_the_process() -> None:
+    graph, rest = GRAPHS["qwen3 q4g32"], {"python", "tables"}
+    nbytes = weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)
+    mapped, resident = (make_plan(graph, Request(64, "int8", 1, 8, 1, 1, homes=homes), nbytes)
+                        for homes in ((), (("*", "resident"),)))
+    names = [region.name for region in resident.regions]
+    assert names[0] == "resident" and "weights" not in names and resident.region("resident").kind == "private"
+    assert resident.mapped_bytes == 0 and resident.reclaimable_bytes == 0
+    assert resident.total_bytes == pytest.approx(mapped.total_bytes, abs=70_000)  # without the gaps between tensors
+    ends = sorted((p.offset, p.offset + p.nbytes) for p in resident.places.values() if p.region == "resident")
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    assert ends[-1][1] <= resident.region("resident").nbytes and rest <= set(names)
+
+
+def test_streamed_layers_take_turns_in_two_buffers() -> None:
+    graph = build_graph(replace(TINY, num_hidden_layers=5), requested_types("q4"))
+    layers = {f"layers.{i}.{part}" for i in range(5) for part in ("gate_up", "down")}
+    homes = tuple((name, "streamed") for name in sorted(layers))
+    plan = make_plan(graph, Request(64, "int8", 1, 8, 1, 1, homes=homes), 1 << 20)
+    assert {name for name, place in plan.places.items() if place.region == "streamed"} == layers
+    buffer = (plan.region("streamed").nbytes - 64) // 2
+    for i in range(5):
+        up, down = plan.places[f"layers.{i}.gate_up"], plan.places[f"layers.{i}.down"]
+        assert up.offset == i % 2 * buffer and up.offset + up.nbytes <= down.offset < down.offset + down.nbytes
+        assert down.offset + down.nbytes <= (i % 2 + 1) * buffer
+    assert plan.places["layers.0.qkv"].region == "weights"  # the rest stays where it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(RowOp):
+    """Keeps 100 bytes of a sequence."""
+
+    KERNELS = ()
+    x: Tensor
+
+    @property
+    def state_bytes(self) -> int:
+        return 100
+
+
+def test_recurrent_state_is_a_region_of_its_own() -> None:
+    graph = GRAPHS["qwen3 q4g32"]
+    assert "state" not in [region.name for region in make_plan(graph, Request(64, "int8", 1, 8, 1, 1), 0).regions]
+
+    def make(op: Op) -> Op:
+        return Recurrent(out=replace(op.out, name=f"state.{op.layer}"), x=op.out, layer=op.layer)
+
+    graph = check(insert_after(graph, lambda op: isinstance(op, Attention), make))
+    plan = make_plan(graph, Request(64, "int8", 1, 8, 1, sequences=3), 0)
+    assert plan.region("state").nbytes == 3 * 100 * graph.config.num_hidden_layers + 64
+
+
+def test_a_draft_model_brings_regions_of_its_own() -> None:
+    request = Request(64, "int8", 2, 8, 2, 1)
+    target, draft = make_plan(GRAPHS["qwen3 q4g32"], request, 9000), make_plan(GRAPHS["wide q4g32"], request, 5000)
+    both = target.beside(draft)
+    names = [region.name for region in both.regions]
+    assert names[:8] == [region.name for region in target.regions] and len(set(names)) == len(names)
+    assert both.region("draft_weights").nbytes == 5000 and "draft_python" not in names
+    assert both.total_bytes == target.total_bytes + draft.total_bytes - draft.region("python").nbytes

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.kernels.layouts import dequantise
-from edgeinfer.kernels.quantise import ErrorSums, check_finite, quantise
+from edgeinfer.quant.layouts import dequantise
+from edgeinfer.quant.quantise import ErrorSums, check_finite, quantise
 
 GRIDS = {"q4": (-8, 7, -8), "int8": (-127, 127, 127)}
 SHAPES = [(1, 1), (7, 31), (33, 33), (5, 127), (3, 1023), (64, 256)]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.kernels import LADDER, choose, elf, find_set, machine, objects
+from edgeinfer.kernels import LADDER, choose, find_set, machine
+from edgeinfer.kernels.toolchain import elf, objects
 from tests.test_packaging import tracked_files
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,8 @@ def compile_foreign(root: Path) -> None:
     out.mkdir(parents=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": FOREIGN.cpu, "NUMBA_CPU_FEATURES": FOREIGN.features}
-    command = [sys.executable, "-m", "edgeinfer.kernels.compile", FOREIGN.machine, FOREIGN.name, str(out), "0", "1"]
+    command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", FOREIGN.machine, FOREIGN.name]
+    command += [str(out), "0", "1"]
     done = subprocess.run([*command, *FOREIGN_KERNELS], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     objects.write_manifest(out, FOREIGN)
@@ -146,8 +148,8 @@ def test_a_damaged_object_is_named_and_compiled_into_the_cache(installed: Instal
     code = (file := installed.package / "quantize.o").read_bytes()
     file.write_bytes(code[:200] + bytes([code[200] ^ 1]) + code[201:])
     script = (
-        "import shutil\nfrom edgeinfer.kernels import build, choose, find_set, objects\n"
-        f"def copied(isa, directory, progress): shutil.copytree({str(find_set(choose()))!r}, directory)\n"
+        "import shutil\nfrom edgeinfer.kernels import choose, find_set\nfrom edgeinfer.kernels.toolchain import build\n"
+        f"def copied(isa, directory, *_): shutil.copytree({str(find_set(choose()))!r}, directory)\n"
         "build.build = copied\nprint(find_set(choose()))"
     )
     first, second = installed.run("-c", script), installed.run("-c", script)

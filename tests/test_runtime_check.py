@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from edgeinfer.errors import CancelledError, KernelError
+from edgeinfer.errors import CancelledError, EdgeInferError, KernelError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView
+from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Session
 from tests.sessions import SPLIT, TINY, WINDOWED, logits_of, session, tokens, write_model
 
@@ -39,7 +41,7 @@ def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, n: int, kv: str) -> N
     for check in ("0", "1"):
         monkeypatch.setenv("EDGEINFER_CHECK", check)
         with session(path, kv=kv, threads=2, prefill_chunk=150, max_sequences=2, ctx=320) as opened:
-            assert bool(opened.executor._workers) == (check == "0")
+            assert bool(opened.executor.pool.workers) == (check == "0")
             rows = [logits_of(opened, tokens(n), n_decoded=3).tobytes()]
             first = opened.new_sequence()
             opened.prefill(first, tokens(11))
@@ -85,7 +87,7 @@ def test_a_kernel_that_does_nothing_is_named(kernel: str, models: Path) -> None:
         with pytest.raises(KernelError) as caught:
             opened.prefill(opened.new_sequence(), tokens(5))
     text = str(caught.value)
-    assert text.startswith(f"Record {i} ({record.kernel}, {record.op}) disagrees with its twin: ")
+    assert text.startswith(f"Record {i} ({record.kernel}, {record.label}) disagrees with its twin: ")
     assert "its twin gives" in text and "tolerance" in text
 
 
@@ -115,22 +117,73 @@ def test_status_cancel_and_the_next_walk(models: Path) -> None:
         good = int(opened.program.words[i, 0])
 
         def cancelled(rec: int, ctx: int, tid: int, n: int) -> int:
-            opened.cancel()
+            cancellation.cancel()
             return ENTRY(good)(rec, ctx, tid, n)
 
         failing, cancelling = ENTRY(lambda rec, ctx, tid, n: 7), ENTRY(cancelled)
-        sequence = opened.new_sequence()
+        sequence, cancellation = opened.new_sequence(), Cancellation()
         for entry, kind in ((failing, KernelError), (cancelling, CancelledError)):
             opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
             with pytest.raises(kind):
-                opened.prefill(sequence, tokens(5))
+                opened.prefill(sequence, tokens(5), cancellation)
             opened.program.words[i, 0] = good
             assert len(sequence) == 0 and sequence.blocks == []
             assert logits_of(opened, tokens(5)).tobytes() == expected
-        opened.cancel()
         with pytest.raises(CancelledError):
-            opened.prefill(sequence, tokens(5))
-        assert not opened.executor.get(abi.CTX_CANCEL)
+            opened.prefill(sequence, tokens(5), cancellation)
+        assert opened.prefill(sequence, tokens(5), Cancellation()).tobytes() == expected
         before = threading.active_count()
         opened.close()
         assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("checked")
+def test_tickets_are_honoured(models: Path) -> None:
+    """A record waits for its data; it does not run where that will not come, or where the walk ends meanwhile."""
+    with session(write_model(models)) as opened:
+        expected = logits_of(opened, tokens(5)).tobytes()
+        i, sequence, ran = record_of(opened, "gated_"), opened.new_sequence(), []
+        good = int(opened.program.words[i, 0])
+
+        def noted(rec: int, ctx: int, tid: int, n: int) -> int:
+            ran.append(opened.executor.get(abi.CTX_TICKETS + 8 * 2))
+            return ENTRY(good)(rec, ctx, tid, n)
+
+        entry = ENTRY(noted)
+        opened.program.words[i, 0] = ctypes.cast(entry, ctypes.c_void_p).value
+        opened.program.words.view(np.int32)[i, abi.REC_TICKET // 4] = 1 + 2
+        cancellation = Cancellation()
+        for call, arguments, kind in ((opened.executor.redeem, (2, False), EdgeInferError),
+                                      (cancellation.cancel, (), CancelledError)):
+            opened.executor.set(abi.CTX_TICKETS + 8 * 2, 0)
+            timer = threading.Timer(0.05, call, arguments)
+            timer.start()
+            with pytest.raises(kind):
+                opened.prefill(sequence, tokens(5), cancellation)
+            timer.join()
+            assert not ran and len(sequence) == 0
+        timer = threading.Timer(0.05, opened.executor.redeem, (2,))
+        timer.start()
+        assert opened.prefill(sequence, tokens(5)).tobytes() == expected
+        assert ran == [1]
+        timer.join()
+
+
+@pytest.mark.usefixtures("checked")
+def test_one_token_takes_the_path_of_real_decoding(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products normalise and quantise one token themselves, and are compared while they do; the norm does not run."""
+    seen: list[tuple[str, int]] = []
+    for name in ("rms_norm_q8", "linear_q4_g32", "gated_q4_g32"):
+        def noted(view: RecordView, name: str = name, twin: Callable[..., list[Expected]] = TWINS[name]) -> Any:
+            seen.append((name, view.count(abi.COUNT_SEVERAL)))
+            return twin(view)
+
+        monkeypatch.setitem(TWINS, name, noted)
+    with session(write_model(models)) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, tokens(5))
+        assert {("rms_norm_q8", 5), ("linear_q4_g32", 5), ("gated_q4_g32", 5)} <= set(seen)
+        seen.clear()
+        opened.decode([sequence], [3])
+        assert {("linear_q4_g32", 0), ("gated_q4_g32", 0)} <= set(seen)
+        assert seen.count(("rms_norm_q8", 0)) == 1, "only that of the head, whose input is gathered"

@@ -28,12 +28,12 @@ def resident() -> int:
 
 @linux
 @pytest.mark.parametrize("nbytes", [64, 4097, (2 << 20) + 1, (150 << 20) + 5])
-def test_a_toucher_makes_a_region_resident_and_changes_nothing(nbytes: int) -> None:
+def test_a_prefaulter_makes_a_region_resident_and_changes_nothing(nbytes: int) -> None:
     region = memory.allocate(nbytes, touched=False)
     before = resident()
-    toucher = memory.Toucher(region)
+    prefaulter = memory.Prefaulter(region)
     region[-1] = 7  # in use from now on
-    toucher.wait()
+    prefaulter.wait()
     assert resident() - before >= nbytes - (1 << 20)
     assert region[-1] == 7 and not region[:-1].any()
 
@@ -50,12 +50,12 @@ def test_without_the_system_call_pages_are_touched_at_once(monkeypatch: pytest.M
     threads = threading.active_count()
     region = memory.allocate(40 << 20, touched=False)
     before = resident()
-    toucher = memory.Toucher(region)
+    prefaulter = memory.Prefaulter(region)
     assert resident() - before >= 39 << 20 and threading.active_count() == threads
-    toucher.close()
+    prefaulter.close()
 
 
-def test_closing_stops_a_toucher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_stops_a_prefaulter(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[int] = []
     may_go_on = threading.Event()
 
@@ -66,13 +66,13 @@ def test_closing_stops_a_toucher(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(memory, "_populate", slowly)
-    toucher = memory.Toucher(np.zeros(8 * memory.TOUCH_BYTES, np.uint8))
+    prefaulter = memory.Prefaulter(np.zeros(8 * memory.PREFAULT_BYTES, np.uint8))
     while len(parts) < 2:
         time.sleep(0.001)
-    toucher._stop.set()
+    prefaulter._stop.set()
     may_go_on.set()
-    toucher.close()
-    assert parts == [memory.TOUCH_BYTES] * 2
+    prefaulter.close()
+    assert parts == [memory.PREFAULT_BYTES] * 2
 
 
 @pytest.fixture

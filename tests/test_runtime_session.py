@@ -51,7 +51,7 @@ def test_contexts_of_several_splits(model_type: str, overrides: dict[str, object
         opened.prefill(sequence, ids[:-9])
         block = scored(opened, ids[-9:], sequence)
         opened.truncate(sequence, len(ids) - 5)
-        fours = opened.prefill(sequence, ids[-5:-1]), opened.prefill(sequence, ids[-1:])
+        fours = opened.prefill(sequence, ids[-5:-1]).copy(), opened.prefill(sequence, ids[-1:])
         for logits in (decoded, block):
             assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
         assert np.array_equal(np.stack(fours), decoded[-2:])
@@ -97,14 +97,16 @@ def test_walks_that_cannot_be_decoded(models: Path) -> None:
     """`outputs` makes room for logits, not for sequences."""
     with session(write_model(models), ctx=50, max_sequences=2, outputs=8) as opened:
         first, second, third = (opened.new_sequence() for _ in range(3))
-        for n_sequences, sequences, ids in [(0, [], []), (3, [first, second, third], [1, 2, 3]), (1, [first], [1, 2])]:
+        for sequences, ids in ([], []), ([first, second, third], [1, 2, 3]):
             with pytest.raises(RequestError) as caught:
                 opened.decode(sequences, ids)
             assert str(caught.value) == (
-                f"{n_sequences} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to 2 "
-                "sequences at once, set by max_sequences."
+                f"{len(ids)} sequences with {len(ids)} tokens and {len(ids)} rows of logits do not fit one walk, which "
+                "takes 1 to 2 sequences (max_sequences), 50 tokens (prefill_chunk) and 8 rows (outputs)."
             )
-        with pytest.raises(RequestError, match=r"^A sequence takes part twice in one decode walk; fork it\.$"):
+        with pytest.raises(RequestError, match=r"^1 sequences cannot go on with 2 tokens; give one for each\.$"):
+            opened.decode([first], [1, 2])
+        with pytest.raises(RequestError, match=r"^A sequence takes part twice in one walk; fork it\.$"):
             opened.decode([first, first], [1, 2])
         with pytest.raises(RequestError, match=r"^Token id 99"):
             opened.decode([first, second], [1, 99])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.engine.sampling import Sampled, Sampler, apply_penalties, draw, log_softmax, softmax, top_k_ids
 from edgeinfer.errors import KernelError, RequestError
-from edgeinfer.runtime.sampling import Sampled, Sampler, apply_penalties, draw, log_softmax, softmax, top_k_ids
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SIZES = (1, 7, 31, 33, 127, 1023, 4096, 65_537)
@@ -268,7 +268,7 @@ def test_draw_never_takes_an_impossible_index() -> None:
 def test_greedy_does_not_import_the_random_module() -> None:
     code = (
         "import sys, numpy as np\nbefore = 'numpy.random' in sys.modules\n"
-        "from edgeinfer.config import GenerationConfig\nfrom edgeinfer.runtime.sampling import Sampler\n"
+        "from edgeinfer.config import GenerationConfig\nfrom edgeinfer.engine.sampling import Sampler\n"
         "Sampler(GenerationConfig(temperature=0), 4, 1).sample(np.ones(4, np.float32))\n"
         "print(before == ('numpy.random' in sys.modules))"
     )

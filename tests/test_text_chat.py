@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import RequestError, TokenizerError
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.text import ChatTemplate
 
 Shared = Callable[[str], Path]
 HI = [{"role": "user", "content": "Hi <&> 日本"}]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from edgeinfer.errors import TokenizerError
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.text import ChatTemplate
 
 HI = [{"role": "user", "content": "a"}]
 
@@ -131,7 +131,7 @@ def test_errors_are_one_sentence(text: str, sentence: str) -> None:
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["edgeinfer.runtime.text.sandbox"], "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_SECONDS", -1.0)
     with pytest.raises(TokenizerError, match="was stopped because it takes longer than -1 seconds"):
         render("{{ 'a' | upper }}")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.text import StopStrings
+from edgeinfer.text import StopStrings
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

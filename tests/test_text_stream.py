@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import TokenizerError
-from edgeinfer.runtime.text import StreamDecoder, Tokenizer
+from edgeinfer.text import StreamDecoder, Tokenizer
 
 Shared = Callable[[str], Path]
 SAMPLES = [

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import EdgeInferError, RequestError, TokenizerError
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.text import Tokenizer
 
 TEXTS = [
     "", " ", "  ", "a", " a", "Once upon a time, there was a fox.", "two  spaces\n\nlines\t tab", "日本語のテキスト。",
@@ -354,7 +354,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_only_the_needed_library_is_imported(byte_level: Path) -> None:
     code = (
-        "import sys\nfrom edgeinfer.runtime.text import Tokenizer\n"
+        "import sys\nfrom edgeinfer.text import Tokenizer\n"
         "heavy = {'tokenizers', 'sentencepiece', 'jinja2', 'numpy', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
         f"Tokenizer.open({str(byte_level)!r})\nprint(sorted(heavy & set(sys.modules)))"

@@ -19,7 +19,8 @@ from .traffic import bytes_per_token, operations_per_token
 
 if TYPE_CHECKING:
     from ..graph import ModelConfig
-    from ..runtime import Probe, Session
+    from ..runtime import Session
+    from .probe import MachineProbe
 
 T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
@@ -78,14 +79,14 @@ class Runs:
 
 
 def calibrate(
-    bundles: list[Path], probe: Probe, lengths: Lengths, progress: Progress | None = None
+    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: Progress | None = None
 ) -> Runs:
     """Run each model: decoding without context, prompts until the context is full, decoding behind it.
 
     Parameters
     ----------
     bundles : list of Path
-    probe : Probe
+    probe : MachineProbe
         With the threads that sessions use; read before and after each run.
     lengths : Lengths
     progress : callable, optional
@@ -124,7 +125,7 @@ class _Runner:
     it shows in the process's own clock, since they spin while they wait.
     """
 
-    def __init__(self, session: Session, probe: Probe, lengths: Lengths):
+    def __init__(self, session: Session, probe: MachineProbe, lengths: Lengths):
         self.session, self.probe, self.lengths = session, probe, lengths
         self.shares: list[float] = []
         """Share of the processors that each run which counts had."""
@@ -168,7 +169,7 @@ class _Runner:
             self.session.decode([self.sequence], [token])
 
     def _timed(self, run: Callable[[], object], read: Callable[[], float]) -> tuple[float, float, float]:
-        """Least share of the processors during a run and the readings around it, its seconds, their mean."""
+        """Return the least share of the processors in a run and the readings around it, its seconds, their mean."""
         before, first = self._watched(read)
         began = time.perf_counter()
         _, share = self._watched(run)
@@ -177,7 +178,7 @@ class _Runner:
         return min(first, share, last), seconds, (before + after) / 2
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, float]:
-        """A result, and the share of the processors that this process had meanwhile."""
+        """Return a result, and the share of the processors that this process had meanwhile."""
         wall, used = time.perf_counter(), time.process_time()
         result = work()
         return result, (time.process_time() - used) / (self._threads * (time.perf_counter() - wall))
@@ -204,5 +205,5 @@ class _Runner:
 
 
 def _attention_operations(model: ModelConfig, seen: float) -> float:
-    """Operations of attention for so many pairs of a token and a position that it sees."""
+    """Return the operations of attention for so many pairs of a token and a position that it sees."""
     return 4.0 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * seen

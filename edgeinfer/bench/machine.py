@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..devices import DecodeRun, DeviceProfile, PromptRun, machine_name, parse_profile, solve_constants
+from ..devices import DeviceProfile, fit_errors, machine_name, parse_profile, solve_constants
+from ..errors import BudgetError
 from ..memory_planner import available_bytes
-from ..runtime import CHUNK_SIZES, MachineProbe, Probe, thread_counts
 from ..sizes import format_size
 from .calibration import Lengths, calibrate, lengths_for
+from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
 from .storage import StorageProbe, StorageSpeed
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item)."""
 READ_BYTES = 1 << 30
 """Memory to read; a quarter of what is free where that is less."""
+LEAST_READ_BYTES = 16 << 20
+"""Many times the caches of one core."""
 STORAGE_BYTES = 512 << 20
 LOAD_SECONDS, LOAD_STEP = 20.0, 0.5
 END_SHARE = 0.15
@@ -81,21 +84,24 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
     Raises
     ------
     BudgetError
-        There is too little memory.
+        The memory is too little to leave the caches.
     DestinationError
         The storage's file cannot be written.
     """
     found = _Findings()
     read_bytes = request.read_bytes or min(READ_BYTES, available_bytes() // 4)
+    if read_bytes < LEAST_READ_BYTES:
+        raise BudgetError(f"A probe that reads {read_bytes / 1e6:.0f} MB would measure the caches; it needs "
+                          f"at least {LEAST_READ_BYTES / 1e6:.0f} MB. Close other programs.")
     if not request.quick:  # first, because a full disk is known at once
         _storage(found, request, partial(progress, "storage"))
-    with MachineProbe(read_bytes, request.seconds, partial(progress, "compile")) as probe:
+    with MachineProbe(request.threads, read_bytes, partial(progress, "compile")) as probe:
         found.fields["isa"] = probe.isa
-        _arithmetic(found, probe, request.threads, partial(progress, "arithmetic"))
-        _memory(found, probe, request.threads, partial(progress, "memory"))
+        _arithmetic(found, probe, request.seconds, partial(progress, "arithmetic"))
+        _memory(found, probe, request.seconds, partial(progress, "memory"))
     _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
     if not request.quick:
-        with MachineProbe(16 << 20, request.seconds) as probe:
+        with MachineProbe(request.threads, LEAST_READ_BYTES) as probe:
             _load(found, probe, request, partial(progress, "full load"))
     return _profile(found, request)
 
@@ -103,36 +109,39 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
 Tell = Callable[[int, int, str], None]
 
 
-def _arithmetic(found: _Findings, probe: MachineProbe, threads: int, tell: Tell) -> None:
-    counts = thread_counts(threads)
+def _arithmetic(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -> None:
+    threads, counts = probe.threads, thread_counts(probe.threads)
     for done, count in enumerate(counts):
         tell(done, len(counts), f"{count} threads")
-        for name, value in (("int8_gops_by_threads", probe.int8_gops(count)),
-                            ("f32_gflops_by_threads", probe.f32_gflops(count))):
-            found.curves.setdefault(name, []).append((count, value))
+        for name, read in (("int8_gops_by_threads", probe.int8_gops), ("f32_gflops_by_threads", probe.f32_gflops)):
+            best = max(repeated(partial(read, count), seconds))
+            found.curves.setdefault(name, []).append((count, best))
     for name, curve in (("int8_peak_gops", "int8_gops_by_threads"), ("f32_peak_gflops", "f32_gflops_by_threads")):
         found.add(name, found.curves[curve][-1][1], f"{threads} threads, products from registers")
 
 
-def _memory(found: _Findings, probe: MachineProbe, threads: int, tell: Tell) -> None:
-    """Reads in order by threads, scattered pieces by size, and both again on small pages."""
-    counts = thread_counts(threads)
+def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -> None:
+    """Read in order by threads, scattered pieces by size, and both again on small pages."""
+    def in_order(count: int) -> float:
+        return statistics.median(repeated(partial(probe.read_gbs, count), seconds))
+
+    threads, counts = probe.threads, thread_counts(probe.threads)
     total = len(counts) + len(CHUNK_SIZES) + 1 + len(SMALL_PAGE_SIZES)
     for done, count in enumerate(counts):
         tell(done, total, f"{count} threads")
-        found.curves.setdefault("read_gbs_by_threads", []).append((count, probe.read_gbs(count)))
+        found.curves.setdefault("read_gbs_by_threads", []).append((count, in_order(count)))
     bandwidth = found.curves["read_gbs_by_threads"][-1][1]
     found.add("bandwidth_gbs", bandwidth, f"{threads} threads read {format_size(probe.read_bytes)} in order")
     for done, size in enumerate(CHUNK_SIZES, len(counts)):
         tell(done, total, f"pieces of {format_size(size)}")
-        found.shares.append((size, min(probe.random_share(size, threads)[0], 1.0)))
+        found.shares.append((size, min(probe.random_share(size, seconds), 1.0)))
     found.figures["huge_pages_share"] = huge_pages_share(probe.read_bytes)
     probe.small_pages()
     tell(total - 1 - len(SMALL_PAGE_SIZES), total, "small pages")
-    found.figures["huge_pages_gain_in_order"] = bandwidth / probe.read_gbs(threads)
+    found.figures["huge_pages_gain_in_order"] = bandwidth / in_order(threads)
     for done, size in enumerate(SMALL_PAGE_SIZES, total - len(SMALL_PAGE_SIZES)):
         tell(done, total, f"small pages, pieces of {format_size(size)}")
-        share = probe.random_share(size, threads)[0]
+        share = probe.random_share(size, seconds)
         found.figures[f"huge_pages_gain_{size}_bytes"] = dict(found.shares)[size] / share
 
 
@@ -159,7 +168,7 @@ def _storage(found: _Findings, request: ProbeRequest, tell: Tell) -> None:
 
 
 def _how_read(speed: StorageSpeed) -> str:
-    """How the file was read, in words."""
+    """Say how the file was read, in words."""
     if speed.direct:
         return f"a file of {format_size(speed.file_bytes)} with direct I/O"
     return (f"a file of {format_size(speed.file_bytes)} through the page cache, which was asked to forget it: the file "
@@ -168,10 +177,10 @@ def _how_read(speed: StorageSpeed) -> str:
 
 def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundles: Callable[[], list[Path]],
                  tell: Tell) -> None:
-    """Constants of edgeinfer's own kernels; the bandwidth and the peak of these minutes become the profile's."""
+    """Find the constants of our own kernels; the bandwidth and the peak of these minutes become the profile's."""
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
     paths = bundles()
-    with Probe(request.threads, read_bytes) as probe:
+    with MachineProbe(request.threads, read_bytes) as probe:
         runs = calibrate(paths, probe, lengths, tell)
     decodes, prompts = runs.decodes, runs.prompts
     found.figures["processor_share"] = statistics.median(runs.shares)
@@ -179,7 +188,7 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
     text = (f"fitted to {len(decodes)} runs of decoding and {len(prompts)} prompts of {lengths.prompt} tokens on "
             f"{len(paths)} random models, depths 0 to {lengths.depth}")
     found.sources.update(dict.fromkeys(found.fields["constants"], text))
-    found.figures |= calibration_figures(found.fields["constants"], decodes, prompts)
+    found.figures |= fit_errors(found.fields["constants"], decodes, prompts)
     bandwidth = statistics.median(run.bandwidth_gbs for run in decodes)
     found.add("bandwidth_gbs", bandwidth, f"{request.threads} threads read {format_size(read_bytes)} in order; median "
                                           f"beside {len(decodes)} runs")
@@ -191,34 +200,13 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
         found.add("effective_gbs", bandwidth * min(share, 1.0), "what edgeinfer's kernels draw: f_w of the bandwidth")
 
 
-def calibration_figures(
-    constants: dict[str, float], decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]
-) -> dict[str, float]:
-    """How far the constants are off on their own runs: median of the relative errors of decoding and of prompts."""
-    t0 = constants.get("t0_ms", 0.0) / 32e3
-    decode = [
-        (t0 * run.layers + run.weight_bytes / (constants.get("f_w", 1.0) * run.bandwidth_gbs * 1e9)
-         + run.kv_bytes / (constants.get("f_kv", 1.0) * run.bandwidth_gbs * 1e9)
-         + constants.get("attention_ms", 0.0) * run.attention_operations / 1e12) / run.seconds
-        for run in decodes
-    ]
-    prompt = [
-        (t0 * run.layers + run.operations / (constants.get("mfu", 1.0) * run.int8_peak_gops * 1e9)
-         + run.attention_operations / (constants.get("mfu_attention", 1.0) * run.int8_peak_gops * 1e9)
-         + constants.get("activation_cost", 0.0) * run.values / (run.int8_peak_gops * 1e9)) / run.seconds
-        for run in prompts
-    ]
-    return {"decode_error": statistics.median(abs(ratio - 1) for ratio in decode),
-            "prompt_error": statistics.median(abs(ratio - 1) for ratio in prompt)}
-
-
 def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: Tell) -> None:
-    """All threads multiply for a while: how much slower they are in the end."""
+    """Let all threads multiply for a while: how much slower they are in the end."""
     began = time.perf_counter()
     speeds: list[float] = []
     while len(speeds) < 2 or time.perf_counter() - began < request.load_seconds:
         tell(int(time.perf_counter() - began), int(request.load_seconds), "seconds")
-        speeds.append(probe.int8_gops(request.threads, min(LOAD_STEP, request.load_seconds)))
+        speeds.append(max(repeated(probe.int8_gops, min(LOAD_STEP, request.load_seconds))))
     some = max(1, round(END_SHARE * len(speeds)))
     # The best of each end: on a shared machine others take away some moments, but heat takes all of them.
     found.figures["load_seconds"] = time.perf_counter() - began
@@ -247,5 +235,5 @@ def _profile(found: _Findings, request: ProbeRequest) -> DeviceProfile:
 
 
 def _pairs(points: Sequence[tuple[int, float]]) -> list[list[float]]:
-    """Points as TOML holds them, with as many digits as mean anything."""
+    """Return points as TOML holds them, with as many digits as mean anything."""
     return [[size, float(f"{value:.4g}")] for size, value in points]

@@ -9,31 +9,31 @@ from .results import GENERATE, Case, OperationTime, Profile
 from .traffic import record_bytes, record_operations
 
 if TYPE_CHECKING:
-    from ..runtime import Session
+    from ..runtime import Record, Session
 
 
 def make_profile(session: Session, case: Case, nanoseconds: list[int]) -> Profile:
     """Turn the nanoseconds per record of one run of a test into times per token (tg) or per prompt (pp)."""
     divisor = case.tokens if case.kind == GENERATE else 1
     records = tuple(
-        OperationTime(record.op.strip(), record.kernel, 1, ns / divisor / 1e9,
+        OperationTime(record.label.strip(), record.kernel, 1, ns / divisor / 1e9,
                       record_bytes(session, case, record) / divisor, record_operations(session, case, record) / divisor)
         for record, ns in zip(session.program.records, nanoseconds, strict=True)
     )
     groups: dict[tuple[str, str], list[OperationTime]] = {}
-    for item in records:
-        groups.setdefault((operation_name(item.operation), item.kernel), []).append(item)
+    for record, item in zip(session.program.records, records, strict=True):
+        groups.setdefault((operation_name(record), item.kernel), []).append(item)
     operations = [_together(name, kernel, items) for (name, kernel), items in groups.items()]
     return Profile(case.name, tuple(sorted(operations, key=lambda item: -item.seconds)), records)
 
 
-def operation_name(text: str) -> str:
-    """A record's operation without its layer: ``linear layers.3.qkv`` is ``linear qkv``."""
-    words = text.split()
-    if "layer" in words:
-        at = words.index("layer")
-        words = words[:at] + words[at + 2 :]
-    return " ".join(word.split(".", 2)[2] if word.startswith("layers.") else word for word in words)
+def operation_name(record: Record) -> str:
+    """Return a record's operation without its layer: ``linear qkv`` for ``linear layers.3.qkv``."""
+    op = record.op
+    if op is None or record.step:
+        return record.label.strip()
+    weights = [weight.name.removeprefix(f"layers.{op.layer}.") for weight in op.weights[:1]]
+    return " ".join([op.name, *weights])
 
 
 def _together(name: str, kernel: str, items: list[OperationTime]) -> OperationTime:

@@ -12,7 +12,9 @@ from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
 from .traffic import bytes_per_token, operations_per_token
 
 if TYPE_CHECKING:
-    from ..runtime import Probe, Sequence, Session
+    from ..runner import Sequence
+    from ..runtime import Session
+    from .probe import MachineProbe
 
 WARM_UP_TOKENS = 16
 """Tokens generated before the clock runs; prompts are processed whole."""
@@ -20,7 +22,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (done, total, item)."""
 
 
-def measure(session: Session, probe: Probe, cases: list[Case], repetitions: int, profile: bool = False,
+def measure(session: Session, probe: MachineProbe, cases: list[Case], repetitions: int, profile: bool = False,
             progress: Progress | None = None) -> Measurement:
     """Run every test several times, and the probe between.
 
@@ -28,7 +30,7 @@ def measure(session: Session, probe: Probe, cases: list[Case], repetitions: int,
     ----------
     session : Session
         With a context long enough for all tests.
-    probe : Probe
+    probe : MachineProbe
         With the session's threads.
     cases : list of Case
         Those of one depth follow each other, so that its context is processed once.
@@ -50,7 +52,7 @@ def measure(session: Session, probe: Probe, cases: list[Case], repetitions: int,
 class _Run:
     """A sequence that is filled to each depth once, and the readings so far."""
 
-    def __init__(self, session: Session, probe: Probe, progress: Progress | None, total: int):
+    def __init__(self, session: Session, probe: MachineProbe, progress: Progress | None, total: int):
         self.session, self.probe = session, probe
         self.sequence: Sequence = session.new_sequence()
         self.bandwidth: list[float] = []
@@ -94,7 +96,7 @@ class _Run:
         return make_profile(self.session, case, [int(ns) for ns in nanoseconds])
 
     def _once(self, case: Case) -> float:
-        """Seconds of one repetition; the sequence is as long as before afterwards."""
+        """Return the seconds of one repetition; the sequence is as long as before afterwards."""
         session, sequence = self.session, self.sequence
         ids = [next(self._ids) for _ in range(case.tokens)]
         began = time.perf_counter()
@@ -132,7 +134,7 @@ def _warm_up(case: Case) -> Case:
 
 
 def token_ids(vocab_size: int) -> Iterator[int]:
-    """Token ids that repeat after the whole vocabulary: a fixed sequence without visible order."""
+    """Yield token ids that repeat after the whole vocabulary: a fixed sequence without visible order."""
     step = next(n for n in range(vocab_size * 5 // 8, 2 * vocab_size) if math.gcd(n, vocab_size) == 1)
     state = 0
     while True:

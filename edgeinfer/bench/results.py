@@ -120,12 +120,12 @@ class Measurement:
         return statistics.median(self.int8_peak)
 
     def mbu(self, row: Row) -> float:
-        """Share of the run's median bandwidth that a row used."""
+        """Return the share of the run's median bandwidth that a row used."""
         return row.bytes_per_token * row.t_per_s / (self.bandwidth_gbs * 1e9)
 
 
 def make_cases(prompts: list[int], generated: list[int], depths: list[int]) -> list[Case]:
-    """All combinations, depth by depth; a length of 0 leaves its rows out.
+    """Return all combinations, depth by depth; a length of 0 leaves its rows out.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def make_cases(prompts: list[int], generated: list[int], depths: list[int]) -> l
 
 
 def needed_ctx(cases: list[Case], longest: int) -> int:
-    """Context that all tests need, of a model that allows `longest` tokens.
+    """Return the context that all tests need, of a model that allows `longest` tokens.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import EdgeInferError
 
 if TYPE_CHECKING:
-    from ..runtime import Tokenizer
+    from ..text import Tokenizer
 
 PROMPT_TOKENS = 8
 ANSWER_TOKENS = 4
@@ -22,8 +22,8 @@ TIMEOUT_SECONDS = 600
 
 
 def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...], threads: int, kv: str,
-                   repetitions: int = 3) -> float:
-    """Median milliseconds from the start of ``edgeinfer run`` to its first text, with a prompt of 8 tokens.
+                   recipe: str, repetitions: int = 3) -> float:
+    """Return the median milliseconds from the start of ``edgeinfer run`` to its first text, with a prompt of 8 tokens.
 
     Raises
     ------
@@ -31,14 +31,14 @@ def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...],
         The run fails or prints nothing.
     """
     command = [sys.executable, "-m", "edgeinfer", "run", str(bundle), prompt_of(tokenizer), "--raw", "--json",
-               "-n", str(ANSWER_TOKENS), "--temp", "0", "-t", str(threads), "--kv", kv]
+               "-n", str(ANSWER_TOKENS), "--temp", "0", "-t", str(threads), "--kv", kv, "--recipe", recipe]
     for token in eos_ids:
         command += ["--logit-bias", f"{token}=-inf"]
     return statistics.median(_first_ms(command) for _ in range(repetitions))
 
 
 def prompt_of(tokenizer: Tokenizer, n_tokens: int = PROMPT_TOKENS) -> str:
-    """A text of so many tokens, that of the beginning included; of fewer where the attempts step over the number."""
+    """Return a text of so many tokens, the beginning's included; of fewer where the attempts step over it."""
     text, length = "a", len(tokenizer.encode("a"))
     while length < n_tokens:
         longer = [(len(tokenizer.encode(text + tail)), text + tail) for tail in (*" aeiou", " a", " the", ".", ", and")]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import DestinationError
 from ..sizes import format_size
@@ -86,7 +85,7 @@ class StorageProbe:
         return StorageSpeed(in_order, curves, self.file_bytes, self.direct)
 
     def read_gbs(self, size: int, depth: int, scattered: bool = True) -> float:
-        """GB/s of reading pieces of `size` bytes by `depth` threads at once, each waiting for its own.
+        """Return the GB/s of reading pieces of `size` bytes by `depth` threads at once, each waiting for its own.
 
         Threads stand for the queue, as in the runtime; at 4 KiB Python's own time of some microseconds a read counts.
         """
@@ -133,9 +132,7 @@ class StorageProbe:
     def __enter__(self) -> StorageProbe:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _forget(self) -> None:
@@ -145,7 +142,7 @@ class StorageProbe:
 
 
 def _fitting(directory: Path, wanted: int) -> int:
-    """Size of the file that the disk has room for."""
+    """Return the size of the file that the disk has room for."""
     free = shutil.disk_usage(directory).free
     size = min(wanted, (free - SPARE_BYTES) // WRITE_BYTES * WRITE_BYTES) if wanted >= LEAST_FILE_BYTES else wanted
     if size < min(wanted, LEAST_FILE_BYTES) or free < size:

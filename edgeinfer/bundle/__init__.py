@@ -3,44 +3,29 @@
 The format is specified in docs/bundle.md.
 """
 
-from .config_json import config_from_json, config_to_json
+from typing import TYPE_CHECKING
+
+from edgeinfer.lazy import lazily
+
+from .config_json import config_from_json
 from .format import (
     FORMAT_NAME,
     FORMAT_VERSION,
-    LAYOUTS,
+    PARTS,
     FileEntry,
     Header,
     Quantisation,
     TensorEntry,
-    alignment,
-    round_up,
-    stored_bytes,
+    file_offsets,
     weights_file_bytes,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
-from .lock import DestinationLock
 from .reader import Bundle, is_bundle
-from .writer import BundleWriter
 
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "HEADER_FILE",
-    "LAYOUTS",
-    "Bundle",
-    "BundleWriter",
-    "DestinationLock",
-    "FileEntry",
-    "Header",
-    "Quantisation",
-    "TensorEntry",
-    "alignment",
-    "config_from_json",
-    "config_to_json",
-    "header_from_json",
-    "header_to_json",
-    "is_bundle",
-    "round_up",
-    "stored_bytes",
-    "weights_file_bytes",
-]
+if TYPE_CHECKING:
+    from .writer import BundleWriter
+
+__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "Bundle", "BundleWriter", "FileEntry", "Header",
+           "Quantisation", "TensorEntry", "config_from_json", "file_offsets", "header_from_json",
+           "header_to_json", "is_bundle", "weights_file_bytes"]
+__getattr__ = lazily(__name__, {"writer": "BundleWriter"})

@@ -1,24 +1,23 @@
-"""ModelConfig to and from JSON: every field present, known and of its type; a wrong one changes the mathematics."""
+"""ModelConfig from JSON: every field known and of its type; a wrong one changes the mathematics.
+
+All fields are written, tuples as lists. One that has a default may be absent, because it is younger than the bundle."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, fields
+from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import ModelConfig, RopeConfig
 
+from .rows import exact_fields
+
 MAX_LAYERS = 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")
-
-
-def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """The config as plain JSON values; tuples become lists."""
-    return _plain(asdict(config))
 
 
 def config_from_json(data: object) -> ModelConfig:
@@ -26,8 +25,10 @@ def config_from_json(data: object) -> ModelConfig:
 
     Raises
     ------
+    UnknownError
+        For a field that is not known; the reader of the header makes a BundleError of it.
     BundleError
-        For an unknown, missing or wrongly typed field, or a size out of its range; the sentence names the field.
+        For a missing or wrongly typed field, or a size out of its range; the sentence names the field.
     """
     config = _record(ModelConfig, data, "config")
     for name in SIZES:
@@ -47,26 +48,17 @@ def config_from_json(data: object) -> ModelConfig:
     return config
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
 def _record(kind: type, data: object, where: str) -> Any:
-    """Build a dataclass from a JSON object with exactly its fields."""
+    """Build a dataclass from a JSON object with its fields; those with a default may be absent."""
     if not isinstance(data, dict):
         raise BundleError(f"{where} is no JSON object.")
-    known = {f.name for f in fields(kind)}
-    if unknown := sorted(set(data) - known):
-        raise BundleError(f"{where} has the unknown field {unknown[0]!r}.")
-    if missing := sorted(known - set(data)):
-        raise BundleError(f"{where} lacks the field {missing[0]!r}.")
+    optional = [f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING]
+    exact_fields(data, _hints(kind), where, optional)
     return kind(**{name: _value(_hints(kind)[name], data[name], f"{where}.{name}") for name in data})
 
 

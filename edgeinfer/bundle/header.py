@@ -9,31 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 from edgeinfer.errors import BundleError
+from edgeinfer.sizes import MAX_BYTES
 
-from .config_json import config_from_json, config_to_json
-from .format import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    LINE_BYTES,
-    MAX_BYTES,
-    FileEntry,
-    Header,
-    Quantisation,
-    TensorEntry,
-    alignment,
-    check_type,
-    round_up,
-    stored_bytes,
-)
+from .config_json import config_from_json
+from .format import FORMAT_NAME, FORMAT_VERSION, Header, UnknownError, end_of_file, next_offset
+from .rows import exact_fields, file_from_json, quantisation_from_json, tensor_from_json, tensor_to_json
 
 HEADER_FILE = "bundle.json"
 MAX_HEADER_BYTES = 64 << 20
 FIELDS = ("format", "version", "checksum", "made_by", "source", "config", "quantisation", "weights_bytes", "tensors",
           "files")
-TENSOR_FIELDS = {"name": str, "layout": str, "dtype": str, "group_size": int, "shape": list, "offset": int,
-                 "nbytes": int, "sha256": str}
-FILE_FIELDS = {"name": str, "nbytes": int, "sha256": str}
-QUANTISATION_FIELDS = {"weights": str, "group_size": int, "embedding": str, "head": str}
+_WORDS = {list: "list", str: "string", int: "size in bytes"}
 
 
 def header_to_json(header: Header) -> bytes:
@@ -43,10 +29,10 @@ def header_to_json(header: Header) -> bytes:
         "version": FORMAT_VERSION,
         "made_by": header.made_by,
         "source": header.source,
-        "config": config_to_json(header.config),
+        "config": asdict(header.config),
         "quantisation": asdict(header.quantisation),
         "weights_bytes": header.weights_bytes,
-        "tensors": [{**asdict(entry), "shape": list(entry.shape)} for entry in header.tensors],
+        "tensors": [tensor_to_json(entry) for entry in header.tensors],
         "files": [asdict(entry) for entry in header.files],
     }
     data["checksum"] = checksum(data)
@@ -82,18 +68,29 @@ def header_from_json(text: bytes) -> Header:
         )
     if data.get("checksum") != checksum({key: value for key, value in data.items() if key != "checksum"}):
         raise BundleError(f"{HEADER_FILE} was altered: its checksum does not match; convert the model again.")
-    _exact_fields(data, FIELDS, HEADER_FILE)
-    header = Header(
-        config=config_from_json(data["config"]),
-        quantisation=_quantisation(data["quantisation"]),
-        tensors=tuple(_tensor(row, i) for i, row in enumerate(_list(data, "tensors"))),
-        files=tuple(_file(row, i) for i, row in enumerate(_list(data, "files"))),
-        weights_bytes=_integer(data["weights_bytes"], "weights_bytes"),
-        source=_string(data["source"], "source"),
-        made_by=_string(data["made_by"], "made_by"),
-    )
+    try:
+        header = _header(data, version)
+    except UnknownError as error:
+        maker = _field({"made_by": "", **data}, "made_by", str)
+        maker = re.sub(r"[^ -~]", "?", maker)[:60] or "an unknown program"
+        raise BundleError(f"{error}; the bundle was written by {maker}: upgrade edgeinfer, or convert the model again "
+                          "with this one.") from None
     _check_places(header)
     return header
+
+
+def _header(data: dict[str, Any], version: int) -> Header:
+    exact_fields(data, FIELDS, HEADER_FILE)
+    return Header(
+        config=config_from_json(data["config"]),
+        quantisation=quantisation_from_json(data["quantisation"]),
+        tensors=tuple(tensor_from_json(row, i, version) for i, row in enumerate(_field(data, "tensors", list))),
+        files=tuple(file_from_json(row, i, version) for i, row in enumerate(_field(data, "files", list))),
+        weights_bytes=_field(data, "weights_bytes", int),
+        source=_field(data, "source", str),
+        made_by=_field(data, "made_by", str),
+        version=version,
+    )
 
 
 def checksum(data: dict[str, Any]) -> str:
@@ -129,7 +126,7 @@ def _check_places(header: Header) -> None:
         if entry.name in names:
             raise BundleError(f"tensor {entry.name!r} occurs twice in {HEADER_FILE}.")
         names.add(entry.name)
-        want = round_up(end, alignment(entry.nbytes))
+        want = next_offset(end, entry.nbytes)
         if entry.offset != want:
             raise BundleError(
                 f"tensor {entry.name!r} starts at byte {entry.offset}; without hole or overlap it is {want}."
@@ -137,90 +134,16 @@ def _check_places(header: Header) -> None:
         end = entry.offset + entry.nbytes
     if not header.tensors:
         raise BundleError(f"{HEADER_FILE} lists no tensors.")
-    if header.weights_bytes != round_up(end, LINE_BYTES):
-        raise BundleError(
-            f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {round_up(end, LINE_BYTES)}."
-        )
+    if header.weights_bytes != (want := end_of_file(end, header.version)):
+        raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
+    if header.version == 1 and header.tensors[-1].type.layout == "neuron":  # kernels read a little behind it
+        raise BundleError("it ends with a tensor in layout neuron, as no bundle of format 1 may; convert it again.")
     if len({entry.name for entry in header.files}) != len(header.files):
         raise BundleError(f"a file occurs twice in {HEADER_FILE}.")
 
 
-def _tensor(row: object, index: int) -> TensorEntry:
-    data = _row(row, TENSOR_FIELDS, f"tensors[{index}]")
-    name = data["name"]
-    if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
-        raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")
-    if not all(type(n) is int for n in data["shape"]):
-        raise BundleError(f"tensor {name!r} has a shape that is no list of integers.")
-    shape = tuple(data["shape"])
-    try:
-        nbytes = stored_bytes(data["layout"], data["dtype"], data["group_size"], shape)
-    except BundleError as error:
-        raise BundleError(f"tensor {name!r}: {error}") from None
-    if data["nbytes"] != nbytes:
-        raise BundleError(f"tensor {name!r} has {data['nbytes']} bytes; its shape and type need {nbytes}.")
-    if not 0 <= data["offset"] <= MAX_BYTES - nbytes:
-        raise BundleError(f"tensor {name!r} has the offset {data['offset']}, which is out of range.")
-    _check_sha256(data["sha256"], f"tensor {name!r}")
-    return TensorEntry(**{**data, "shape": shape})
-
-
-def _file(row: object, index: int) -> FileEntry:
-    data = _row(row, FILE_FIELDS, f"files[{index}]")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", data["name"]):
-        raise BundleError(f"files[{index}] has the unusable name {data['name'][:60]!r}.")
-    if data["nbytes"] < 0:
-        raise BundleError(f"file {data['name']!r} has {data['nbytes']} bytes.")
-    _check_sha256(data["sha256"], f"file {data['name']!r}")
-    return FileEntry(**data)
-
-
-def _quantisation(value: object) -> Quantisation:
-    quantisation = Quantisation(**_row(value, QUANTISATION_FIELDS, "quantisation"))
-    for dtype in (quantisation.weights, quantisation.embedding, quantisation.head):
-        group_size = quantisation.group_size if dtype in ("q4", "int8") else 0
-        try:
-            check_type("tile16", dtype, group_size)
-        except BundleError as error:
-            raise BundleError(f"quantisation: {error}") from None
-    return quantisation
-
-
-def _row(row: object, types: dict[str, type], where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise BundleError(f"{where} is no JSON object.")
-    _exact_fields(row, tuple(types), where)
-    for name, kind in types.items():
-        if type(row[name]) is not kind:
-            raise BundleError(f"{where}.{name} is not of type {kind.__name__}.")
-    return row
-
-
-def _exact_fields(data: dict[str, Any], names: tuple[str, ...], where: str) -> None:
-    if unknown := sorted(set(data) - set(names)):
-        raise BundleError(f"{where} has the unknown field {unknown[0][:60]!r}.")
-    if missing := sorted(set(names) - set(data)):
-        raise BundleError(f"{where} lacks the field {missing[0]!r}.")
-
-
-def _check_sha256(value: str, where: str) -> None:
-    if not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise BundleError(f"{where} has no valid sha256.")
-
-
-def _list(data: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(data[name], list):
-        raise BundleError(f"{HEADER_FILE}: {name} is no list.")
+def _field(data: dict[str, Any], name: str, kind: type) -> Any:
+    """A field of the type that it must have; a number is a size in bytes."""
+    if type(data[name]) is not kind or (kind is int and not 0 <= data[name] <= MAX_BYTES):
+        raise BundleError(f"{HEADER_FILE}: {name} is no {_WORDS[kind]}.")
     return data[name]
-
-
-def _integer(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_BYTES:
-        raise BundleError(f"{HEADER_FILE}: {name} is no size in bytes.")
-    return value
-
-
-def _string(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise BundleError(f"{HEADER_FILE}: {name} is no string.")
-    return value

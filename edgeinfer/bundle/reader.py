@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import ModelConfig, WeightType
+from edgeinfer.graph import ModelConfig
+from edgeinfer.quant import WeightType
 
 from .format import WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
@@ -110,11 +111,6 @@ class Bundle:
         if self._weights is None:
             raise BundleError(f"The bundle {self.path} was closed.")
         return self._weights
-
-    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of one tensor, a read-only view of the mapping."""
-        entry = self._entry(name)
-        return self.weights[entry.offset : entry.offset + entry.nbytes]
 
     def weight_type(self, name: str) -> WeightType:
         """Storage of a tensor that the graph asks for; a BundleError says so if the table lacks it."""

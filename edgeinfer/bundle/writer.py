@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from edgeinfer import __version__
 from edgeinfer.errors import BundleError, CheckpointError, DestinationError
-from edgeinfer.graph import ModelConfig, WeightType
+from edgeinfer.graph import ModelConfig
+from edgeinfer.lock import DestinationLock
+from edgeinfer.quant import WeightType
 
 from .format import (
-    LINE_BYTES,
+    PARTS,
     WEIGHTS_FILE,
     FileEntry,
     Header,
     Quantisation,
     TensorEntry,
-    alignment,
-    round_up,
-    stored_bytes,
+    end_of_file,
+    next_offset,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
-from .lock import DestinationLock
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,8 +124,8 @@ class BundleWriter:
         -------
         TensorEntry
         """
-        nbytes = stored_bytes(weight_type.layout, weight_type.dtype, weight_type.group_size, shape)
-        offset = round_up(self._offset, alignment(nbytes))
+        nbytes = weight_type.nbytes(shape)
+        offset = next_offset(self._offset, nbytes)
         digest, written = hashlib.sha256(), 0
         chunks = [data] if isinstance(data, bytes | bytearray | memoryview) or hasattr(data, "dtype") else data
         with self._writing():
@@ -138,20 +138,19 @@ class BundleWriter:
             written += len(view)
         if written != nbytes:
             raise BundleError(f"tensor {name!r} was given {written} bytes; its shape and type need {nbytes}.")
-        entry = TensorEntry(name, weight_type.layout, weight_type.dtype, weight_type.group_size, tuple(shape), offset,
-                            nbytes, digest.hexdigest())
+        entry = TensorEntry(name, weight_type, tuple(shape), offset, nbytes, digest.hexdigest())
         self._tensors.append(entry)
         self._offset = offset + nbytes
         return entry
 
-    def copy_file(self, path: str | Path, name: str | None = None) -> FileEntry:
+    def copy_file(self, path: str | Path, name: str | None = None, part: str = "") -> FileEntry:
         """Copy a file (tokenizer, chat template, licence) into the bundle, under its own name or `name`."""
         path = Path(path)
-        return self._add_file(name or path.name, _chunks(path))
+        return self._add_file(name or path.name, _chunks(path), part)
 
-    def add_file(self, name: str, content: bytes) -> FileEntry:
-        """Write a small file into the bundle."""
-        return self._add_file(name, [content])
+    def add_file(self, name: str, content: bytes, part: str = "") -> FileEntry:
+        """Write a small file into the bundle; `part` says which optional part of the model it is, if it is one."""
+        return self._add_file(name, [content], part)
 
     @property
     def _weights(self) -> BinaryIO:
@@ -159,7 +158,9 @@ class BundleWriter:
             raise BundleError(f"the bundle {self.destination} is not open for writing.")
         return self._file
 
-    def _add_file(self, name: str, chunks: Iterable[bytes]) -> FileEntry:
+    def _add_file(self, name: str, chunks: Iterable[bytes], part: str) -> FileEntry:
+        if part and part not in PARTS:
+            raise BundleError(f"{part!r} is no part of a model; the parts are {', '.join(PARTS)}.")
         if Path(name).name != name or name in self._files or name in (WEIGHTS_FILE, HEADER_FILE):
             raise BundleError(f"{name!r} cannot be the name of a further file in the bundle.")
         digest, nbytes = hashlib.sha256(), 0
@@ -169,11 +170,11 @@ class BundleWriter:
                 digest.update(chunk)
                 nbytes += len(chunk)
             _sync(file)
-        entry = self._files[name] = FileEntry(name, nbytes, digest.hexdigest())
+        entry = self._files[name] = FileEntry(name, nbytes, digest.hexdigest(), part)
         return entry
 
     def _commit(self) -> None:
-        end = round_up(self._offset, LINE_BYTES)
+        end = end_of_file(self._offset)
         self._weights.write(bytes(end - self._offset))
         _sync(self._weights)
         self._weights.close()

@@ -165,6 +165,6 @@ def _print_plan(error: BaseException) -> None:
 
 
 def _wants_json(arguments: list[str]) -> bool:
-    """Whether the answer is to be JSON, also where the arguments cannot be understood."""
+    """Return whether the answer is to be JSON, also where the arguments cannot be understood."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in before or os.environ.get("EDGEINFER_JSON", "").lower() in ("1", "true", "t", "yes", "y", "on")

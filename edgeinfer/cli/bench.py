@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, WEIGHT_TYPES, RuntimeConfig
+from ..config import GROUP_SIZES, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
+from ..quant import WeightType
 from ..sizes import parse_size
 from .bench_report import bench_object, print_report
-from .options import Budget, Json, Kv, Threads
+from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Json, Kv, Passes, PrefillChunk, Threads
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
@@ -74,19 +75,16 @@ def bench(
         typer.Option(metavar="NAME", help="Random weights of a known shape, written once into the cache."),
     ] = None,
     weights: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(WEIGHT_TYPES), help="With --shape: type of the weights.  [default: q4]"),
+        str | None, typer.Option(metavar=WEIGHTS, help="With --shape: type of the weights.  [default: q4]")
     ] = None,
     group_size: Annotated[
-        int | None,
-        typer.Option(metavar="|".join(map(str, GROUP_SIZES)), help="With --shape: weights per scale.  [default: 32]"),
+        int | None, typer.Option(metavar=GROUPS, help="With --shape: weights per scale.  [default: 32]")
     ] = None,
     threads: Threads = None,
     kv: Kv = "int8",
     budget: Budget = None,
-    prefill_chunk: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
-    ] = RuntimeConfig().prefill_chunk,
+    recipe: Passes = DEFAULT_RECIPE,
+    prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
     ] = False,
@@ -113,13 +111,14 @@ def bench(
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, weights, group_size, repetitions)
     limit = None if budget is None else parse_size(budget)
-    config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk)
+    config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
+                           recipe=Recipe.parse(recipe))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         report, measured = run_tests(path, config, tests, repetitions, profile, progress)
         report["model"] = model or shape
-        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv)
-    predictor = make_predictor(path, kv, report["threads"], report["isa"])
+        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv, recipe)
+    predictor = make_predictor(path, config, report["threads"], report["isa"])
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)
@@ -163,36 +162,31 @@ def check_request(
 
 def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:
     """Return the model's bundle, or one with random weights of the shape, which is made unless the cache has it."""
-    if shape is None:
-        from ..models import resolve
+    from ..models import cached_bundle, resolve
 
+    if shape is None:
         return resolve(model or "", progress)
-    from ..bundle import FORMAT_VERSION, is_bundle
-    from ..cache import cache_root
     from ..converters import SHAPES, write_random_bundle
 
-    group = f"-g{group_size}" if weights in ("q4", "int8") else ""
-    path = cache_root() / "bundles" / f"random-{shape}-{weights}{group}-v{FORMAT_VERSION}"
-    if not is_bundle(path):
-        config = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX)
-        write_random_bundle(config, path, weights, group_size, progress=partial(progress, "write"))
-    return path
+    config, told = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")
+    stored = WeightType.of(weights, group_size).suffix.replace("_", "-")
+    return cached_bundle(f"the random model {shape}", f"random-{shape}-{stored}", lambda target: write_random_bundle(
+        config, target, weights, group_size, overwrite=True, progress=told))
 
 
 def run_tests(
     path: Path, config: RuntimeConfig, tests: list[Case], repetitions: int, profile: bool, progress: ProgressLine
 ) -> tuple[dict[str, Any], Measurement]:
     """Open the bundle and run the tests; returns what is known beside the figures."""
-    from ..bench import measure, needed_ctx
+    from ..bench import MachineProbe, measure, needed_ctx
     from ..bundle import Bundle
     from ..memory_planner import available_bytes, default_threads
-    from ..runtime import Probe
 
     with Bundle.open(path) as bundle:
         config = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
     threads = config.threads or default_threads()
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
-    with Probe(threads, read_bytes, partial(progress, "compile")) as probe:
+    with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
         session, bundle, load_ms = open_session(path, replace(config, threads=threads), progress)
         try:
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
@@ -223,17 +217,17 @@ def open_session(path: Path, config: RuntimeConfig, progress: ProgressLine) -> t
     return session, bundle, 1000 * (time.perf_counter() - began)
 
 
-def first_token(path: Path, threads: int, kv: str) -> float | None:
-    """Milliseconds from the start of a process to its first token; None, with a remark, where that cannot be had."""
+def first_token(path: Path, threads: int, kv: str, recipe: str) -> float | None:
+    """Return the milliseconds from a process's start to its first token; None, with a remark, where there are none."""
     from ..bench import first_token_ms
     from ..bundle import Bundle
-    from ..runtime import Tokenizer
+    from ..text import Tokenizer
 
     try:
         with Bundle.open(path) as bundle:
             eos = bundle.config.eos_token_ids
             tokenizer = Tokenizer.open(path, {"bos_token_id": bundle.config.bos_token_id})
-        return first_token_ms(path, tokenizer, eos, threads, kv)
+        return first_token_ms(path, tokenizer, eos, threads, kv, recipe)
     except EdgeInferError as error:
         say(f"Time to the first token of a new process is not measured: {error}")
         return None

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..quant import WeightType
 from ..sizes import format_size
-from .output import table
+from .output import print_table, table
 
 if TYPE_CHECKING:
     from ..bench import Measurement, OperationTime, Profile, Row
@@ -17,7 +18,7 @@ MOST_OPERATIONS = 16
 
 
 def bench_object(report: dict[str, Any], measured: Measurement) -> dict[str, Any]:
-    """The JSON object of a run."""
+    """Return the JSON object of a run."""
     out = {
         **report, "rows": [row_object(row, measured) for row in measured.rows],
         "bandwidth_gbs": measured.bandwidth_gbs, "bandwidth_low_gbs": min(measured.bandwidth),
@@ -30,7 +31,7 @@ def bench_object(report: dict[str, Any], measured: Measurement) -> dict[str, Any
 
 
 def row_object(row: Row, measured: Measurement) -> dict[str, Any]:
-    """One test."""
+    """Return the JSON object of one test."""
     return {
         "test": row.case.name, "t_per_s": row.t_per_s, "stddev": row.stddev, "samples": list(row.samples),
         "bytes_per_token": round(row.bytes_per_token), "mbu": measured.mbu(row), "mbu_paired": row.mbu_paired,
@@ -40,7 +41,7 @@ def row_object(row: Row, measured: Measurement) -> dict[str, Any]:
 
 
 def profile_object(profile: Profile, measured: Measurement) -> dict[str, Any]:
-    """One test's profile; times are per token for tg and per prompt for pp."""
+    """Return one test's profile; times are per token for tg and per prompt for pp."""
     return {
         "test": profile.test, "ms": 1000 * profile.seconds,
         "operations": [_operation_object(item, profile, measured) for item in profile.operations],
@@ -61,19 +62,17 @@ def _operation_object(item: OperationTime, profile: Profile, measured: Measureme
 
 def print_report(out: dict[str, Any], measured: Measurement) -> None:
     """Print the report for people."""
-    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
-    print(f"{out['model']}: {out['weights']}{group}, {format_size(out['weights_bytes'])}; KV {out['kv']}; "
+    stored = WeightType.of(out["weights"], out["group_size"]).words
+    print(f"{out['model']}: {stored}, {format_size(out['weights_bytes'])}; KV {out['kv']}; "
           f"{out['isa']}, {out['threads']} threads\n")
     rows = [("test", "tokens/s", "bytes/token", "of read bandwidth", "of int8 peak")]
     for row in out["rows"]:
         share = "" if row["int8_share"] is None or not row["test"].startswith("pp") else f"{row['int8_share']:.0%}"
         rows.append((row["test"], f"{row['t_per_s']:.2f} ± {row['stddev']:.2f}", format_size(row["bytes_per_token"]),
                      f"{row['mbu_paired']:.0%}", share))
-    for line in table(rows, right=[1, 2, 3, 4]):
-        print(line)
+    print_table(rows, right=[1, 2, 3, 4])
     print()
-    for line in table(_figures(out)):
-        print(line)
+    print_table(_figures(out))
     for line in _estimate_lines(out.get("estimate")):
         print(line)
     for profile in out.get("profile", []):
@@ -81,7 +80,7 @@ def print_report(out: dict[str, Any], measured: Measurement) -> None:
 
 
 def _estimate_lines(estimate: dict[str, Any] | None) -> Iterator[str]:
-    """Predicted beside measured; nothing without a prediction."""
+    """Yield predicted beside measured; nothing without a prediction."""
     if estimate is None:
         return
     rows = [("test", "estimated", "80 % band", "measured", "miss", "with the bandwidth or peak of the moment")]
@@ -118,5 +117,4 @@ def _print_profile(profile: dict[str, Any]) -> None:
                      f"{item['gbs']:.1f}" if item["bytes_read"] else "",
                      f"{item['bandwidth_share']:.0%}" if item["bytes_read"] else "",
                      f"{item['int8_share']:.0%}" if item["gops"] and per == "prompt" else ""))
-    for line in table(rows, right=[2, 3, 4, 5, 6, 7]):
-        print(line)
+    print_table(rows, right=[2, 3, 4, 5, 6, 7])

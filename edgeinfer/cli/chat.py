@@ -13,8 +13,8 @@ from .output import figures, say
 from .run import cancelling
 
 if TYPE_CHECKING:
+    from ..engine import Completion, Stream
     from ..llm import LLM
-    from ..runtime import Completion, Stream
 
 COMMANDS = {
     "/help": "list these commands",

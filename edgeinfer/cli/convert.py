@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import FFN_LAYOUTS
+from ..quant import TYPES
 from ..sizes import format_size
-from .options import Json
-from .output import print_json, say, table
+from .options import GROUPS, WEIGHTS, Json
+from .output import print_json, print_table, say
 from .progress import ProgressLine
+
+QUANTISED = ", ".join(name for name, row in TYPES.items() if row.quantised)
 
 if TYPE_CHECKING:
     from ..converters import ConversionReport
@@ -41,10 +45,10 @@ def convert(
         Path, typer.Argument(metavar="DST", help="The bundle to make, a new directory.", show_default=False)
     ],
     weights: Annotated[
-        str, typer.Option(metavar="q4|int8|f16|f32", help="Type of the layers' matrices.")
+        str, typer.Option(metavar=WEIGHTS, help="Type of the layers' matrices.")
     ] = "q4",
     group_size: Annotated[
-        int, typer.Option(metavar="32|64|128", help="Weights that share a scale (q4, int8).")
+        int, typer.Option(metavar=GROUPS, help=f"Weights that share a scale ({QUANTISED}).")
     ] = 32,
     embedding: Annotated[
         str | None,
@@ -55,7 +59,8 @@ def convert(
     ] = None,
     ffn_layout: Annotated[
         str,
-        typer.Option(metavar="tile16|neuron", help="FFNs as matrices, or neuron by neuron: dead neurons are not read."),
+        typer.Option(metavar="|".join(FFN_LAYOUTS),
+                     help="FFNs as matrices, or neuron by neuron: dead neurons are not read."),
     ] = "tile16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the error of every tensor.")] = False,
@@ -90,7 +95,7 @@ def convert(
 
 
 def report_object(report: ConversionReport) -> dict[str, Any]:
-    """The JSON object of a conversion."""
+    """Return the JSON object of a conversion."""
     worst = report.worst
     return {
         "destination": str(report.destination), "source_bytes": report.source_bytes,
@@ -108,8 +113,7 @@ def _print_tensors(report: ConversionReport) -> None:
     rows = [("tensor", "type", "size", "error", "gain")]
     for t in report.tensors:
         rows.append((t.name, t.dtype, format_size(t.nbytes), f"{t.relative_error:.2e}", f"{t.gain:.1%}"))
-    for line in table(rows, right=[2, 3, 4]):
-        print(line)
+    print_table(rows, right=[2, 3, 4])
 
 
 def _summary(report: ConversionReport) -> str:

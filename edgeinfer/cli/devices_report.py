@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .output import folded, table
+from .output import folded, print_table, table
 from .plot import Chart, Line
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ _NAMES = {
 
 
 def list_object(known: list[DeviceProfile], local: DeviceProfile | None) -> dict[str, Any]:
-    """The JSON object of all devices."""
+    """Return the JSON object of all devices."""
     return {"devices": [device_object(profile) for profile in known],
             "local": None if local is None else device_object(local)}
 
 
 def device_object(profile: DeviceProfile) -> dict[str, Any]:
-    """The JSON object of a device."""
+    """Return the JSON object of a device."""
     from ..devices import profile_table
 
     return {"name": profile.name, **profile_table(profile)}
@@ -46,8 +46,7 @@ def print_list(known: list[DeviceProfile], local: DeviceProfile | None) -> None:
         drawn = "" if profile.effective_gbs is None else _rate(profile.effective_gbs)
         short = profile.title if len(profile.title) <= MOST_TITLE else f"{profile.title[: MOST_TITLE - 3]}..."
         rows.append((profile.name, _gib(profile.memory_bytes), _rate(profile.bandwidth_gbs), drawn, short))
-    for line in table(rows, right=[1, 2, 3]):
-        print(line)
+    print_table(rows, right=[1, 2, 3])
     remark = ("GB/s is the vendor's peak (of this machine: measured), drawn is what decoding was seen to draw. "
               "'edgeinfer devices NAME' has cores, instructions, class and sources.")
     print("\n" + "\n".join(folded(remark + ("" if local else " 'edgeinfer devices --probe' measures this machine."))))
@@ -67,7 +66,7 @@ def print_device(profile: DeviceProfile) -> None:
 
 
 def _fields(profile: DeviceProfile) -> Iterator[tuple[str, str, str]]:
-    """(field, name, value) of what is known."""
+    """Yield (field, name, value) of what is known."""
     for key, name in _NAMES.items():
         value = getattr(profile, key)
         if value is None:
@@ -81,7 +80,7 @@ def _fields(profile: DeviceProfile) -> Iterator[tuple[str, str, str]]:
 
 
 def _curves(profile: DeviceProfile) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """(title, points with their first value as text) of the curves that are known."""
+    """Yield (title, points with their first value as text) of the curves that are known."""
     for key, title in (("memory_random", "scattered pieces of memory, GB/s"),
                        ("storage_random", "scattered reads of storage, GB/s")):
         curve = getattr(profile, key)
@@ -108,12 +107,9 @@ def _piece(nbytes: int) -> str:
 
 
 def profile_chart(profile: DeviceProfile) -> Chart:
-    """The curves of a device as a picture: GB/s of memory and of storage over the size of scattered pieces.
+    """Return the curves of a device as a picture: GB/s of memory and of storage over the size of scattered pieces.
 
-    Raises
-    ------
-    UsageError
-        The device has no curves.
+    Raises `UsageError`: the device has no curves.
     """
     lines = []
     if profile.memory_random:

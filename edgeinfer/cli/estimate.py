@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import GROUP_SIZES, KV_TYPES, WEIGHT_TYPES
+from ..config import KV_TYPES, Recipe
 from ..errors import UsageError
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
-from .options import Device, Json, Kv, from_environment
+from .options import DEFAULT_RECIPE, Device, GroupSize, Json, Kv, Passes, Weights, from_environment, option
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -62,23 +62,17 @@ def estimate(
         ),
     ],
     device: Device = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option("-c", "--ctx", envvar="EDGEINFER_CTX", metavar="TOKENS",
-                     help="Context at whose end a token is generated.  [default: the model's, at most 4096]"),
-    ] = None,
+    ctx: Annotated[int | None, option(
+        "-c", "--ctx", metavar="TOKENS",
+        help="Context at whose end a token is generated.  [default: the model's, at most 4096]")] = None,
     prompt: Annotated[
         int | None,
         typer.Option("-p", metavar="TOKENS", help="Length of the prompt.  [default: 512, at most the context]"),
     ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(WEIGHT_TYPES), help="Type of the weights.  [default: a bundle's own, else q4]"),
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(metavar="|".join(map(str, GROUP_SIZES)), help="Weights per scale.  [default: 32]")
-    ] = None,
+    weights: Weights = None,
+    group_size: GroupSize = None,
     kv: Kv = "int8",
+    recipe: Passes = DEFAULT_RECIPE,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -109,7 +103,7 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    described = describe(model, weights, group_size)
+    described = describe(model, weights, group_size, Recipe.parse(recipe))
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:
@@ -142,9 +136,9 @@ def check_request(
     device: str | None, ctx: int | None, prompt: int | None, kv: str, all_devices: bool, plot: Path | None
 ) -> None:
     """Refuse what is wrong whatever the model and the device."""
-    for option, value in (("--ctx", ctx), ("-p", prompt)):
+    for flag, value in (("--ctx", ctx), ("-p", prompt)):
         if value is not None and not 1 <= value <= MOST_CTX:
-            raise UsageError(f"{option} {value} is out of range; it must be from 1 to {MOST_CTX} tokens.")
+            raise UsageError(f"{flag} {value} is out of range; it must be from 1 to {MOST_CTX} tokens.")
     if ctx is not None and prompt is not None and prompt > ctx:
         raise UsageError(f"-p {prompt} does not fit --ctx {ctx}; the prompt is part of the context.")
     if kv not in KV_TYPES:

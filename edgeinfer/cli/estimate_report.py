@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..quant import WeightType
 from ..sizes import format_size
-from .output import folded, speed, table
+from .output import folded, print_table, speed
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
@@ -20,7 +21,7 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, accepted: float
 ) -> dict[str, Any]:
-    """The JSON object of one device, with the curve over the context."""
+    """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
@@ -38,7 +39,7 @@ def estimate_object(
 def all_devices_object(
     model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, accepted: float
 ) -> dict[str, Any]:
-    """The JSON object of all devices."""
+    """Return the JSON object of all devices."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
@@ -50,7 +51,7 @@ def all_devices_object(
 
 
 def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> dict[str, Any]:
-    """What does not depend on the device."""
+    """Return what does not depend on the device."""
     quantisation = model.quantisation
     return {
         "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
@@ -65,7 +66,7 @@ def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> di
 
 
 def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
-    """The total of the plan, so that an estimate fits where the plan does."""
+    """Return the total of the plan, so that an estimate fits where the plan does."""
     from ..config import RuntimeConfig
     from ..memory_planner import Planner, to_request
 
@@ -73,7 +74,7 @@ def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
 
 
 def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:
-    """What depends on the device: a token at the end of the context, a prompt in an empty one."""
+    """Return what depends on the device: a token at the end of the context, a prompt in an empty one."""
     prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
     token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}
     return {
@@ -90,7 +91,7 @@ def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: E
 
 
 def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
-    """Where skipping neurons of this model's feed-forward networks pays; None where scattered reads are not known."""
+    """Return where skipping neurons of the feed-forward networks pays; None where scattered reads are not known."""
     from ..devices import break_even, smallest_row
 
     if profile.memory_random is None:
@@ -105,25 +106,22 @@ def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[s
 
 
 def neuron_bytes(model: ModelDescription) -> int:
-    """Bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
+    """Return the bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
     quantisation, width = model.quantisation, model.config.hidden_size
-    bits = {"q4": 4, "int8": 8, "f16": 16, "f32": 32}[quantisation.weights]
-    scales = 2 * width // quantisation.group_size if quantisation.weights in ("q4", "int8") else 0
-    return width * bits // 8 + scales
+    return WeightType.of(quantisation.weights, quantisation.group_size).bytes_of(width)
 
 
 def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
-    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
-    print(f"{out['model']}, {out['weights']}{group}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
+    stored = WeightType.of(out["weights"], out["group_size"]).words
+    print(f"{out['model']}, {stored}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
     for label, text in _rows(out):
         print("\n".join(folded(text, f"{label:11}")))
     print()
     steps = [("context", "tokens/s", "80 % band")]
     for item in out["contexts"]:
         steps.append((str(item["depth"]), speed(item["decode_tok_per_s"]), _band(item["low"], item["high"])))
-    for line in table(steps, right=[0, 1]):
-        print(line)
+    print_table(steps, right=[0, 1])
     for line in _remarks(out):
         print("\n" + "\n".join(folded(line)))
 
@@ -176,9 +174,9 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
 
 def print_all_devices(out: dict[str, Any]) -> None:
     """Print a line per device."""
-    group = f" in groups of {out['group_size']}" if out["weights"] in ("q4", "int8") else ""
+    stored = WeightType.of(out["weights"], out["group_size"]).words
     needed = format_size(out["total_bytes"])
-    print(f"{out['model']}, {out['weights']}{group}, {out['ctx']} tokens of context: {needed}\n"
+    print(f"{out['model']}, {stored}, {out['ctx']} tokens of context: {needed}\n"
           "Tokens per second by device; no figure where nobody published the peak.\n")
     rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]
     for item in out["devices"]:
@@ -190,12 +188,11 @@ def print_all_devices(out: dict[str, Any]) -> None:
             "" if prefill is None else speed(prefill),
             basis if item["fits"] else f"{basis}; does not fit {format_size(item['memory_bytes'])}",
         ))
-    for line in table(rows, right=[1, 2, 4, 5]):
-        print(line)
+    print_table(rows, right=[1, 2, 4, 5])
 
 
 def chart(out: dict[str, Any]) -> Chart:
-    """Tokens per second over the context."""
+    """Return tokens per second over the context."""
     from .plot import Chart, Line
 
     found = out["contexts"]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import RuntimeConfig
+from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError
 from ..process import peak_rss_bytes
 from ..sizes import parse_size
-from .options import Budget, Json, Kv, Model, Threads
-from .output import print_json, table
+from .options import DEFAULT_RECIPE, Budget, Json, Kv, Model, Passes, Threads
+from .output import print_json, print_table
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -59,10 +59,11 @@ def evaluate(
     ] = None,
     kv: Kv = "int8",
     reference_kv: Annotated[
-        str, typer.Option("--reference-kv", metavar="int8|f16|f32", help="Type of the reference's KV cache.")
+        str, typer.Option("--reference-kv", metavar="|".join(KV_TYPES), help="Type of the reference's KV cache.")
     ] = "f32",
     threads: Threads = None,
     budget: Budget = None,
+    recipe: Passes = DEFAULT_RECIPE,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -73,6 +74,7 @@ def evaluate(
     into windows that do not overlap, and the model predicts what follows each token from what stands before it in its
     window. With --reference also: mean and 99 % of the Kullback-Leibler divergence from the reference (in nats), and
     the share of tokens where both find the same token likeliest. Both models are open at once, within one budget.
+    --recipe is of the model, not of the reference.
 
     \b
     Examples:
@@ -85,8 +87,9 @@ def evaluate(
     content = read_text(text)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
+    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe))
     with ExitStack() as stack, ProgressLine() as progress:
-        session, tokenizer = open_session(stack, model, config(kv=kv, budget_bytes=limit), progress)
+        session, tokenizer = open_session(stack, model, own, progress)
         planned, other = session.plan.total_bytes, None
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once
@@ -100,8 +103,7 @@ def evaluate(
     if json:
         print_json(report)
         return
-    for line in table(_rows(result)):
-        print(line)
+    print_table(_rows(result))
 
 
 def open_session(
@@ -110,7 +112,8 @@ def open_session(
     """Open a model for scoring, to be closed by the stack; returns it with its tokenizer."""
     from ..bundle import Bundle
     from ..models import resolve
-    from ..runtime import Session, Tokenizer
+    from ..runtime import Session
+    from ..text import Tokenizer
 
     path = resolve(model, progress)
     bundle = stack.enter_context(Bundle.open(path))
@@ -130,7 +133,7 @@ def read_text(path: Path) -> str:
 
 
 def report_object(result: Evaluation, planned_bytes: int) -> dict[str, Any]:
-    """The JSON object of an evaluation."""
+    """Return the JSON object of an evaluation."""
     divergence = result.divergence
     return {
         "perplexity": result.perplexity, "nll_per_token": result.nll_per_token, "bits_per_byte": result.bits_per_byte,

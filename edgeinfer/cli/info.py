@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import RuntimeConfig
+from ..config import Recipe, RuntimeConfig
+from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from .options import Budget, Ctx, Json, Kv, Model, Threads
-from .output import print_json, table
+from .options import DEFAULT_RECIPE, Budget, Ctx, Json, Kv, Model, Passes, Threads
+from .output import print_json, print_table
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def info(
     threads: Threads = None,
     kv: Kv = "int8",
     budget: Budget = None,
+    recipe: Passes = DEFAULT_RECIPE,
     json: Json = False,
 ) -> None:
     """Say what is inside a bundle.
@@ -61,39 +62,39 @@ def info(
 
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle:
-        report = describe(path, bundle)
+        limit = None if budget is None else parse_size(budget)
+        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe))
+        report = describe(path, bundle, config.recipe)
         if program:
-            limit = None if budget is None else parse_size(budget)
-            report["program"] = records(bundle, RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit))
+            report["program"] = records(bundle, config)
     if json:
         print_json(report)
         return
-    for line in table(_rows(report)):
-        print(line)
+    print_table(_rows(report))
     if tensors:
         _print_tensors(report)
     if program:
         _print_program(report)
 
 
-def describe(path: Path, bundle: Bundle) -> dict[str, Any]:
-    """The JSON object of a bundle."""
+def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
+    """Return the JSON object of a bundle."""
     from dataclasses import asdict
 
     from ..graph import build_graph, expected_types
 
-    graph = build_graph(bundle.config, expected_types(bundle.types))
-    parameters = sum(prod(shape) for weight in graph.weights for shape in weight.source_shapes)
+    parameters = build_graph(bundle.config, expected_types(bundle.types), recipe).weight_count
     return {
-        "path": str(path), "format_version": _format_version(), "made_by": bundle.header.made_by,
+        "path": str(path), "format_version": bundle.header.version, "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
-        "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.tensors.values()) else "tile16",
+        "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
             {
-                "name": entry.name, "type": entry.dtype, "group_size": entry.group_size, "layout": entry.layout,
+                "name": entry.name, "type": entry.type.dtype, "group_size": entry.type.group_size,
+                "layout": entry.type.layout,
                 "shape": entry.shape, "offset": entry.offset, "bytes": entry.nbytes,
             }
             for entry in bundle.tensors.values()
@@ -102,7 +103,7 @@ def describe(path: Path, bundle: Bundle) -> dict[str, Any]:
 
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
-    """The program's records as JSON objects; opens the model to know them."""
+    """Return the program's records as JSON objects; opens the model to know them."""
     from ..runtime import Session
 
     with ProgressLine() as progress:
@@ -116,15 +117,9 @@ def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
         session.close()
 
 
-def _format_version() -> int:
-    from ..bundle import FORMAT_VERSION
-
-    return FORMAT_VERSION
-
-
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     c, q = report["config"], report["quantisation"]
-    group = f" in groups of {q['group_size']}" if q["weights"] in ("q4", "int8") else ""
+    stored = WeightType.of(q["weights"], q["group_size"]).words
     heads = f"{c['num_attention_heads']} heads of {c['head_dim']} over {c['num_key_value_heads']} key-value heads"
     widths = f"hidden {c['hidden_size']}, feed-forward {c['intermediate_size']} ({c['hidden_act']})"
     size = format_size(report["weights_bytes"])
@@ -135,7 +130,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{c['vocab_size']} tokens{', embedding tied to the head' if c['tie_word_embeddings'] else ''}"),
         ("context", f"{c['max_position_embeddings']} tokens"),
         ("parameters", f"{report['parameters']:,}"),
-        ("weights", f"{size}: {q['weights']}{group}, embedding {q['embedding']}, head {q['head']}, "
+        ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]
@@ -148,8 +143,7 @@ def _print_tensors(report: dict[str, Any]) -> None:
         shape = " x ".join(map(str, entry["shape"]))
         rows.append((entry["name"], kind, entry["layout"], shape, f"{entry['bytes']}"))
     print()
-    for line in table(rows, right=[4]):
-        print(line)
+    print_table(rows, right=[4])
 
 
 def _print_program(report: dict[str, Any]) -> None:
@@ -158,5 +152,4 @@ def _print_program(report: dict[str, Any]) -> None:
         rows.append((f"{entry['record']}", entry["kernel"], entry["operation"], f"{entry['bytes_read']}"))
     rows.append(("", "", "total", f"{sum(entry['bytes_read'] for entry in report['program'])}"))
     print()
-    for line in table(rows, right=[0, 3]):
-        print(line)
+    print_table(rows, right=[0, 3])

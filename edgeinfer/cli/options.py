@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from ..config import GROUP_SIZES, KV_TYPES, WEIGHT_TYPES, Recipe
 
 Model = Annotated[
     str,
@@ -14,88 +16,54 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option("--json", envvar="EDGEINFER_JSON", help="Print one JSON object on standard output, and nothing else."),
-]
-Ctx = Annotated[
-    int | None,
-    typer.Option(
-        "-c", "--ctx", envvar="EDGEINFER_CTX", metavar="TOKENS",
-        help="Most tokens of prompt and answer together.  [default: the model's, at most 4096]",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "-t", "--threads", envvar="EDGEINFER_THREADS", metavar="N",
-        help="Worker threads.  [default: physical cores that this process may use]",
-    ),
-]
-Kv = Annotated[
-    str, typer.Option("--kv", envvar="EDGEINFER_KV", metavar="int8|f16|f32", help="Type of the KV cache.")
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        "--budget", envvar="EDGEINFER_BUDGET", metavar="SIZE",
-        help="Most memory of the whole process, such as 4GiB or 500MB.  [default: what the system can give now]",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", envvar="EDGEINFER_DEVICE", metavar="NAME",
-        help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]",
-    ),
-]
-Mlock = Annotated[
-    bool,
-    typer.Option(
-        "--mlock", envvar="EDGEINFER_MLOCK", help="Lock the weights into memory, so that the system cannot drop them."
-    ),
-]
-MaxTokens = Annotated[
-    int,
-    typer.Option("-n", "--max-tokens", envvar="EDGEINFER_MAX_TOKENS", metavar="N", help="Most tokens to generate."),
-]
-Temperature = Annotated[
-    float,
-    typer.Option("--temp", envvar="EDGEINFER_TEMP", metavar="T", help="Temperature; 0 is greedy."),
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", envvar="EDGEINFER_TOP_K", metavar="K", help="Keep the K likeliest; 0 keeps all.")
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p", envvar="EDGEINFER_TOP_P", metavar="P", help="Keep the likeliest that reach P together; 1 keeps all."
-    ),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        "--min-p", envvar="EDGEINFER_MIN_P", metavar="P",
-        help="Drop tokens less likely than P times the likeliest; 0 keeps all.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", envvar="EDGEINFER_SEED", metavar="N",
-        help="Seed of the random choices.  [default: drawn, and reported]",
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop", metavar="TEXT", show_default=False,
-        help="End before this text; may be repeated.  [env var: EDGEINFER_STOP, one text]",
-    ),
-]
+
+def option(*flags: str, metavar: str | None = None, help: str) -> Any:
+    """Declare an option that has the same meaning, and the environment variable of its long flag, in every command."""
+    variable = "EDGEINFER_" + flags[-1].lstrip("-").replace("-", "_").upper()
+    return typer.Option(*flags, envvar=variable, metavar=metavar, help=help)
+
+
+Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else.")]
+Ctx = Annotated[int | None, option(
+    "-c", "--ctx", metavar="TOKENS",
+    help="Most tokens of prompt and answer together.  [default: the model's, at most 4096]")]
+Threads = Annotated[int | None, option(
+    "-t", "--threads", metavar="N", help="Worker threads.  [default: physical cores that this process may use]")]
+Kv = Annotated[str, option("--kv", metavar="|".join(KV_TYPES), help="Type of the KV cache.")]
+Budget = Annotated[str | None, option(
+    "--budget", metavar="SIZE",
+    help="Most memory of the whole process, such as 4GiB or 500MB.  [default: what the system can give now]")]
+Device = Annotated[str | None, option(
+    "--device", metavar="NAME",
+    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]")]
+Mlock = Annotated[bool, option("--mlock", help="Lock the weights into memory, so that the system cannot drop them.")]
+NoMmap = Annotated[bool, option("--no-mmap", help="Copy the weights into memory instead of mapping them.")]
+DEFAULT_RECIPE = str(Recipe())
+Passes = Annotated[str, option(
+    "--recipe", metavar="PASSES",
+    help="Passes over the model's graph, as name:key=value,... joined by +; none applies none.")]
+MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
+Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
+TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]
+TopP = Annotated[float, option(
+    "--top-p", metavar="P", help="Keep the likeliest that reach P together; 1 keeps all.")]
+MinP = Annotated[float, option(
+    "--min-p", metavar="P", help="Drop tokens less likely than P times the likeliest; 0 keeps all.")]
+Seed = Annotated[int | None, option(
+    "--seed", metavar="N", help="Seed of the random choices.  [default: drawn, and reported]")]
+Stop = Annotated[list[str] | None, typer.Option(
+    "--stop", metavar="TEXT", show_default=False,
+    help="End before this text; may be repeated.  [env var: EDGEINFER_STOP, one text]")]
+Samples = Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")]
+PrefillChunk = Annotated[int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")]
+WEIGHTS, GROUPS = "|".join(WEIGHT_TYPES), "|".join(map(str, GROUP_SIZES))
+Weights = Annotated[str | None, typer.Option(
+    metavar=WEIGHTS, help="Type of the weights.  [default: the bundle's, else q4]")]
+GroupSize = Annotated[int | None, typer.Option(
+    metavar=GROUPS, help="Weights per scale.  [default: the bundle's, else 32]")]
 
 
 def from_environment(command: typer.Context, name: str) -> bool:
-    """Whether a parameter has its value from its variable: what is set for all commands contradicts no flag of one."""
+    """Return whether a value came from its variable: what is set for all commands contradicts no flag of one."""
     source = command.get_parameter_source(name)
     return source is not None and source.name == "ENVIRONMENT"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..process import say as say
 from ..sizes import format_size
 
 if TYPE_CHECKING:
+    from ..engine import Completion
     from ..memory_planner import Alternative, MemoryPlan
-    from ..runtime import Completion
 
 
 COLUMNS = 80
@@ -34,11 +34,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def say(sentence: str) -> None:
-    """Print a sentence about the program's own doings on standard error."""
-    print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
-
-
 def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
     """Align rows in columns, those numbered in `right` to the right."""
     rows = [list(row) for row in rows]
@@ -48,32 +43,38 @@ def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[
         yield "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in cells).rstrip()
 
 
+def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print rows as `table` aligns them."""
+    for line in table(rows, right):
+        print(line)
+
+
 def speed(value: float) -> str:
-    """Tokens per second with two or more digits that say something: ``0.032``, ``0.80``, ``7.1``, ``431``."""
+    """Return tokens per second with two or more digits that say something: ``0.032``, ``0.80``, ``7.1``, ``431``."""
     return f"{value:#.2g}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def folded(text: str, label: str = "") -> Iterator[str]:
-    """A text in lines of at most 80 characters, the first behind a label, the others below its text."""
+    """Return a text in lines of at most 80 characters, the first behind a label, the others below its text."""
     lines = textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
                           break_long_words=False, break_on_hyphens=False)
     yield from lines or [label.rstrip()]
 
 
 def plan_lines(plan: MemoryPlan) -> Iterator[str]:
-    """The memory plan as a table: region, size, how it is kept, reason."""
+    """Return the memory plan as a table: region, size, how it is kept, reason."""
     rows = [(region.name, format_size(region.bytes), region.kind, region.reason) for region in plan.regions]
     yield from table([*rows, ("total", format_size(plan.total_bytes), "", "")], right=[1])
 
 
 def alternative_object(option: Alternative) -> dict[str, Any]:
-    """An alternative as a JSON object."""
+    """Return an alternative as a JSON object."""
     return {"change": option.change, "value": option.value, "options": option.options,
             "total_bytes": option.total_bytes}
 
 
 def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) -> str:
-    """The statistics of a request in one line."""
+    """Return the statistics of a request in one line."""
     parts = []
     if completion.ttft_ms is not None:
         parts.append(f"TTFT {completion.ttft_ms:.1f} ms")

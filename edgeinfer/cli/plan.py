@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, WEIGHT_TYPES, GenerationConfig, RuntimeConfig
+from ..config import GenerationConfig, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
-from .options import Budget, Ctx, Device, Json, Kv, Mlock, Threads
+from . import options
 from .output import alternative_object, print_json
 from .plan_report import JSON_FIELDS, print_report
 
@@ -37,27 +37,19 @@ def plan(
             "(only config.json is fetched).",
         ),
     ],
-    device: Device = None,
-    ctx: Ctx = None,
-    budget: Budget = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(WEIGHT_TYPES), help="Type of the weights.  [default: the bundle's, else q4]"),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="|".join(map(str, GROUP_SIZES)), help="Weights per scale.  [default: the bundle's, else 32]"
-        ),
-    ] = None,
-    kv: Kv = _RUNTIME.kv,
-    threads: Threads = None,
-    samples: Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")] = GenerationConfig.n,
-    prefill_chunk: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
-    ] = _RUNTIME.prefill_chunk,
-    mlock: Mlock = False,
-    json: Json = False,
+    device: options.Device = None,
+    ctx: options.Ctx = None,
+    budget: options.Budget = None,
+    weights: options.Weights = None,
+    group_size: options.GroupSize = None,
+    kv: options.Kv = _RUNTIME.kv,
+    threads: options.Threads = None,
+    samples: options.Samples = GenerationConfig.n,
+    prefill_chunk: options.PrefillChunk = _RUNTIME.prefill_chunk,
+    mlock: options.Mlock = False,
+    no_mmap: options.NoMmap = False,
+    recipe: options.Passes = options.DEFAULT_RECIPE,
+    json: options.Json = False,
 ) -> int:
     """Say what a run needs, whether it fits and how fast it will be; nothing is loaded.
 
@@ -78,11 +70,12 @@ def plan(
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit = None if budget is None else parse_size(budget)
-    config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock)
+    config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock, mmap=not no_mmap,
+                           recipe=Recipe.parse(recipe))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
-    described = describe(model, weights, group_size)
+    described = describe(model, weights, group_size, config.recipe)
     report = _Planned(described, config, profile, profile or local_profile()).report()
     if json:
         print_json(report)
@@ -117,7 +110,7 @@ class _Planned:
         return process_budget(), "what this system can give now"
 
     def report(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the JSON object."""
         from ..memory_planner import alternatives, largest_ctx, refusal
 
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
@@ -144,7 +137,7 @@ class _Planned:
         return report
 
     def _estimate(self) -> dict[str, Any] | None:
-        """Speed with a full context, and with an empty one; None where this machine was not probed."""
+        """Return the speed with a full context, and with an empty one; None where this machine was not probed."""
         from ..devices import estimate
 
         if self.profile is None:
@@ -178,12 +171,12 @@ class _Planned:
 
 
 def _cores(device: DeviceProfile) -> int:
-    """Threads on a device: its processor cores; a GPU's multiprocessors run none."""
+    """Return the threads on a device: its processor cores; a GPU's multiprocessors run none."""
     return min(device.cores, MOST_THREADS) if device.isa in _our_isas() else 1
 
 
 def _our_isas() -> set[str]:
-    """Instruction sets of processors on which threads of ours run."""
+    """Return the instruction sets of processors on which threads of ours run."""
     from ..kernels import LADDER
 
     return {isa.name for isa in LADDER}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..quant import WeightType
 from ..sizes import format_size
-from .output import folded, say, speed, table
+from .output import folded, print_table, say, speed
 
 JSON_FIELDS = {
     "plan": {
@@ -51,8 +52,7 @@ def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
     print(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}")
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
-    for line in table(_rows(report), right=[2]):
-        print(line)
+    print_table(_rows(report), right=[2])
     print()
     for line in bar_lines(report):
         print(line)
@@ -73,8 +73,7 @@ def _count(parameters: int) -> str:
 
 
 def _storage(report: dict[str, Any]) -> str:
-    grouped = report["weights"] in ("q4", "int8")
-    return f"{report['weights']} in groups of {report['group_size']}" if grouped else str(report["weights"])
+    return WeightType.of(report["weights"], report["group_size"]).words
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -88,7 +87,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def bar_lines(report: dict[str, Any]) -> list[str]:
-    """The regions to scale, and below them the budget; the longer of both fills the line."""
+    """Return the regions to scale, and below them the budget; the longer of both fills the line."""
     whole = max(report["total_bytes"], report["budget_bytes"])
     bar, end = "", 0
     for region in report["regions"]:

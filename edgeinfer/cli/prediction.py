@@ -16,8 +16,9 @@ from ..errors import EdgeInferError
 
 if TYPE_CHECKING:
     from ..bench import Measurement, Row
+    from ..config import RuntimeConfig
     from ..devices import DecodeRun, DeviceProfile, PromptRun, Traffic
-    from ..runtime import Completion
+    from ..engine import Completion
 
 LEAST_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
@@ -35,14 +36,14 @@ class Predictor:
     traffic: Traffic
 
     def decode(self, depth: int, bandwidth_gbs: float | None = None) -> dict[str, Any]:
-        """Tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
+        """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
         from ..devices import estimate
 
         found = estimate(self._at(bandwidth_gbs, None), self.traffic, depth)
         return {"t_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high}
 
     def prompt(self, depth: int, tokens: int, peak_gops: float | None = None) -> dict[str, Any] | None:
-        """Tokens per second of a prompt; None where the profile has no peak."""
+        """Return tokens per second of a prompt; None where the profile has no peak."""
         from ..devices import estimate
 
         found = estimate(self._at(None, peak_gops), self.traffic, depth, tokens)
@@ -59,7 +60,7 @@ class Predictor:
         return {"basis": found.basis, "error": found.error, "error_source": found.error_source}
 
     def decode_run(self, depth: float, seconds: float, bandwidth_gbs: float | None = None) -> DecodeRun:
-        """A measurement as the profile learns it."""
+        """Return a measurement as the profile learns it."""
         from ..devices import DecodeRun
 
         asked = self.traffic
@@ -67,7 +68,7 @@ class Predictor:
                          bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
-        """A measurement of a prompt as the profile learns it; None where there is no peak to compare with."""
+        """Return a measurement of a prompt as the profile learns it; None where there is no peak to compare with."""
         from ..devices import PromptRun
 
         peak = peak_gops or self.profile.int8_peak_gops
@@ -83,7 +84,7 @@ class Predictor:
                        int8_peak_gops=peak_gops or self.profile.int8_peak_gops)
 
 
-def make_predictor(bundle: Path, kv: str, threads: int | None, isa: str) -> Predictor | None:
+def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str) -> Predictor | None:
     """Return a predictor, or None: this machine was not probed, or with other threads or instructions."""
     try:
         from ..devices import local_path, local_profile
@@ -95,13 +96,13 @@ def make_predictor(bundle: Path, kv: str, threads: int | None, isa: str) -> Pred
             return None
         from ..describe import describe
 
-        return Predictor(profile, describe(bundle).traffic(kv))
+        return Predictor(profile, describe(bundle, recipe=config.recipe).traffic(config.kv))
     except (EdgeInferError, OSError):
         return None
 
 
 def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[str, Any] | None:
-    """Predicted beside measured of a request; None without a prediction or a second token."""
+    """Return predicted beside measured of a request; None without a prediction or a second token."""
     if predictor is None:
         return None
     tokens, cached = completion.prompt_tokens - completion.cached_tokens, completion.cached_tokens
@@ -132,7 +133,7 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
 
 
 def bench_estimate(predictor: Predictor | None, measured: Measurement) -> dict[str, Any] | None:
-    """Predicted beside measured of every test; None without a prediction.
+    """Return predicted beside measured of every test; None without a prediction.
 
     `t_per_s` is what the profile said before; `at_the_moment` the same with the bandwidth, or the peak, of the test.
     """
@@ -183,7 +184,7 @@ class Disturbances:
         self._before = _switches()
 
     def disturbed(self, seconds: float, threads: int) -> bool:
-        """Whether that was often, for a run of so many seconds; not where the system does not say."""
+        """Return whether that was often, for a run of so many seconds; not where the system does not say."""
         return _switches() - self._before > MOST_SWITCHES * max(seconds, 0.5) * threads
 
 
@@ -196,7 +197,7 @@ def _switches() -> int:
 
 
 def sentence(out: dict[str, Any] | None) -> str | None:
-    """A request's prediction in one line; None where there is nothing to compare."""
+    """Return a request's prediction in one line; None where there is nothing to compare."""
     if out is None:
         return None
     parts = []
@@ -209,7 +210,7 @@ def sentence(out: dict[str, Any] | None) -> str | None:
 
 
 def _beside(predicted: dict[str, Any] | None, measured: float) -> dict[str, Any] | None:
-    """A prediction with what was measured; `miss` is predicted over measured, less one."""
+    """Return a prediction with what was measured; `miss` is predicted over measured, less one."""
     if predicted is None:
         return None
     return {**predicted, "measured": measured, "miss": predicted["t_per_s"] / measured - 1}

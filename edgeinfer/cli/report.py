@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ..process import peak_rss_bytes
 
 if TYPE_CHECKING:
+    from ..engine import Choice, Completion, TokenLogprob
     from ..llm import LLM
-    from ..runtime import Choice, Completion, TokenLogprob
 
 JSON_FIELDS = {
     "run": {
@@ -41,7 +41,7 @@ JSON_FIELDS = {
 
 
 def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float | None) -> dict[str, Any]:
-    """The JSON object of a run; `first_ms` is the age of the process when the first text was there."""
+    """Return the JSON object of a run; `first_ms` is the age of the process when the first text was there."""
     config = llm.session.config
     out: dict[str, Any] = {
         "model": llm.name, "text": completion.text, "token_ids": completion.token_ids,
@@ -60,7 +60,7 @@ def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float
 
 
 def choice_object(choice: Choice) -> dict[str, Any]:
-    """One sample as a JSON object."""
+    """Return one sample as a JSON object."""
     out: dict[str, Any] = {
         "index": choice.index, "text": choice.text, "token_ids": choice.token_ids,
         "finish_reason": choice.finish_reason,
@@ -71,6 +71,6 @@ def choice_object(choice: Choice) -> dict[str, Any]:
 
 
 def logprob_object(item: TokenLogprob) -> dict[str, Any]:
-    """One token's log-probability as a JSON object."""
+    """Return one token's log-probability as a JSON object."""
     top = [{"token_id": token_id, "text": text, "logprob": logprob} for token_id, text, logprob in item.top]
     return {"token_id": item.token_id, "text": item.text, "logprob": item.logprob, "top": top}

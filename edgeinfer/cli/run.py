@@ -17,29 +17,15 @@ import typer
 from ..config import GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
-from .options import (
-    Budget,
-    Ctx,
-    Json,
-    Kv,
-    MaxTokens,
-    MinP,
-    Mlock,
-    Seed,
-    Stop,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-)
+from . import options
 from .output import figures, print_json
 from .prediction import Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
 from .report import JSON_FIELDS, run_object
 
 if TYPE_CHECKING:
+    from ..engine import Completion
     from ..llm import LLM
-    from ..runtime import Completion
 
 __all__ = ["JSON_FIELDS", "run"]
 _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
@@ -61,18 +47,20 @@ def run(
             "is no PROMPT in a pipe; no PROMPT on a terminal chats.",
         ),
     ] = None,
-    max_tokens: MaxTokens = _GENERATION.max_tokens,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    temp: Temperature = _GENERATION.temperature,
-    top_k: TopK = _GENERATION.top_k,
-    top_p: TopP = _GENERATION.top_p,
-    min_p: MinP = _GENERATION.min_p,
-    seed: Seed = None,
-    stop: Stop = None,
-    kv: Kv = _RUNTIME.kv,
-    budget: Budget = None,
-    mlock: Mlock = False,
+    max_tokens: options.MaxTokens = _GENERATION.max_tokens,
+    ctx: options.Ctx = None,
+    threads: options.Threads = None,
+    temp: options.Temperature = _GENERATION.temperature,
+    top_k: options.TopK = _GENERATION.top_k,
+    top_p: options.TopP = _GENERATION.top_p,
+    min_p: options.MinP = _GENERATION.min_p,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    kv: options.Kv = _RUNTIME.kv,
+    budget: options.Budget = None,
+    mlock: options.Mlock = False,
+    no_mmap: options.NoMmap = False,
+    recipe: options.Passes = options.DEFAULT_RECIPE,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -90,7 +78,7 @@ def run(
         int | None,
         typer.Option(metavar="K", help="With --json: log-probabilities of each token and of the K likeliest."),
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")] = _GENERATION.n,
+    samples: options.Samples = _GENERATION.n,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template.")
@@ -99,11 +87,9 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Start from the prompt saved in FILE as far as both agree; save this one."),
     ] = None,
-    prefill_chunk: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")
-    ] = _RUNTIME.prefill_chunk,
+    prefill_chunk: options.PrefillChunk = _RUNTIME.prefill_chunk,
     no_stats: Annotated[bool, typer.Option("--no-stats", help="Do not print the line of statistics.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> int:
     """Continue a text, answer a message, or chat.
 
@@ -118,29 +104,29 @@ def run(
       edgeinfer run ./my-bundle "Name three rivers." --json --samples 2
     """
     text = read_prompt(prompt)
-    options: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "logit_bias": parse_bias(logit_bias or []), "logprobs": logprobs,
         "n": samples,
     }
-    check_request(text, options, json)
+    check_request(text, asked, json)
     with ProgressLine() as progress:
         from ..llm import LLM
 
         began = time.perf_counter()
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
-            mlock=mlock, progress=progress,
+            mlock=mlock, mmap=not no_mmap, recipe=recipe, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
         if text is None:
             from .chat import chat
 
-            return chat(llm, system, raw, {**options, "prompt_cache": prompt_cache})
+            return chat(llm, system, raw, {**asked, "prompt_cache": prompt_cache})
         prompt_ids = encode(llm, text, system, raw)
-        return answer(llm, prompt_ids, {**options, "prompt_cache": prompt_cache}, json, not no_stats, load_ms)
+        return answer(llm, prompt_ids, {**asked, "prompt_cache": prompt_cache}, json, not no_stats, load_ms)
 
 
 def check_request(text: str | None, options: dict[str, Any], json: bool) -> None:
@@ -227,7 +213,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    predictor = make_predictor(llm.path, config.kv, config.threads, llm.session.isa)
+    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there

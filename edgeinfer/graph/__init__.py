@@ -1,34 +1,35 @@
 """Graphs of decoder-only transformers: `read_config` understands a config, `build_graph` writes the forward pass."""
 
-from .builder import GraphBuilder, round_up
-from .config import ModelConfig, RopeConfig
-from .model import build_graph, read_config, supported_architectures
-from .outlines import Outline, read_outline
-from .rope import fill_rope_tables, rope_tables
-from .shapes import Shape, builtin_shapes
-from .storage import TypeOf, expected_types, requested_types
-from .types import Graph, Op, Tensor, Weight, WeightType
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Graph",
-    "GraphBuilder",
-    "ModelConfig",
-    "Op",
-    "Outline",
-    "RopeConfig",
-    "Shape",
-    "Tensor",
-    "TypeOf",
-    "Weight",
-    "WeightType",
-    "build_graph",
-    "builtin_shapes",
-    "expected_types",
-    "fill_rope_tables",
-    "read_config",
-    "read_outline",
-    "requested_types",
-    "rope_tables",
-    "round_up",
-    "supported_architectures",
-]
+from ..lazy import lazily
+from ..quant import WeightType
+from .builder import GraphBuilder
+from .check import check, check_runnable
+from .config import ModelConfig, RopeConfig
+from .graph import Graph
+from .model import build_graph, read_config, supported_architectures
+from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
+from .ops import Attention, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
+from .passes import PASSES, apply, graph_pass, insert_after
+from .products import Gated, Linear, NeuronDown, NeuronGated, Product, parameters
+from .rope import fill_rope_tables, rope_tables
+from .storage import TypeOf, expected_types, requested_types
+from .types import Tensor, Types
+from .weights import Source, Weight
+
+if TYPE_CHECKING:
+    from .experts import ExpertsDown, ExpertsGated, NormedSum
+    from .outlines import Outline, read_outline
+    from .shapes import Shape, builtin_shapes
+
+__all__ = ["PASSES", "Attention", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph",
+           "GraphBuilder", "KvAccess", "Linear", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op",
+           "Outline", "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeStore", "RowOp", "Scratch",
+           "Shape", "Sizes", "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "build_graph",
+           "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass",
+           "insert_after", "parameters", "read_config", "read_outline", "requested_types", "rope_tables",
+           "supported_architectures"]
+__getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated NormedSum", "outlines": "Outline read_outline",
+                                "shapes": "Shape builtin_shapes"})
+"""What a run does not need is imported on first use."""

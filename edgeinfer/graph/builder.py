@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from ..quant import WeightType
+from ..sizes import round_up
 from .config import ModelConfig
-from .types import Graph, Op, Tensor, Weight, WeightType
-
-
-def round_up(n: int, step: int) -> int:
-    """Smallest multiple of `step` that is at least n."""
-    return -(-n // step) * step
+from .graph import Graph
+from .operation import Op
+from .ops import Attention, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
+from .products import Gated, Linear, NeuronDown, NeuronGated
+from .types import Tensor
+from .weights import Source, Weight, as_source
 
 
 class GraphBuilder:
@@ -25,6 +28,8 @@ class GraphBuilder:
 
     def __init__(self, config: ModelConfig, type_of: Callable[[Weight], WeightType]):
         self.config = config
+        self.layer: int | None = None
+        """The layer that operations belong to from now on."""
         self._type_of = type_of
         self._ops: list[Op] = []
         self._weights: dict[str, Weight] = {}
@@ -33,109 +38,106 @@ class GraphBuilder:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def embed(self, source: str) -> Tensor:
+    def embed(self, source: str | Source) -> Tensor:
         """Look up the row of each token: (tokens,) -> f32 (tokens, hidden_size)."""
         c = self.config
         table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.hidden_size),))
-        return self._op("embed", (), self._tensor("x", c.hidden_size), (table,))
+        return self._op(Embed(out=self._tensor("x", c.hidden_size), table=table))
 
-    def rms_norm(self, x: Tensor, name: str, source: str, feeds: str) -> Tensor:
-        """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if the weight it feeds is."""
+    def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType) -> Tensor:
+        """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if what it feeds, by name or type, is."""
         weight = self._vector(name, (source,), (x.width,))
         out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
-        return self._op("rms_norm", (x,), out, (weight,), eps=self.config.rms_norm_eps)
+        return self._op(RmsNorm(out=out, x=x, weight=weight, eps=self.config.rms_norm_eps, layer=self.layer))
 
     def linear(
         self,
         x: Tensor,
         name: str,
-        sources: tuple[str, ...],
+        sources: tuple[str | Source, ...],
         widths: tuple[int, ...],
-        bias: tuple[str, ...] = (),
+        bias: tuple[str | Source, ...] = (),
         residual: Tensor | None = None,
+        in_ffn: bool = False,
     ) -> Tensor:
         """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one."""
-        shapes = tuple((w, x.width) for w in widths)
-        weights = [self._weight(name, "matrix", sources, shapes)]
-        if bias:
-            weights.append(self._vector(name + "_bias", bias, widths))
-        x = self._as_input(x, self._types[name])
-        if residual is not None:
-            return self._op("linear", (x, residual), residual, tuple(weights), in_place=True)
-        return self._op("linear", (x,), self._tensor(name.rsplit(".", 1)[-1], sum(widths)), tuple(weights))
+        weight = self._weight(name, "matrix", sources, tuple((w, x.width) for w in widths))
+        biases = self._vector(name + "_bias", bias, widths) if bias else None
+        out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths))
+        return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
+                               residual=residual, in_ffn=in_ffn, layer=self.layer))
 
-    def gated(self, x: Tensor, name: str, gate: str, up: str, bias: tuple[str, ...] = ()) -> Tensor:
+    def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,
+              bias: tuple[str | Source, ...] = ()) -> Tensor:
         """act(x gate^T) * (x up^T), gate and up stored as one matrix that alternates by tile of 16 rows."""
         c = self.config
         shapes = ((c.intermediate_size, c.hidden_size),) * 2
-        weights = [self._weight(name, "matrix", (gate, up), shapes, combine="interleave16")]
+        weight = self._weight(name, "matrix", (gate, up), shapes, combine="interleave16")
+        biases = None
         if bias:
-            weights.append(self._vector(name + "_bias", bias, (c.intermediate_size,) * 2, combine="interleave16"))
+            biases = self._vector(name + "_bias", bias, (c.intermediate_size,) * 2, combine="interleave16")
         x = self._as_input(x, self._types[name])
-        out = self._tensor("f", c.intermediate_size)
-        return self._op("gated", (x,), out, tuple(weights), activation=c.hidden_act)
+        return self._op(Gated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=biases,
+                              activation=c.hidden_act, layer=self.layer))
 
-    def ffn_input(self, name: str) -> str:
-        """Name of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix."""
-        return name + ("ffn" if self._ffn_type(name).layout == "neuron" else "gate_up")
+    def ffn_input(self, name: str) -> WeightType:
+        """Return the type of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix."""
+        stored = self._ffn_type(name)
+        return stored if stored.layout == "neuron" else self._feed_type(name + "gate_up")
 
-    def ffn(self, x: Tensor, name: str, modules: tuple[str, str, str], residual: Tensor, bias: bool = False) -> Tensor:
+    def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source], residual: Tensor,
+            bias: bool | tuple[str | Source, ...] = False) -> Tensor:
         """residual + (act(x gate^T) * (x up^T)) down^T; `modules` are gate, up and down in a checkpoint.
 
-        As matrices, or neuron by neuron where the weights are stored so.
+        Instead of modules there may be sources of their weights, and of biases. As matrices, or neuron by neuron where
+        the weights are stored so.
         """
         c = self.config
-        gate, up, down = (module + ".weight" for module in modules)
-        biases = tuple(module + ".bias" for module in modules) if bias else ()
+        gate, up, down = (module if isinstance(module, Source) else module + ".weight" for module in modules)
+        biases = bias if isinstance(bias, tuple) else tuple(f"{module}.bias" for module in modules if bias)
         if self._ffn_type(name).layout != "neuron":
             f = self.gated(x, name + "gate_up", gate, up, biases[:2])
-            return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual)
+            return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual, in_ffn=True)
         weight = self._ffn_weight(name, (gate, up, down))
         self._weights[weight.name], self._types[weight.name] = weight, self._ffn_type(name)
         x = self._as_input(x, self._types[weight.name])
-        extra: tuple[tuple[Weight, ...], ...] = ((), ())
+        inner = outer = None
         if bias:
-            extra = ((self._vector(name + "gate_up_bias", biases[:2], (c.intermediate_size,) * 2),),
-                     (self._vector(name + "down_bias", biases[2:], (c.hidden_size,)),))
-        f = self._op("neuron_gated", (x,), self._tensor("f", c.intermediate_size), (weight, *extra[0]),
-                     activation=c.hidden_act)
-        return self._op("neuron_down", (f, residual), residual, (weight, *extra[1]), in_place=True)
+            inner = self._vector(name + "gate_up_bias", biases[:2], (c.intermediate_size,) * 2)
+            outer = self._vector(name + "down_bias", biases[2:], (c.hidden_size,))
+        f = self._op(NeuronGated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=inner,
+                                 activation=c.hidden_act, layer=self.layer))
+        return self._op(NeuronDown(out=self._after(residual), f=f, residual=residual, weight=weight, bias=outer,
+                                   activation=c.hidden_act, layer=self.layer))
 
-    def _ffn_weight(self, name: str, sources: tuple[str, ...] = ()) -> Weight:
-        c = self.config
-        shapes = ((c.intermediate_size, c.hidden_size),) * 2 + ((c.hidden_size, c.intermediate_size),)
-        return Weight(name + "ffn", (c.intermediate_size, 3, c.hidden_size), "ffn", sources, shapes, "neurons")
-
-    def _ffn_type(self, name: str) -> WeightType:
-        return self._type_of(self._ffn_weight(name))
-
-    def rope_store(self, qkv: Tensor, layer: int, q_norm: str = "", k_norm: str = "") -> Tensor:
+    def rope_store(self, qkv: Tensor, q_norm: str | Source = "", k_norm: str | Source = "") -> Tensor:
         """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks."""
         c = self.config
-        weights = []
-        if q_norm:
-            weights = [self._vector(f"layers.{layer}.q_norm", (q_norm,), (c.head_dim,)),
-                       self._vector(f"layers.{layer}.k_norm", (k_norm,), (c.head_dim,))]
-        return self._op("rope_store", (qkv,), qkv, tuple(weights), in_place=True, layer=layer, eps=c.rms_norm_eps)
+        norms = [self._vector(f"layers.{self.layer}.{name}", (source,), (c.head_dim,))
+                 for name, source in (("q_norm", q_norm), ("k_norm", k_norm)) if source]
+        q, k = norms or (None, None)
+        return self._op(RopeStore(out=self._after(qkv), qkv=qkv, heads=c.num_attention_heads,
+                                  kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
+                                  layer=self.layer, q_norm=q, k_norm=k))
 
-    def attention(self, qkv: Tensor, layer: int) -> Tensor:
+    def attention(self, qkv: Tensor) -> Tensor:
         """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences."""
         c = self.config
-        out = self._tensor("a", c.query_width)
-        return self._op("attention", (qkv,), out, (), layer=layer, window=c.window(layer))
+        return self._op(Attention(out=self._tensor("a", c.query_width), qkv=qkv, heads=c.num_attention_heads,
+                                  kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+                                  window=c.window(self.layer or 0), layer=self.layer))
 
-    def logits(self, x: Tensor, norm: str, head: str) -> Tensor:
+    def logits(self, x: Tensor, norm: str | Source, head: str | Source) -> Tensor:
         """Final norm and output head, for the rows whose logits are wanted."""
-        c = self.config
-        xo = Tensor("outputs", c.hidden_size, rows="outputs")
-        self._op("gather_outputs", (x,), xo)
+        c, self.layer = self.config, None
+        xo = self._op(GatherOutputs(out=Tensor("outputs", c.hidden_size, rows="outputs"), x=x))
         tied = c.tie_word_embeddings
         if not tied:
             self._weight("head", "head", (head,), ((c.vocab_size, c.hidden_size),))
         h = self.rms_norm(xo, "norm", norm, feeds="embed" if tied else "head")
         weight = self._weights["embed" if tied else "head"]
         h = self._as_input(h, self._types[weight.name])
-        return self._op("linear", (h,), Tensor("logits", c.vocab_size, rows="outputs"), (weight,))
+        return self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight))
 
     def build(self, logits: Tensor) -> Graph:
         """The finished graph."""
@@ -143,10 +145,22 @@ class GraphBuilder:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _op(self, kind: str, inputs: tuple[Tensor, ...], output: Tensor, weights: tuple[Weight, ...] = (),
-            in_place: bool = False, **attributes: object) -> Tensor:
-        self._ops.append(Op(kind, inputs, (output,), weights, attributes, in_place))
-        return output
+    def _op(self, op: Op) -> Tensor:
+        self._ops.append(op)
+        return op.out
+
+    def _after(self, x: Tensor) -> Tensor:
+        """What an operation leaves that writes over x."""
+        return replace(x, name=self._tensor(x.name.rsplit(".", 1)[0], x.width).name)
+
+    def _ffn_weight(self, name: str, sources: tuple[str | Source, ...] = ()) -> Weight:
+        c = self.config
+        shapes = ((c.intermediate_size, c.hidden_size),) * 2 + ((c.hidden_size, c.intermediate_size),)
+        parts = tuple(as_source(source, shape, name + "ffn") for source, shape in zip(sources, shapes, strict=False))
+        return Weight(name + "ffn", (c.intermediate_size, 3, c.hidden_size), "ffn", parts, "neurons")
+
+    def _ffn_type(self, name: str) -> WeightType:
+        return self._type_of(self._ffn_weight(name))
 
     def _tensor(self, stem: str, width: int) -> Tensor:
         count = self._names[stem] = self._names.get(stem, -1) + 1
@@ -156,24 +170,27 @@ class GraphBuilder:
         name = self._tensor(stem, width).name
         return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.group_size, rows)
 
-    def _feed_type(self, feeds: str) -> WeightType:
-        """Type of the weight that a norm feeds, which may be added only later."""
-        kind = "ffn" if feeds.endswith(".ffn") else "matrix"
-        return self._types.get(feeds) or self._type_of(Weight(feeds, (), kind, (), ()))
+    def _feed_type(self, feeds: str | WeightType) -> WeightType:
+        """Type of the weight that a norm feeds; a matrix may be added only later."""
+        if isinstance(feeds, WeightType):
+            return feeds
+        return self._types.get(feeds) or self._type_of(Weight(feeds, (), "matrix"))
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):
             return x
-        return self._op("quantize", (x,), self._activation("q", x.width, weight, x.rows))
+        return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
 
-    def _vector(self, name: str, sources: tuple[str, ...], widths: tuple[int, ...], combine: str = "concat") -> Weight:
+    def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
+                combine: str = "concat") -> Weight:
         return self._weight(name, "vector", sources, tuple((w,) for w in widths), combine)
 
-    def _weight(self, name: str, kind: str, sources: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
+    def _weight(self, name: str, kind: str, sources: tuple[str | Source, ...], shapes: tuple[tuple[int, ...], ...],
                 combine: str = "concat") -> Weight:
         step = 16 if combine == "interleave16" else 1
         rows = sum(round_up(shape[0], step) for shape in shapes)
-        weight = Weight(name, (rows, *shapes[0][1:]), kind, sources, shapes, combine)
+        parts = tuple(as_source(source, shape, name) for source, shape in zip(sources, shapes, strict=True))
+        weight = Weight(name, (rows, *shapes[0][1:]), kind, parts, combine)
         self._weights[name] = weight
         self._types[name] = WeightType("f32", 0, "plain") if kind == "vector" else self._type_of(weight)
         return weight

@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from ..config import Recipe
 from ..errors import CheckpointError, UnsupportedModelError
 from . import architectures
 from .builder import GraphBuilder
+from .check import check_runnable
 from .common import ACTIVATIONS
 from .config import ModelConfig
+from .graph import Graph
+from .passes import apply
 from .reader import ConfigReader
 from .rope import KINDS
 from .storage import TypeOf
-from .types import Graph
 
 
 def supported_architectures() -> list[str]:
@@ -55,18 +58,27 @@ def read_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None 
     return model
 
 
-def build_graph(config: ModelConfig, type_of: TypeOf) -> Graph:
-    """The forward pass of a model whose weights are stored as `type_of` says (see `requested_types`).
+def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = None) -> Graph:
+    """Build a model's graph, for everybody who reads one: run, plan, estimate, describe, verify, convert.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    type_of : callable
+        Storage of each weight (see `requested_types`).
+    recipe : Recipe, optional
+        The passes over what the architecture writes; by default those of a run that asks for nothing.
 
     Raises
     ------
     UnsupportedModelError
-        The config, which may come from a bundle instead of `read_config`, asks for what no graph can have.
+        The config, which may come from a bundle instead of `read_config`, asks for what no graph can have; or an
+        operation lacks a cost, a kernel or a twin.
     """
     architecture = _architecture(config.model_type, "The model")
     _check(config)
     graph: Graph = architecture.forward(GraphBuilder(config, type_of), config)
-    return graph
+    return check_runnable(apply(graph, recipe or Recipe()))
 
 
 def _check(config: ModelConfig) -> None:
@@ -76,6 +88,7 @@ def _check(config: ModelConfig) -> None:
     for name, value, good, want in [
         ("hidden_act", config.hidden_act, config.hidden_act in ACTIVATIONS.values(), "silu, relu, relu2 or a gelu"),
         ("head_dim", config.head_dim, config.head_dim % 2 == 0, "even"),
+        ("rms_norm_eps", config.rms_norm_eps, 0 <= config.rms_norm_eps <= 1, "from 0 to 1"),
         ("rope.kind", rope.kind, rope.kind in KINDS, "one of " + ", ".join(KINDS)),
         ("rope.theta", rope.theta, rope.theta > 1, "above 1"),
         ("rope.factor", rope.factor, rope.factor > 0, "above 0"),

@@ -1,6 +1,6 @@
 """Families that edgeinfer cannot run yet, in outline: their weights and activations are known, so they can be planned.
 
-An outline is a graph in which each operation has the right weights and tensors. It is never lowered to a program.
+An outline is a graph whose operations say what they cost, some of which have no kernel; a session refuses it by name.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..sizes import round_up
 from .architectures import llama
 from .builder import GraphBuilder
+from .check import check
 from .common import read_decoder
 from .config import ModelConfig
+from .experts import ExpertsDown, ExpertsGated, NormedSum
+from .graph import Graph
 from .reader import ConfigReader
 from .storage import TypeOf
-from .types import Graph, Tensor
+from .types import Tensor
+from .weights import Source, Weight
 
 LONGEST = 32768
 
@@ -49,22 +54,23 @@ class Outline:
         x = g.embed("model.embed_tokens.weight")
         for i in range(c.num_hidden_layers):
             x = self._layer(g, x, i) if self.sandwich or self.experts else llama.layer(g, c, x, i)
-        return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+        return check(g.build(g.logits(x, "model.norm.weight", "lm_head.weight")))
 
     def _layer(self, g: _Builder, x: Tensor, i: int) -> Tensor:
-        c, hf, name = self.config, f"model.layers.{i}.", f"layers.{i}."
+        c, g.layer = self.config, i
+        hf, name = f"model.layers.{i}.", f"layers.{i}."
         widths = (c.query_width, c.kv_width, c.kv_width)
         residual = None if self.sandwich else x
         h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
         h = g.linear(h, name + "qkv", (hf + "q", hf + "k", hf + "v"), widths)
-        h = g.attention(g.rope_store(h, i, *((hf + "q_norm", hf + "k_norm") if self.qk_norm else ())), i)
+        h = g.attention(g.rope_store(h, *((hf + "q_norm", hf + "k_norm") if self.qk_norm else ())))
         h = g.linear(h, name + "o", (hf + "o",), (c.hidden_size,), residual=residual)
         x = g.normed_sum(h, x, name + "attention_out_norm") if self.sandwich else h
         h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=name + "gate_up")
         if self.experts:
             return g.experts(h, x, name, self.experts)
         h = g.gated(h, name + "gate_up", hf + "gate", hf + "up")
-        h = g.linear(h, name + "down", (hf + "down",), (c.hidden_size,), residual=residual)
+        h = g.linear(h, name + "down", (hf + "down",), (c.hidden_size,), residual=residual, in_ffn=True)
         return g.normed_sum(h, x, name + "ffn_out_norm") if self.sandwich else h
 
 
@@ -73,21 +79,27 @@ class _Builder(GraphBuilder):
 
     def normed_sum(self, h: Tensor, x: Tensor, name: str) -> Tensor:
         """x + norm(h)."""
-        return self._op("normed_sum", (h, x), x, (self._vector(name, (name,), (x.width,)),), in_place=True)
+        return self._op(NormedSum(out=self._after(x), h=h, x=x, weight=self._vector(name, (name,), (x.width,)),
+                                  layer=self.layer))
 
     def experts(self, h: Tensor, x: Tensor, name: str, experts: Experts) -> Tensor:
         """x + the weighted FFNs of the chosen experts; each expert's matrices are padded by themselves."""
-        n, width = experts.total, experts.intermediate_size
-        numbers: dict[str, Any] = {"experts": n, "active": experts.active}
+        n, active, width = experts.total, experts.active, experts.intermediate_size
         self.linear(h, name + "router", (name + "router",), (n,))
-        shapes = ((width, h.width),) * (2 * n)
-        names = tuple(f"{name}experts.{i}.{part}" for i in range(n) for part in ("gate", "up"))
-        gate_up = self._weight(name + "experts_gate_up", "matrix", names, shapes, combine="interleave16")
-        f = self._op("gated", (self._as_input(h, self._types[gate_up.name]),), self._tensor("f", width), (gate_up,),
-                     activation=self.config.hidden_act, **numbers)
-        names = tuple(f"{name}experts.{i}.down" for i in range(n))
-        down = self._weight(name + "experts_down", "matrix", names, ((x.width, width),) * n, combine="interleave16")
-        return self._op("linear", (self._as_input(f, self._types[down.name]), x), x, (down,), in_place=True, **numbers)
+        gate_up = self._stacked(name + "experts_gate_up", 2 * n, width, h.width)
+        f = self._op(ExpertsGated(out=self._tensor("f", width), x=self._as_input(h, self._types[gate_up.name]),
+                                  weight=gate_up, experts=n, active=active, activation=self.config.hidden_act,
+                                  layer=self.layer))
+        down = self._stacked(name + "experts_down", n, x.width, width)
+        return self._op(ExpertsDown(out=self._after(x), x=self._as_input(f, self._types[down.name]), weight=down,
+                                    residual=x, experts=n, active=active, layer=self.layer))
+
+    def _stacked(self, name: str, n: int, rows: int, cols: int) -> Weight:
+        """n matrices as one weight, each padded to whole tiles."""
+        source = Source(name, (n, rows, cols))
+        weight = Weight(name, (n * round_up(rows, 16), cols), "matrix", (source,), "interleave16")
+        self._weights[name], self._types[name] = weight, self._type_of(weight)
+        return weight
 
 
 def read_outline(config: Mapping[str, Any], where: str = "config.json") -> Outline | None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from ..errors import BundleError, UsageError
-from .types import Weight, WeightType
+from ..quant import TYPES, WeightType, embedding_type, holds
+from .weights import Weight
 
 TypeOf = Callable[[Weight], WeightType]
 
@@ -20,17 +21,17 @@ def requested_types(
 
     Parameters
     ----------
-    weights : {"q4", "int8", "f16", "f32"}
-        Type of the layers' matrices.
-    group_size : {32, 64, 128}
+    weights : str
+        Type of the layers' matrices, one of `WEIGHT_TYPES`.
+    group_size : int
         Columns per scale of all quantised matrices.
-    embedding, head : {"q4", "int8", "f16", "f32"}, optional
+    embedding, head : str, optional
         Type of the embedding and of the output head; by default int8 where `weights` is quantised, else as `weights`.
         A tied head is the embedding.
     ffn_layout : {"tile16", "neuron"}
-        How FFNs are stored: as matrices, or neuron by neuron (q4 and int8 only), so that dead neurons are not read.
+        How FFNs are stored: as matrices, or neuron by neuron (quantised types only), so that dead neurons are not read.
     """
-    follow = weights if weights in ("f16", "f32") else "int8"
+    follow = embedding_type(weights) if weights in TYPES else weights
     chosen = {"matrix": weights, "embedding": embedding or follow, "head": head or follow}
     for option, name in zip(("weights", "embedding", "head"), chosen.values(), strict=True):
         if name not in WEIGHT_TYPES:
@@ -39,9 +40,10 @@ def requested_types(
         raise UsageError(f"group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}.")
     if ffn_layout not in FFN_LAYOUTS:
         raise UsageError(f"ffn_layout is {ffn_layout!r}; choose one of {', '.join(FFN_LAYOUTS)}.")
-    if ffn_layout == "neuron" and weights not in ("q4", "int8"):
-        raise UsageError(f"ffn_layout neuron holds q4 and int8, but weights is {weights}; choose one, or tile16.")
-    types = {kind: WeightType(name, group_size if name in ("q4", "int8") else 0) for kind, name in chosen.items()}
+    if weights not in holds(ffn_layout):
+        raise UsageError(f"ffn_layout {ffn_layout} holds {' and '.join(holds(ffn_layout))}, but weights is {weights}; "
+                         "choose one, or tile16.")
+    types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
     types["ffn"] = replace(types["matrix"], layout=ffn_layout)
     return lambda weight: types[weight.kind]
 

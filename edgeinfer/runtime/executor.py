@@ -1,36 +1,30 @@
-"""The executor: long-lived threads that walk the program without the GIL, and the main thread that waits in Python.
+"""The executor: one linked program, its memory and its part of ctx, walked by a pool of threads without the GIL.
 
-The inner half is kernels/walk.py, which also says why the threads cannot lose each other. Nothing is allocated while a
-walk runs: this class starts it and waits.
+The inner half is kernels/ops/walk.py, which also says why the threads cannot lose each other. Nothing is allocated
+while a walk runs: this class starts it and waits.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
-from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
 from edgeinfer.kernels import Kernels, abi
+from edgeinfer.runner import Cancellation
 
-from .memory import allocate
 from .program import Program
-from .threads import host_functions, spins
+from .threads import Pool
 
-WAIT_SECONDS = 0.05
-"""Longest wait before Python looks at signals again (a signal ends the wait at once)."""
+WAIT_SECONDS = 0.02
+"""Longest wait before Python looks at signals and cancellations again (a signal ends the wait at once)."""
 _CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
-Entry = Callable[[int, int, int, int], int]
-"""A kernel as Python calls it: record, ctx, thread, threads."""
 
 
 class Executor:
-    """Runs a linked program over a ctx block.
+    """Runs a program on a pool of threads: one of its own, or that of another executor, with which it takes turns.
 
     Parameters
     ----------
@@ -40,6 +34,8 @@ class Executor:
     threads : int
     regions : dict of str to uint8 array
         Memory of each region, by the names of abi.REGIONS.
+    pool : Pool, optional
+        Of another executor with the same number of threads. It lives until the last of them is closed.
 
     Raises
     ------
@@ -47,109 +43,109 @@ class Executor:
         If the system refuses the threads.
     """
 
-    def __init__(self, program: Program, kernels: Kernels, threads: int, regions: dict[str, NDArray[np.uint8]]):
-        self.program, self.kernels, self.threads = program, kernels, threads
-        self.regions = regions
+    def __init__(self, program: Program, kernels: Kernels, threads: int, regions: dict[str, NDArray[np.uint8]],
+                 pool: Pool | None = None):
+        self.program, self.kernels, self.threads, self.regions = program, kernels, threads, regions
         self.check = os.environ.get("EDGEINFER_CHECK") == "1"
+        program.check({name: len(memory) for name, memory in regions.items()})
         program.link(kernels.addresses(program.kernels))
-        self._memory = allocate(abi.CTX_BYTES)
-        self.ctx = self._memory.ctypes.data
-        self._words = self._memory.view(np.int64)
-        self._submit, self._wait = kernels.function("submit"), kernels.function("wait")
         self._timespec = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
         self._timeout = self._timespec.ctypes.data
         self._profile: NDArray[np.int64] | None = None
-        self._closed = False
+        self._closed = self._left = False
         self._process = os.getpid()
-        self._write_ctx()
-        self._workers: list[threading.Thread] = []
-        # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended: on
-        # close, when the executor is forgotten, and when Python exits.
-        self._end = weakref.finalize(
-            self, _end_threads, self._process, self._words, self._submit, self._wait, self._workers, kernels
-        )
-        if not self.check:
-            self._start()
+        self.pool = pool or Pool(kernels, threads, start=not self.check)
+        self._head = self.pool.join()
+        for i, name in enumerate(abi.REGIONS):
+            if name in regions:
+                self.set(abi.CTX_REGIONS + 8 * i, regions[name].ctypes.data)
+        self.set(abi.CTX_PROGRAM, program.words.ctypes.data)
 
     # -- ctx ---------------------------------------------------------------------------------------------------------
 
     def set(self, offset: int, value: int) -> None:
         """Write one word of ctx."""
-        self._words[offset >> 3] = value
+        self._words(offset)[offset >> 3] = value
 
     def get(self, offset: int) -> int:
         """Read one word of ctx."""
-        return int(self._words[offset >> 3])
+        return int(self._words(offset)[offset >> 3])
 
     def set_count(self, index: int, value: int) -> None:
         """Write a dynamic count (COUNT_*)."""
-        self._words[(abi.CTX_COUNTS >> 3) + index] = value
+        self.pool.live(self._head)[(abi.CTX_COUNTS >> 3) + index] = value
 
-    def _write_ctx(self) -> None:
-        for i, name in enumerate(abi.REGIONS):
-            if name in self.regions:
-                self.set(abi.CTX_REGIONS + 8 * i, self.regions[name].ctypes.data)
-        host = host_functions()
-        self.set(abi.CTX_PROGRAM, self.program.words.ctypes.data)
-        self.set(abi.CTX_N_RECORDS, len(self.program.records))
-        self.set(abi.CTX_HOST_FUTEX, host["futex"])
-        self.set(abi.CTX_FUTEX_NUMBER, host["futex_number"])
-        self.set(abi.CTX_HOST_YIELD, host["yield"])
-        self.set(abi.CTX_HOST_CLOCK, host["clock"])
-        self.set(abi.CTX_SPINS, spins(self.threads))
+    def redeem(self, ticket: int, came: bool = True) -> None:
+        """Let the record start that waits for a ticket, or end its walk if the data did `came` not; from any thread."""
+        self.pool.redeem(self._head, ticket, 1 if came else -1)
+
+    def _words(self, offset: int) -> NDArray[np.int64]:
+        return self.pool.live(self._head) if offset < abi.HEAD_BYTES else self.pool.words
 
     # -- walking -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Walk the program once over what ctx and its tables describe.
+    def run(self, first: int = 0, stop: int | None = None, cancel: Cancellation | None = None) -> None:
+        """Walk the program, or its records first .. stop - 1, over what ctx and its tables describe.
 
         Raises
         ------
         CancelledError
-            If `cancel` was called.
+            If `cancel` was asked for.
+        ClosedError
+            If the executor is closed, or was in the middle of the walk.
         KernelError
             If a kernel reported an error, or (EDGEINFER_CHECK=1) disagreed with its NumPy twin.
+        EdgeInferError
+            If data that a record waits for did not come.
         """
-        if self._closed:
-            raise ClosedError("The model was closed; open it again.")
         if self._process != os.getpid():
             raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
                                  "inherited; open the model again in this process.")
-        if self.check:
-            from .check import run_checked
+        with self.pool.turn:
+            if not self.ended(cancel):
+                words, stop = self.pool.words, len(self.program.records) if stop is None else stop
+                self.pool.load(self._head)
+                words[abi.CTX_BEGIN >> 3], words[abi.CTX_END >> 3] = first, stop
+                words[_CANCEL] = words[_ERROR] = 0
+                if self.check:
+                    from .check import run_checked
 
-            run_checked(self)
-        else:
-            self._walk()
-        status = self.get(abi.CTX_ERROR)
-        self.set(abi.CTX_ERROR, 0)
-        if self.get(abi.CTX_CANCEL) or status == abi.ABANDONED:
-            self.set(abi.CTX_CANCEL, 0)
+                    run_checked(self, first, stop, cancel)
+                else:
+                    self._walk(cancel)
+                self._raise(int(words[_ERROR]), bool(words[_CANCEL] or words[_STOP]))
+            elif not self._closed:
+                raise CancelledError("The run was cancelled.")
+        if self._closed:
+            raise ClosedError("The model was closed; open it again.")
+
+    def ended(self, cancel: Cancellation | None) -> bool:
+        """Whether a walk is to end, by its request or because the executor is closed."""
+        return self._closed or (cancel is not None and cancel.asked)
+
+    def _raise(self, status: int, cancelled: bool) -> None:
+        if self._closed:
+            return
+        if cancelled or status == abi.ABANDONED:
             raise CancelledError("The run was cancelled.")
+        if status <= abi.TICKET_FAILED:
+            i = abi.TICKET_FAILED - status
+            record = self.program.records[i]
+            raise EdgeInferError(f"Data that record {i} ({record.kernel}, {record.label}) needs could not be read.")
         if status:
             raise KernelError(f"A kernel failed with status {status}.")
 
-    def _walk(self) -> None:
-        words, submit, wait, ctx, timeout = self._words, self._submit, self._wait, self.ctx, self._timeout
+    def _walk(self, cancel: Cancellation | None) -> None:
+        words, wait, ctx, timeout = self.pool.words, self.pool.wait, self.pool.ctx, self._timeout
         try:
-            submit(0, ctx, 0, 0)
-            while not wait(timeout, ctx, 0, 0):
-                pass  # back in Python: signal handlers run here
+            self.pool.submit(0, ctx, 0, 0)
+            while not wait(timeout, ctx, 0, 0):  # back in Python: signal handlers run here
+                if self.ended(cancel):
+                    words[_CANCEL] = 1
         except BaseException:
             words[_CANCEL] = 1  # no call into Python before the threads are done: a second Ctrl-C could be raised there
-            try:
-                wait(0, ctx, 0, 0)
-            finally:
-                words[_CANCEL] = words[_ERROR] = 0
+            wait(0, ctx, 0, 0)
             raise
-
-    def cancel(self) -> None:
-        """End the walk at the next chunk of work; callable from any thread and from signal handlers."""
-        self.set(abi.CTX_CANCEL, 1)
-
-    def forget_cancel(self) -> None:
-        """Drop a cancellation that came while nothing ran."""
-        self.set(abi.CTX_CANCEL, 0)
 
     # -- profile -----------------------------------------------------------------------------------------------------
 
@@ -164,50 +160,20 @@ class Executor:
         profile, self._profile = self._profile, None
         return np.zeros(0, np.int64) if profile is None else profile
 
-    # -- threads -----------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        worker = self.kernels.function("worker")
-        epoch = self.get(abi.CTX_EPOCH)
-        try:
-            for tid in range(self.threads):
-                thread = threading.Thread(target=worker, args=(epoch, self.ctx, tid, self.threads), daemon=True,
-                                          name=f"edgeinfer-{tid}")
-                thread.start()
-                self._workers.append(thread)
-        except RuntimeError as error:
-            self.close()
-            raise EdgeInferError(f"The system refuses {self.threads} threads ({error}); lower --threads.") from None
+    # -- end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the threads; a walk that another thread has running is cancelled."""
+        """Cancel a walk that another thread has running and leave the pool, whose threads end with its last program."""
         self._closed = True
-        self._end()
+        if self._process != os.getpid():  # forked: neither the threads nor whoever holds their lock are here
+            return
+        with self.pool.turn:
+            if not self._left:
+                self._left = True
+                self.pool.leave(self._head)
 
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _end_threads(
-    process: int,
-    words: NDArray[np.int64],
-    submit: Entry,
-    wait: Entry,
-    workers: list[threading.Thread],
-    kernels: Kernels,
-) -> None:
-    """End a walk that still runs, then the threads. `kernels` is here to be kept alive until then."""
-    if process != os.getpid():  # forked: the threads are not here
-        return
-    ctx = words.ctypes.data
-    words[_CANCEL] = 1
-    wait(0, ctx, 0, 0)
-    words[_STOP] = 1
-    submit(0, ctx, 0, 0)
-    for thread in workers:
-        thread.join()

@@ -1,223 +1,261 @@
-"""Lowering: each operation of the graph becomes one or two records, with the places that the plan gave its tensors."""
+"""Lowering: each operation of the graph becomes one or two records, with the places that the plan gave its operands.
+
+`lower` is open: a technique registers how its own operation becomes records, and touches nothing here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import NamedTuple
 
-from edgeinfer.graph import Graph, Op, Tensor, Weight, WeightType, round_up
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import (
+    Attention,
+    Embed,
+    Gated,
+    GatherOutputs,
+    Graph,
+    Linear,
+    NeuronDown,
+    NeuronGated,
+    Op,
+    Product,
+    Quantize,
+    RmsNorm,
+    RopeStore,
+    Tensor,
+    Weight,
+)
 from edgeinfer.kernels import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, abi, fill
-from edgeinfer.memory_planner import MemoryPlan
+from edgeinfer.memory_planner import MemoryPlan, Placement, scratch
+from edgeinfer.sizes import round_up
 
 from .program import Program, Record
 
 CHUNK_BYTES = 64 << 10
 """Weights of a claimed chunk: long enough to stream, short enough to balance."""
 
-Place = tuple[str, int]
+
+class Operand(NamedTuple):
+    """Memory that a record works on."""
+
+    region: str
+    offset: int
+    nbytes: int
+    """How far it reaches; `Program.check` proves that this lies inside its region."""
+
+
+NEURON_BEHIND = 30
+"""Bytes that kernels of layout neuron read behind an FFN; the writer ends weights.bin with zeros."""
+NOTHING = Operand("activations", 0, 0)
+"""An operand that a kernel does not use."""
 
 
 class Lowering:
-    """Turns the operations of a graph into records.
+    """Where everything lies that records name.
 
     Parameters
     ----------
     graph : Graph
     plan : MemoryPlan
-    offsets : mapping of str to int
-        Byte offset of each weight in weights.bin.
-    heights : tuple of int
-        Heights of the blocks of tokens that the instruction set works in (Isa.heights).
+    token_tiles : tuple of int
+        Tokens of the blocks that the instruction set works in (Isa.token_tiles).
     """
 
-    def __init__(self, graph: Graph, plan: MemoryPlan, offsets: Mapping[str, int], heights: tuple[int, int]):
-        self.graph, self.plan, self.offsets, self.heights = graph, plan, offsets, abi.pack_heights(heights)
-        self._producers = {op.outputs[0].name: op for op in graph.ops if not op.in_place}
+    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, int]):
+        self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
+        self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
+        self._shared_bytes = scratch(graph.ops, graph.types, plan.splits)[1]
 
     def program(self) -> Program:
-        """All records."""
-        emit: dict[str, Callable[[Op], list[Record]]] = {
-            "embed": self._embed, "rms_norm": self._rms_norm, "quantize": self._quantize, "linear": self._linear,
-            "gated": self._linear, "rope_store": self._rope_store, "attention": self._attention,
-            "gather_outputs": self._gather, "neuron_gated": self._neuron_gated, "neuron_down": self._neuron_down,
-        }
-        return Program(tuple(record for op in self.graph.ops for record in emit[op.kind](op)))
+        """Lower all operations, in their order."""
+        return Program(tuple(record for op in self.graph.ops for record in lower(op, self)))
 
-    # -- operands --------------------------------------------------------------------------------------------------
+    def at(self, what: Tensor | Weight | None) -> Operand:
+        """Return the operand of a tensor or a weight; for None one that is not used."""
+        if what is None:
+            return NOTHING
+        place = self.plan.places[what.name]  # vectors of weights are read in whole lines of 64 bytes
+        return Operand(place.region, place.offset, round_up(place.nbytes, 64))
 
-    def _at(self, tensor: Tensor) -> Place:
-        if tensor.name == self.graph.logits.name:
-            return "logits", 0
-        return "activations", self.plan.activations[tensor.name].offset
+    def stride(self, tensor: Tensor) -> int:
+        """Bytes from one row to the next."""
+        return self.plan.places[tensor.name].stride
 
-    def _stride(self, tensor: Tensor) -> int:
-        if tensor.name == self.graph.logits.name:
-            return self.plan.logits_stride
-        return self.plan.activations[tensor.name].stride
+    def layer(self, op: RopeStore | Attention) -> Placement:
+        """K and V of the operation's layer."""
+        return self.plan.kv_layers[op.layer or 0]
 
-    def _weight(self, weight: Weight) -> Place:
-        return "weights", self.offsets[weight.name]
+    @property
+    def scratch(self) -> Operand:
+        """Scratch of all threads, each with its own share."""
+        return Operand("scratch", 0, self.threads * self.plan.thread_scratch_bytes)
 
-    def _scratch(self) -> Place:
-        return "scratch", 0
+    @property
+    def shared(self) -> Operand:
+        """Scratch that threads share: partial attention, sums of neurons."""
+        return Operand("scratch", self.plan.shared_scratch_offset, self._shared_bytes)
 
-    def _is_own_input(self, x: Tensor) -> bool:
-        """Whether a product's threads quantise x for themselves when there is one token: the operation that makes x
-        stands directly before its only reader."""
-        if x.dtype != "q8" or x.rows != "tokens":
-            return False
-        at = self.graph.ops.index(self._producers[x.name])
-        readers = [i for i, op in enumerate(self.graph.ops) if any(t.name == x.name for t in op.inputs)]
-        return readers == [at + 1]
-
-    def _row_parameters(self, op: Op, x: Tensor, out: Tensor, **more: int | float) -> tuple[int, ...]:
-        if out.dtype == "q8":
-            _, scales, sums = abi.q8_row_bytes(out.width, out.group_size)
-            more |= {"scales": scales, "sums": sums, "group": out.group_size, "padded": scales,
-                     "heights": self.heights}
-        return tuple(fill(ROWS, width=out.width, in_stride=self._stride(x), out_stride=self._stride(out),
-                          rows=_rows(out), **more))
-
-    # -- operations ------------------------------------------------------------------------------------------------
-
-    def _embed(self, op: Op) -> list[Record]:
-        table, out = op.weights[0], op.outputs[0]
-        stored = self.graph.types[table.name]
-        parameters = fill(ROWS, width=out.width, out_stride=self._stride(out), rows=abi.COUNT_TOKENS,
-                          tile_bytes=tile_bytes(stored, out.width)[0])
-        return [Record(f"embed_{_suffix(stored)}", _text(op), (self._weight(table), self._at(out)), tuple(parameters))]
-
-    def _rms_norm(self, op: Op) -> list[Record]:
-        (x,), (out,), (weight,) = op.inputs, op.outputs, op.weights
-        places = (self._at(x), self._at(out), self._weight(weight), self._scratch())
-        more = {"eps": op.attributes["eps"], "scratch": self.plan.thread_scratch_bytes}
-        quantised = out.dtype == "q8"
-        return [Record(f"rms_norm_{out.dtype}", _text(op), places, self._row_parameters(op, x, out, **more),
-                       abi.FLAG_NORM if quantised else 0, abi.COUNT_MANY if self._is_own_input(out) else None,
-                       4 * weight.shape[0])]
-
-    def _quantize(self, op: Op) -> list[Record]:
-        (x,), (out,) = op.inputs, op.outputs
-        return [Record("quantize", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out),
-                       predicate=abi.COUNT_MANY if self._is_own_input(out) else None)]
-
-    def _gather(self, op: Op) -> list[Record]:
-        (x,), (out,) = op.inputs, op.outputs
-        return [Record("gather_outputs", _text(op), (self._at(x), self._at(out)), self._row_parameters(op, x, out),
-                       predicate=abi.COUNT_OUTPUTS)]
-
-    def _linear(self, op: Op) -> list[Record]:
-        x, out, weight = op.inputs[0], op.outputs[0], op.weights[0]
-        stored = self.graph.types[weight.name]
-        size, records = tile_bytes(stored, weight.shape[1])
-        tiles = -(-weight.shape[0] // 16)
-        gated = op.kind == "gated"
-        units, unit_bytes = (tiles // 2, 2 * size) if gated else (tiles, size)
-        chunk = max(1, min(CHUNK_BYTES // unit_bytes, units // (4 * self.plan.request.threads)))
-        chunk += chunk % 2  # blocks of two row tiles
-        _, scales, sums = abi.q8_row_bytes(x.width, x.group_size) if x.dtype == "q8" else (0, 0, 0)
-        more = {"activation": ACTIVATIONS[op.attributes["activation"]]} if gated else {}
-        parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=records, x_stride=self._stride(x),
-                          x_scales=scales, x_sums=sums, out_stride=self._stride(out), rows=_rows(x), chunk=chunk,
-                          scratch=self.plan.thread_scratch_bytes, heights=self.heights, **more)
-        bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
-        flags = (abi.FLAG_BIAS if len(op.weights) > 1 else 0) | (abi.FLAG_RESIDUAL if op.in_place else 0)
-        flags |= abi.FLAG_OWN_INPUT if self._is_own_input(x) else 0
-        places = (self._weight(weight), self._at(x), self._at(out), bias, self._scratch())
-        return [Record(f"{op.kind}_{_suffix(stored)}", _text(op), places, tuple(parameters), flags,
-                       abi.COUNT_OUTPUTS if x.rows == "outputs" else None, tiles * size)]
-
-    def _neuron_gated(self, op: Op) -> list[Record]:
-        (x,), (out,), weight = op.inputs, op.outputs, op.weights[0]
-        parameters = fill(
-            NEURON_GATED, **self._neurons(weight, x), x_stride=self._stride(x), out_stride=self._stride(out),
-            chunk=self._neuron_chunks(weight)[0], activation=ACTIVATIONS[op.attributes["activation"]],
-            heights=self.heights)
-        flags = abi.FLAG_OWN_INPUT if self._is_own_input(x) else 0
-        return [self._neuron_record(op, x, out, parameters, flags, 2)]
-
-    def _neuron_down(self, op: Op) -> list[Record]:
-        f, out, weight = op.inputs[0], op.outputs[0], op.weights[0]
-        parameters = fill(
-            NEURON_DOWN, **self._neurons(weight, f), x_stride=self._stride(f), out_stride=self._stride(out),
-            chunk=self._neuron_chunks(weight)[1], width=weight.shape[2])
-        return [self._neuron_record(op, f, out, parameters, abi.FLAG_RESIDUAL, 1)]
-
-    def _neurons(self, weight: Weight, x: Tensor) -> dict[str, int]:
-        """Parameters that both halves of an FFN have."""
-        stored, (neurons, _, hidden) = self.graph.types[weight.name], weight.shape
-        return {"neurons": neurons, "part_bytes": part_bytes(stored, weight), "group": stored.group_size,
-                "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons), "rows": _rows(x),
-                "scratch": self.plan.thread_scratch_bytes}
-
-    def _neuron_chunks(self, weight: Weight) -> tuple[int, int]:
-        stored, (neurons, _, hidden) = self.graph.types[weight.name], weight.shape
-        lines = abi.neuron_lines(hidden, stored.group_size, stored.dtype)
-        return abi.neuron_chunks(neurons, part_bytes(stored, weight), lines, self.plan.request.threads)
-
-    def _neuron_record(self, op: Op, x: Tensor, out: Tensor, parameters: list[int], flags: int, parts: int) -> Record:
-        """A record of either half; bytes of `parts` thirds of the FFN, as if all neurons were alive."""
-        weight = op.weights[0]
-        stored = self.graph.types[weight.name]
-        bias = self._weight(op.weights[1]) if len(op.weights) > 1 else ("weights", 0)
-        flags |= abi.FLAG_BIAS if len(op.weights) > 1 else 0
-        places = (self._weight(weight), self._at(x), self._at(out), ("weights", 0), self._scratch(), bias,
-                  ("scratch", self.plan.shared_scratch_offset))
-        return Record(f"{op.kind}_{stored.dtype}", _text(op), places, tuple(parameters), flags,
-                      bytes_read=parts * weight.shape[0] * part_bytes(stored, weight))
-
-    def _rope_store(self, op: Op) -> list[Record]:
-        c, plan, qkv = self.graph.config, self.plan, op.outputs[0]
-        parameters = fill(ROPE, stride=self._stride(qkv), heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
-                          head_dim=c.head_dim, table_stride=plan.rope_row_bytes, block_bytes=plan.kv_block_bytes,
-                          head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), eps=op.attributes["eps"])
-        norms = tuple(self._weight(w) for w in op.weights)
-        places = (self._at(qkv), ("constants", 0), ("kv", plan.layer_offset(op.attributes["layer"])), *norms)
-        flags = abi.FLAG_NORM if norms else 0
-        return [Record(f"rope_store_{plan.request.kv}", _text(op), places, tuple(parameters), flags)]
-
-    def _attention(self, op: Op) -> list[Record]:
-        c, plan, (qkv,), (out,) = self.graph.config, self.plan, op.inputs, op.outputs
-        group = c.num_attention_heads // c.num_key_value_heads
-        parameters = tuple(fill(
-            ATTENTION, q_stride=self._stride(qkv), out_stride=self._stride(out), heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads, head_dim=c.head_dim, block_bytes=plan.kv_block_bytes,
-            head_bytes=abi.kv_head_bytes(plan.request.kv, c.head_dim), window=op.attributes["window"],
-            scale=1.0 / math.sqrt(c.head_dim), scratch=plan.thread_scratch_bytes, splits=plan.splits,
-            tokens=max(1, 32 // group)))
-        places = (self._at(qkv), self._at(out), ("kv", plan.layer_offset(op.attributes["layer"])), self._scratch(),
-                  ("scratch", plan.shared_scratch_offset))
-        return [Record(f"attention_{plan.request.kv}", _text(op), places, parameters),
-                Record("attention_merge", "  merge splits", places, parameters, predicate=abi.COUNT_MERGE)]
+    def record(self, op: Op, kernel: str, operands: Sequence[Operand], parameters: Sequence[int], flags: int = 0,
+               predicates: tuple[int, ...] = (), step: int = 0, label: str = "") -> Record:
+        """Make a record; it is skipped where the operation has no rows, or one of the predicates' counts is 0."""
+        if op.out.rows == "outputs":
+            predicates = (abi.COUNT_OUTPUTS, *predicates)
+        if op.several:
+            predicates = (abi.COUNT_SEVERAL, *predicates)
+        nbytes = 0 if step else sum(read.walk for read in op.reads(self.types))
+        where = tuple((o.region, o.offset) for o in operands)
+        return Record(kernel, label or op.label, where, tuple(parameters), flags, predicates, nbytes,
+                      tuple(o.nbytes for o in operands), op, step)
 
 
-def tile_bytes(stored: WeightType, cols: int) -> tuple[int, int]:
-    """Bytes of a tile of 16 rows and the records in it (kernels/layouts.py)."""
-    if stored.dtype == "f32":
-        return 64 * cols, cols
-    if stored.dtype == "f16":
-        return 64 * -(-cols // 2), -(-cols // 2)
-    records = -(-cols // (2 * stored.group_size))
-    return records * ((16 if stored.dtype == "q4" else 32) * stored.group_size + 64), records
-
-
-def part_bytes(stored: WeightType, weight: Weight) -> int:
-    """Bytes of a gate row, an up row or a down column in layout neuron."""
-    groups = -(-weight.shape[2] // stored.group_size)
-    codes = stored.group_size // (2 if stored.dtype == "q4" else 1)
-    return round_up(groups * (codes + 2), 64)
-
-
-def _suffix(stored: WeightType) -> str:
-    """Kernel name's end: type, and group where there is one."""
-    return f"{stored.dtype}_g{stored.group_size}" if stored.quantised else stored.dtype
-
-
-def _rows(tensor: Tensor) -> int:
+def rows(tensor: Tensor) -> int:
+    """Which count gives the rows of a tensor."""
     return abi.COUNT_OUTPUTS if tensor.rows == "outputs" else abi.COUNT_TOKENS
 
 
-def _text(op: Op) -> str:
-    weights = f" {op.weights[0].name}" if op.weights else ""
-    layer = f" layer {op.attributes['layer']}" if "layer" in op.attributes else ""
-    return f"{op.kind}{weights}{layer}"
+@singledispatch
+def lower(op: Op, at: Lowering) -> list[Record]:
+    """Turn an operation into records. Raises `UnsupportedModelError`: nobody has registered how."""
+    raise UnsupportedModelError(f"The operation {op.label} has no lowering to a kernel, so edgeinfer cannot run it.")
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(op: Op, at: Lowering, x: Tensor, operands: list[Operand], **more: int | float) -> list[Record]:
+    """The record of an operation on rows, whose output may be quantised."""
+    if op.out.dtype == "q8":
+        _, scales, offsets = abi.q8_row_bytes(op.out.width, op.out.group_size)
+        more |= {"scales": scales, "offsets": offsets, "group": op.out.group_size, "token_tiles": at.token_tiles}
+    parameters = fill(ROWS, width=op.out.width, in_stride=at.stride(x), out_stride=at.stride(op.out),
+                      rows=rows(op.out), **more)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters)]
+
+
+@lower.register
+def _(op: Embed, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.out, [at.at(op.table), at.at(op.out)],
+                 tile_bytes=at.types[op.table.name].tile_bytes(op.out.width))
+
+
+@lower.register
+def _(op: RmsNorm, at: Lowering) -> list[Record]:
+    operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch]
+    return _rows(op, at, op.x, operands, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register(Quantize)
+@lower.register(GatherOutputs)
+def _(op: Quantize | GatherOutputs, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
+
+
+# -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+def _input(op: Product, at: Lowering) -> dict[str, int | float]:
+    """Parameters of a product's input, and of how a single token's is made from the source."""
+    more: dict[str, int | float] = {"x_stride": at.stride(op.x), "rows": rows(op.x)}
+    if op.x.dtype == "q8":
+        _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
+        more |= {"x_scales": scales, "x_offsets": offsets, "group": op.x.group_size}
+    if op.source:
+        kind = abi.FUSED_NORM if op.norm else abi.FUSED_QUANTISE
+        more |= {"fused": kind, "width": op.x.width, "eps": op.eps or 0.0}
+    return more | {"out_stride": at.stride(op.out), "scratch": at.plan.thread_scratch_bytes}
+
+
+def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **more: int) -> list[Record]:
+    """Units of so many tiles of 16 rows are claimed in chunks."""
+    stored, cols = at.types[op.weight.name], op.weight.shape[1]
+    size = stored.tile_bytes(cols)
+    chunk = max(1, min(CHUNK_BYTES // (unit_tiles * size), units // (4 * at.threads)))
+    chunk += chunk % 2  # blocks of two row tiles
+    parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
+                      token_tiles=at.token_tiles, **_input(op, at), **more)
+    operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
+                at.at(op.norm)]
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_RESIDUAL if op.over else 0)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+@lower.register
+def _(op: Linear, at: Lowering) -> list[Record]:
+    return _product(op, at, -(-op.weight.shape[0] // 16), 1)
+
+
+@lower.register
+def _(op: Gated, at: Lowering) -> list[Record]:
+    return _product(op, at, op.weight.shape[0] // 32, 2, activation=ACTIVATIONS[op.activation])
+
+
+def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int], tuple[int, int]]:
+    """Parameters that both halves of an FFN have, and the lengths of their chunks."""
+    stored, (neurons, _, hidden) = at.types[op.weight.name], op.weight.shape
+    part, lines = stored.part_bytes(hidden), abi.neuron_lines(hidden, stored.group_size, stored.dtype)
+    return {"neurons": neurons, "part_bytes": part, "group": stored.group_size,
+            "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons)}, \
+        abi.neuron_chunks(neurons, part, lines, at.threads)
+
+
+def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
+    region, offset, nbytes = at.at(op.weight)
+    return Operand(region, offset, nbytes + NEURON_BEHIND)
+
+
+@lower.register
+def _(op: NeuronGated, at: Lowering) -> list[Record]:
+    more, (chunk, _) = _neurons(op, at)
+    parameters = fill(NEURON_GATED, **(_input(op, at) | more), chunk=chunk, activation=ACTIVATIONS[op.activation],
+                      token_tiles=at.token_tiles)
+    operands = [_ffn(op, at), at.at(op.x), at.at(op.out), NOTHING, at.scratch, at.at(op.bias), at.shared,
+                at.at(op.source), at.at(op.norm)]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+
+
+@lower.register
+def _(op: NeuronDown, at: Lowering) -> list[Record]:
+    more, (_, chunk) = _neurons(op, at)
+    parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
+                      chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
+    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), NOTHING, at.scratch, at.at(op.bias), at.shared]
+    flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
+    """Parameters of heads and KV blocks."""
+    return {"heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "block_bytes": at.layer(op).stride,
+            "head_bytes": abi.kv_head_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
+
+
+def _blocks(op: RopeStore | Attention, at: Lowering) -> Operand:
+    layer = at.layer(op)
+    return Operand(layer.region, layer.offset, layer.nbytes)
+
+
+@lower.register
+def _(op: RopeStore, at: Lowering) -> list[Record]:
+    plan = at.plan
+    parameters = fill(ROPE, stride=at.stride(op.out), table_stride=plan.rope_row_bytes, eps=op.eps, **_heads(op, at))
+    table = Operand("constants", 0, plan.request.ctx * plan.rope_row_bytes)
+    operands = [at.at(op.out), table, _blocks(op, at), at.at(op.q_norm), at.at(op.k_norm)]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_HEAD_NORM if op.q_norm else 0)]
+
+
+@lower.register
+def _(op: Attention, at: Lowering) -> list[Record]:
+    parameters = fill(
+        ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
+        scale=1.0 / math.sqrt(op.head_dim), scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
+        tokens=max(1, 32 * op.kv_heads // op.heads), **_heads(op, at))
+    operands = [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared]
+    attend, merge = op.kernels(at.types, at.kv)
+    return [at.record(op, attend, operands, parameters),
+            at.record(op, merge, operands, parameters, predicates=(abi.COUNT_MERGE,), step=1, label="  merge splits")]

@@ -9,14 +9,14 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import BundleError, EdgeInferError
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
@@ -27,7 +27,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np.uint8]:
     """Zeroed memory at a multiple of 64 bytes, resident from the start, on huge pages where the system gives them.
 
-    With `touched` false its pages are left to a `Toucher`; `huge` false asks for small ones, to measure the difference.
+    With `touched` false its pages are left to a `Prefaulter`; `huge` false asks for small ones.
 
     Raises
     ------
@@ -54,10 +54,7 @@ def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np
 def lock(weights: NDArray[np.uint8]) -> None:
     """Lock mapped weights into memory until they are unmapped.
 
-    Raises
-    ------
-    EdgeInferError
-        If the system does not allow it.
+    Raises `EdgeInferError` if the system does not allow it.
     """
     if sys.platform == "win32":
         raise EdgeInferError("Weights cannot be locked into memory on Windows; run without --mlock.")
@@ -78,7 +75,7 @@ def lock(weights: NDArray[np.uint8]) -> None:
 
 READ_BYTES = 64 << 20
 """Weights read in at a time."""
-TOUCH_BYTES = 32 << 20
+PREFAULT_BYTES = 32 << 20
 """Memory populated at a time: a close waits no longer."""
 POPULATE_TRIES = 100
 """Interruptions of one call after which it is given up."""
@@ -88,7 +85,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, f
 Progress = Callable[[int, int, str], None]
 
 
-class Toucher:
+class Prefaulter:
     """A thread that gives a region its pages in their order, ahead of the tokens that need them.
 
     A KV pool of 1 GB costs 0.05-0.1 s, and seconds where a virtual machine must first get the memory from its host; the
@@ -104,12 +101,17 @@ class Toucher:
     def __init__(self, memory: NDArray[np.uint8]):
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        first = min(TOUCH_BYTES, memory.nbytes)
+        first = min(PREFAULT_BYTES, memory.nbytes)
         if memory.nbytes < _HUGE or not _populate(memory[:first], _POPULATE_WRITE):
             memory[:: mmap.PAGESIZE] = 0
         elif memory.nbytes > first:
-            self._thread = threading.Thread(target=self._touch, args=(memory,), daemon=True, name="edgeinfer-touch")
-            self._thread.start()
+            thread = threading.Thread(target=self._populate_all, args=(memory,), daemon=True, name="edgeinfer-prefault")
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had: the pages come now
+                self._populate_all(memory)
+            else:
+                self._thread = thread
 
     def wait(self) -> None:
         """Return when all pages are there."""
@@ -121,9 +123,9 @@ class Toucher:
         self._stop.set()
         self.wait()
 
-    def _touch(self, memory: NDArray[np.uint8]) -> None:
-        for at in range(TOUCH_BYTES, memory.nbytes, TOUCH_BYTES):
-            if self._stop.is_set() or not _populate(memory[at : at + TOUCH_BYTES], _POPULATE_WRITE):
+    def _populate_all(self, memory: NDArray[np.uint8]) -> None:
+        for at in range(PREFAULT_BYTES, memory.nbytes, PREFAULT_BYTES):
+            if self._stop.is_set() or not _populate(memory[at : at + PREFAULT_BYTES], _POPULATE_WRITE):
                 return
 
 
@@ -157,6 +159,36 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = 
                 buffer = buffer or bytearray(min(READ_BYTES // 8, size))
                 _read_through(file, at, n, buffer)
             tell(at + n, size, path.name)
+
+
+def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress: Progress | None = None) -> None:
+    """Read parts of a file into memory of the process; no page of the file is mapped.
+
+    Parameters
+    ----------
+    parts : of (byte offset in the file, uint8 array to fill)
+    path : Path
+    progress : callable, optional
+        As for `read_in`.
+
+    Raises
+    ------
+    BundleError
+        The file ends early.
+    """
+    total, done = sum(memory.nbytes for _, memory in parts), 0
+    tell = progress if progress and total >= PROGRESS_BYTES else lambda done, total, name: None
+    with open(path, "rb", buffering=0) as file:
+        for at, memory in parts:
+            file.seek(at)
+            for start in range(0, memory.nbytes, READ_BYTES):
+                left = memory[start : start + READ_BYTES]
+                while left.nbytes:
+                    if not (got := file.readinto(left.data)):
+                        raise BundleError(f"{path} ends before byte {at + memory.nbytes}; convert the model again.")
+                    left = left[got:]
+                tell(done + min(start + READ_BYTES, memory.nbytes), total, path.name)
+            done += memory.nbytes
 
 
 def _populate(memory: NDArray[np.uint8], advice: int) -> bool:

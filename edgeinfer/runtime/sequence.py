@@ -8,32 +8,19 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BundleError, DestinationError, RequestError
+from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
+from edgeinfer.runner import Sequence
 
 MAGIC = b"EDGEKV01"
 MAX_HEADER_BYTES = 64 << 20
-
-
-@dataclass(eq=False)
-class Sequence:
-    """Tokens of one context whose K and V are stored."""
-
-    tokens: list[int] = field(default_factory=list)
-    """Token ids processed so far."""
-    blocks: list[int] = field(default_factory=list)
-    """Block table: numbers of the pool's blocks, 16 tokens each."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 class KVCache:
@@ -44,34 +31,44 @@ class KVCache:
     plan : MemoryPlan
     region : uint8 array
         Memory of the region ``kv``.
-    layers : int
     """
 
-    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], layers: int):
+    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8]):
         self.plan = plan
         self.pool = BlockPool(plan.kv_blocks)
-        size = plan.kv_blocks * plan.kv_block_bytes
-        self._layers = [region[plan.layer_offset(i) :][:size].reshape(plan.kv_blocks, -1) for i in range(layers)]
+        self._layers = [region[layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
+                        for layer in plan.kv_layers.values()]
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
     # free while a block table names it; what was lost comes back when the pool is empty.
 
+    def new(self) -> Sequence:
+        """Return an empty sequence."""
+        table = np.zeros(-(-self.plan.request.ctx // abi.BLOCK_TOKENS), np.int32)
+        sequence = Sequence(table=table, address=table.ctypes.data)
+        self._living.add(sequence)
+        return sequence
+
+    def check_own(self, sequence: Sequence) -> None:
+        """Refuse a sequence of another session: its numbers of blocks mean nothing here."""
+        if sequence not in self._living:
+            raise RequestError("The sequence belongs to another model that is open; a sequence is used where it was "
+                               "made (new_sequence, fork, load).")
+
     def extend(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for n more tokens: a shared last block is copied, new blocks are taken.
 
-        Raises
-        ------
-        RequestError
-            If all blocks are held.
+        Raises `RequestError` if all blocks are held.
         """
+        sequence.reserved = 0
         self.trim(sequence)
-        self._living.add(sequence)
         blocks, used = sequence.blocks, len(sequence.tokens)
         if used % abi.BLOCK_TOKENS and self.pool.is_shared(shared := blocks[-1]):
             copy = self._take()
             for layer in self._layers:
                 layer[copy] = layer[shared]
+            sequence.listed = min(sequence.listed, len(blocks) - 1)
             blocks[-1] = copy
             self.pool.drop(shared)
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
@@ -84,27 +81,33 @@ class KVCache:
         return self.pool.take()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A sequence with the same tokens that shares all blocks until one of the two writes."""
+        """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
+        self.check_own(sequence)
+        self.trim(sequence)
+        copy = self.new()
         for block in sequence.blocks:
             self.pool.share(block)
-        copy = Sequence(list(sequence.tokens), list(sequence.blocks))
-        self._living.add(copy)
+        copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
         return copy
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""
+        self.check_own(sequence)
         if not 0 <= n_tokens <= len(sequence.tokens):
             raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {n_tokens}.")
+        sequence.reserved = 0
         del sequence.tokens[n_tokens:]
         self.trim(sequence)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past the last token (after a cancelled walk, too)."""
-        keep = -(-len(sequence.tokens) // abi.BLOCK_TOKENS)
-        gone = sequence.blocks[keep:]
-        del sequence.blocks[keep:]
-        for block in gone:
-            self.pool.drop(block)
+        """Give back blocks past the last token that is there or reserved (after a cancelled walk, too)."""
+        keep = -(-(len(sequence.tokens) + sequence.reserved) // abi.BLOCK_TOKENS)
+        if keep < len(sequence.blocks):
+            sequence.listed = min(sequence.listed, keep)
+            gone = sequence.blocks[keep:]
+            del sequence.blocks[keep:]
+            for block in gone:
+                self.pool.drop(block)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -115,13 +118,12 @@ class KVCache:
     def save(self, sequence: Sequence, path: Path, model: str) -> None:
         """Write tokens and blocks: magic, header length, JSON header, then the blocks of each layer in order.
 
-        Raises
-        ------
-        DestinationError
-            If the file cannot be written; nothing is left behind, and an older file stays as it was.
+        Raises `DestinationError` if the file cannot be written; nothing is left behind, and an older file stays as it
+        was.
         """
         import tempfile
 
+        self.check_own(sequence)
         header = self._header(model) | {"tokens": sequence.tokens}
         digest = _start_digest(header)
         for row in self._rows(sequence):
@@ -146,14 +148,10 @@ class KVCache:
     def load(self, path: Path, model: str) -> Sequence:
         """Read a sequence saved by the same model with the same KV type.
 
-        Raises
-        ------
-        BundleError
-            If the file cannot be read, is damaged, belongs to another model or KV type, or is longer than the context.
-        RequestError
-            If the pool has no room for it.
+        Raises `BundleError` if the file cannot be read, is damaged, belongs to another model or KV type, or is longer
+        than the context. Raises `RequestError` if the pool has no room for it.
         """
-        sequence = Sequence()
+        sequence = self.new()
         try:
             with open(path, "rb") as file:
                 header = self._read_header(file, path, model)
@@ -184,6 +182,8 @@ class KVCache:
             yield from (layer[block].data for block in sequence.blocks)
 
     def _header(self, model: str) -> dict[str, Any]:
+        if not self._layers:
+            raise ClosedError("The model was closed; open it again.")
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
                 "layers": len(self._layers)}
 
@@ -202,8 +202,8 @@ class KVCache:
             raise _damaged(path)
         if {k: header.get(k) for k in self._header(model)} != self._header(model):
             raise BundleError(
-                f"The prompt cache {path} was saved by another model or with another --kv; delete it or give another "
-                "file."
+                f"The prompt cache {path} was saved by another model or with another --kv or --recipe; delete it or "
+                "give another file."
             )
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import HEADER_FILE, Bundle
-from edgeinfer.config import RuntimeConfig
-from edgeinfer.errors import BundleError, RequestError
-from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables, round_up
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.errors import EdgeInferError, RequestError
+from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
+from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
+from edgeinfer.sizes import round_up
 
 from .executor import Executor
 from .lowering import Lowering
-from .memory import Toucher, allocate, lock, read_in
-from .sequence import KVCache, Sequence
+from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
+from .sequence import KVCache
+from .tables import Tables
 
 Logits = NDArray[np.float32]
 
 
-class Session:
-    """Plans a run, takes all its memory, links its kernels and starts its threads. Not thread-safe, but for `cancel`.
+class Session(Runner):
+    """Plans a run, takes all its memory, links its kernels and starts its threads.
 
     Parameters
     ----------
@@ -35,137 +41,135 @@ class Session:
         Called with (done, total, name) while kernels compile on the first run.
     loading : callable, optional
         Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read in.
+    host : Session, optional
+        Lends its threads: the two take turns, and either may be closed first.
 
     Raises
     ------
     BudgetError
         If the plan exceeds the budget.
+    RequestError
+        If other threads are asked for than the host has.
     """
+
+    executor: Executor
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
-                 loading: Callable[[int, int, str], None] | None = None):
+                 loading: Callable[[int, int, str], None] | None = None, host: Session | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
-        self.config = resolve(config or RuntimeConfig(), self.model)
-        self.graph = build_graph(self.model, expected_types(bundle.types))
+        self.config = resolve(_with_threads_of(host, config or RuntimeConfig()), self.model)
+        self.graph = build_graph(self.model, expected_types(bundle.types), self.config.recipe)
         bundle.check({w.name: w.shape for w in self.graph.weights})
-        if list(bundle.tensors.values())[-1].layout == "neuron":  # kernels read a little behind it
-            raise BundleError(f"The bundle {bundle.path} ends with a tensor in layout neuron, as no bundle may; "
-                              "convert it again.")
-        planner = Planner(self.graph, bundle.weights_bytes)
-        self.plan = planner.plan(to_request(self.config))
-        self.budget_bytes = check_budget(planner, self.plan, self.config, lambda t: build_graph(self.model, t))
-        kernels = Kernels(choose(), progress)
-        self.isa = kernels.isa.name
-        regions = {name: allocate(self.plan.region(name).nbytes, touched=name != "kv")
-                   for name in ("kv", "activations", "logits", "constants", "scratch")}
-        self._toucher = Toucher(regions["kv"])
-        regions["weights"] = bundle.weights
-        read_in(bundle.weights, bundle.weights_path, loading)
-        if self.config.mlock:
-            lock(bundle.weights)
-        self._fill_constants(regions["constants"])
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
-        self.program = Lowering(self.graph, self.plan, offsets, kernels.isa.heights).program()
-        self.kv = KVCache(self.plan, regions["kv"], self.model.num_hidden_layers)
-        self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
-        self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
-        self._tables = _Tables(self.plan.request.tokens, self.config.max_sequences, self.config.ctx or 0)
-        self.executor = Executor(self.program, kernels, self.plan.request.threads, regions)
-        self._tables.publish(self.executor)
+        planner = Planner(self.graph, bundle.weights_bytes, offsets)
+        self.plan = planner.plan(to_request(self.config))
+        self.budget_bytes = check_budget(planner, self.plan, self.config,
+                                         lambda types: build_graph(self.model, types, self.config.recipe))
+        kernels = host.executor.kernels if host else Kernels(choose(), progress)
+        self.isa = kernels.isa.name
+        with ExitStack() as opened:  # whatever fails below, nothing stays open
+            regions = {region.name: allocate(region.nbytes, touched=region.name != "kv")
+                       for region in self.plan.regions if region.name in abi.REGIONS and region.name != "weights"}
+            self._prefaulter = Prefaulter(regions["kv"])
+            opened.callback(self._prefaulter.close)
+            self._load(regions, offsets, loading)
+            self._fill_constants(regions["constants"])
+            self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles).program()
+            self.kv = KVCache(self.plan, regions["kv"])
+            self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
+            self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
+            self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
+            self.executor = Executor(self.program, kernels, self.plan.request.threads, regions,
+                                     host.executor.pool if host else None)
+            opened.callback(self.executor.close)
+            for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
+                                (abi.CTX_OUTPUTS, self._tables.outputs)):
+                self.executor.set(word, table.ctypes.data)
+            opened.pop_all()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> Sequence:
-        """An empty sequence."""
-        return Sequence()
+        """Return an empty sequence."""
+        return self.kv.new()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A copy that shares the KV blocks until one of the two writes."""
+        """Return a copy that shares the KV blocks until one of the two writes."""
         return self.kv.fork(sequence)
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""
         self.kv.truncate(sequence, n_tokens)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back the sequence's blocks; it is empty afterwards."""
-        self.kv.truncate(sequence, 0)
-
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
         self.kv.save(sequence, Path(path), self._identity())
 
     def load(self, path: str | Path) -> Sequence:
-        """A sequence as it was saved, by the same model with the same KV type."""
+        """Return a sequence as it was saved, by the same model with the same KV type."""
         return self.kv.load(Path(path), self._identity())
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
-    def prefill(self, sequence: Sequence, ids: list[int]) -> Logits:
-        """Process a prompt in chunks.
+    def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+        """Run the program once over the new tokens of several sequences; see `Runner.walk`."""
+        self._admit(segments)
+        try:
+            for segment in segments:
+                self.kv.extend(segment.sequence, len(segment.ids))
+            logits = self._run(segments, 0, None, 0, cancel)
+            for segment in segments:
+                segment.sequence.tokens.extend(segment.ids)
+        except BaseException:
+            for segment in segments:
+                self.kv.trim(segment.sequence)
+            raise
+        return logits
 
-        Returns
-        -------
-        float32 array of shape (vocab_size,)
-            Logits after the last token.
+    def reserve(self, sequence: Sequence, n_tokens: int) -> None:
+        """Make room for a prompt for `walk_range`; `append` takes its tokens in, `truncate` calls it off."""
+        self.kv.check_own(sequence)
+        room = self.plan.request.ctx - len(sequence)
+        if not 1 <= n_tokens <= room:
+            raise RequestError(f"{n_tokens} tokens cannot be reserved; the context has room for 1 to {room} more.")
+        self.kv.extend(sequence, n_tokens)
+        sequence.reserved = n_tokens
+
+    def walk_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
+                   cancel: Cancellation | None = None) -> Logits:
+        """Run the records first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end.
+
+        So a prompt can go through the program stage by stage: every chunk through the first range of records, then
+        every chunk through the next. At the beginning of a layer all that a chunk needs of the records before is its
+        residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks lie in room that was made
+        by `reserve`; their sequence has none of these tokens before `append`.
         """
-        self._check(sequence, ids)
-        step = self.config.prefill_chunk
-        for start in range(0, len(ids), step):
-            chunk = ids[start : start + step]
-            last = start + step >= len(ids)
-            self._walk([sequence] * len(chunk), chunk, [len(chunk) - 1] if last else [])
-        return self._logits[0].copy()
+        self._admit((segment,))
+        if offset < 0 or offset + len(segment.ids) > segment.sequence.reserved:
+            raise RequestError(f"{len(segment.ids)} tokens {offset} behind the end do not fit the "
+                               f"{segment.sequence.reserved} reserved ones; reserve more.")
+        n = len(self.program.records)
+        if not 0 <= first <= stop <= n:
+            raise RequestError(f"The program has no records {first} to {stop - 1}; it has 0 to {n - 1}.")
+        return self._run((segment,), first, stop, offset, cancel)
 
-    def decode(self, sequences: list[Sequence], ids: list[int]) -> Logits:
-        """One more token for each of several sequences, in one walk.
-
-        Returns
-        -------
-        float32 array of shape (len(sequences), vocab_size)
-        """
-        most = self.config.max_sequences
-        if not 1 <= len(sequences) <= most or len(sequences) != len(ids):
-            raise RequestError(
-                f"{len(sequences)} sequences and {len(ids)} tokens do not fit one walk; this session decodes up to "
-                f"{most} sequences at once, set by max_sequences."
-            )
-        if len({id(s) for s in sequences}) != len(sequences):
-            raise RequestError("A sequence takes part twice in one decode walk; fork it.")
-        for sequence, token in zip(sequences, ids, strict=True):
-            self._check(sequence, [token])
-        self._walk(sequences, ids, list(range(len(ids))))
-        return self._logits[: len(ids)].copy()
-
-    def score(self, sequence: Sequence, ids: list[int]) -> Iterator[tuple[int, Logits]]:
-        """Logits after every token.
-
-        Yields
-        ------
-        start : int
-            Index of the block's first token in `ids`.
-        logits : float32 array of shape (rows, vocab_size)
-        """
-        self._check(sequence, ids)
-        step = min(self.config.outputs, self.config.prefill_chunk)
-        for start in range(0, len(ids), step):
-            chunk = ids[start : start + step]
-            self._walk([sequence] * len(chunk), chunk, list(range(len(chunk))))
-            yield start, self._logits[: len(chunk)].copy()
+    def append(self, sequence: Sequence, ids: Items[int]) -> None:
+        """Take in reserved tokens that have gone through all records."""
+        if len(ids) > sequence.reserved:
+            raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
+        sequence.tokens.extend(ids)
+        sequence.reserved = 0
+        self.kv.trim(sequence)
 
     def settle(self) -> None:
         """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
-        self._toucher.wait()
-
-    def cancel(self) -> None:
-        """End the running call within 100 ms with a CancelledError; callable from any thread."""
-        self.executor.cancel()
+        self._prefaulter.wait()
 
     def close(self) -> None:
-        """Stop the threads and let go of all memory."""
-        self._toucher.close()
+        """End a walk that runs, stop the threads and let go of all memory; callable twice, and from any thread."""
+        self._prefaulter.close()
         self.executor.close()
         self.executor.regions.clear()
         self.kv.close()
@@ -174,39 +178,59 @@ class Session:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, sequences: list[Sequence], ids: list[int], outputs: list[int]) -> None:
-        """Run the program over one flat list of tokens; each sequence's tokens are consecutive."""
-        distinct = list(dict.fromkeys(sequences))
-        try:
-            for sequence in distinct:
-                self.kv.extend(sequence, sum(s is sequence for s in sequences) if len(distinct) > 1 else len(ids))
-            highest = self._tables.write(distinct, sequences, ids, outputs)
-            split = len(ids) <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
-            for index, value in ((abi.COUNT_TOKENS, len(ids)), (abi.COUNT_OUTPUTS, len(outputs)),
-                                 (abi.COUNT_MERGE, len(ids) if split else 0),
-                                 (abi.COUNT_MANY, len(ids) if len(ids) > 1 or self.executor.check else 0)):
-                self.executor.set_count(index, value)
-            self.executor.run()
-            for sequence, token in zip(sequences, ids, strict=True):
-                sequence.tokens.append(token)
-        except BaseException:
-            for sequence in distinct:
-                self.kv.trim(sequence)
-            raise
-
-    def _check(self, sequence: Sequence, ids: list[int]) -> None:
-        ctx = self.plan.request.ctx
-        if not ids:
-            raise RequestError("The prompt is empty; give at least one token.")
-        for token in ids:
-            if not 0 <= token < self.model.vocab_size:
-                raise RequestError(f"Token id {token} is outside the vocabulary (0 to {self.model.vocab_size - 1}).")
-        if len(sequence) + len(ids) > ctx:
-            before = f" after {len(sequence)} tokens" if len(sequence) else ""
+    def _admit(self, segments: Items[Segment]) -> None:
+        """Refuse a walk that does not fit the plan or makes no sense."""
+        most, n = self.plan.request, sum(len(segment.ids) for segment in segments)
+        outputs = sum(len(segment.outputs) for segment in segments)
+        if not 1 <= len(segments) <= self.config.max_sequences or n > most.tokens or outputs > self.config.outputs:
             raise RequestError(
-                f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx (the "
-                f"model allows {self.model.max_position_embeddings})."
+                f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one walk, which "
+                f"takes 1 to {self.config.max_sequences} sequences (max_sequences), {most.tokens} tokens "
+                f"(prefill_chunk) and {self.config.outputs} rows (outputs)."
             )
+        if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
+            raise RequestError("A sequence takes part twice in one walk; fork it.")
+        for segment in segments:
+            self.kv.check_own(segment.sequence)
+            self.check(segment.sequence, segment.ids)
+            if segment.role not in (PROMPT, DECODE):
+                raise RequestError(f"The role of a segment is {segment.role!r}; it is PROMPT or DECODE.")
+            if segment.parents is not None:
+                _check_tree(segment.parents, len(segment.ids))
+            if segment.outputs and not 0 <= min(segment.outputs) <= max(segment.outputs) < len(segment.ids):
+                raise RequestError(f"Logits are wanted after tokens {list(segment.outputs)} of {len(segment.ids)}; "
+                                   "count from 0.")
+
+    def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
+             cancel: Cancellation | None) -> Logits:
+        """Describe a walk and run it."""
+        with self.executor.pool.turn:
+            n, outputs, highest = self._tables.write(segments, offset)
+            split = n <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
+            for index, value in ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs),
+                                 (abi.COUNT_MERGE, n if split else 0),
+                                 (abi.COUNT_SEVERAL, n if n > 1 else 0)):
+                self.executor.set_count(index, value)
+            logits = self._logits[:outputs]
+            self.executor.run(first, stop, cancel)
+        return logits
+
+    def _load(self, regions: dict[str, NDArray[np.uint8]], offsets: dict[str, int], loading: Progress | None) -> None:
+        """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
+        parts = []
+        for weight in self.graph.weights:
+            place = self.plan.places[weight.name]
+            if place.region == "resident":
+                parts.append((offsets[weight.name], regions["resident"][place.offset :][: place.nbytes]))
+            elif place.region != "weights":
+                raise EdgeInferError(f"The plan has {weight.name} in the region {place.region}, which nothing fills.")
+        copy_in(parts, self.bundle.weights_path, loading)
+        if len(parts) < len(self.graph.weights):
+            regions["weights"] = self.bundle.weights
+            read_in(self.bundle.weights, self.bundle.weights_path, loading)
+        for home in ("weights", "resident") if self.config.mlock else ():
+            if home in regions:
+                lock(regions[home])
 
     def _fill_constants(self, region: NDArray[np.uint8]) -> None:
         """Cosines and sines per position, each padded to vectors of 16."""
@@ -216,44 +240,28 @@ class Session:
         fill_rope_tables(self.model.rope, self.model.head_dim, table[:, 0, :half], table[:, 1, :half])
 
     def _identity(self) -> str:
-        return hashlib.sha256((self.bundle.path / HEADER_FILE).read_bytes()).hexdigest()
+        """What K and V depend on: the weights, and what the passes made of the graph."""
+        digest = hashlib.sha256((self.bundle.path / HEADER_FILE).read_bytes())
+        if self.config.recipe != Recipe():
+            digest.update(str(self.config.recipe).encode())
+        return digest.hexdigest()
 
 
-class _Tables:
-    """The tables that ctx points to: tokens, sequences, block tables, outputs; written before each walk."""
+def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:
+    """Fill in the threads of a session that lends its own."""
+    if host is None:
+        return config
+    if config.threads not in (None, host.config.threads):
+        raise RequestError(f"The session whose threads are shared has {host.config.threads}, and {config.threads} are "
+                           "asked for; leave threads out.")
+    return replace(config, threads=host.config.threads)
 
-    def __init__(self, tokens: int, sequences: int, ctx: int):
-        self._tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
-        self._sequences = np.zeros((max(sequences, 1), abi.SEQUENCE_BYTES // 8), np.int64)
-        self._blocks = np.zeros((max(sequences, 1), -(-ctx // abi.BLOCK_TOKENS)), np.int32)
-        self._sequences[:, abi.SEQUENCE_BLOCKS // 8] = [row.ctypes.data for row in self._blocks]
-        self._outputs = np.zeros(tokens, np.int64)
 
-    def publish(self, executor: Executor) -> None:
-        """Write the tables' addresses into ctx."""
-        executor.set(abi.CTX_TOKENS, self._tokens.ctypes.data)
-        executor.set(abi.CTX_SEQUENCES, self._sequences.ctypes.data)
-        executor.set(abi.CTX_OUTPUTS, self._outputs.ctypes.data)
-
-    def write(self, distinct: list[Sequence], sequences: list[Sequence], ids: list[int], outputs: list[int]) -> int:
-        """Describe one walk; returns the highest position in it."""
-        n = len(ids)
-        table = self._tokens[:n]
-        table[:, abi.TOKEN_ID // 8] = ids
-        table[:, abi.TOKEN_MASK // 8] = -1
-        start = highest = 0
-        for number, sequence in enumerate(distinct):
-            count = n if len(distinct) == 1 else sum(s is sequence for s in sequences)
-            rows = table[start : start + count]
-            positions = np.arange(len(sequence), len(sequence) + count)
-            blocks = np.asarray(sequence.blocks, np.int32)
-            self._blocks[number, : len(blocks)] = blocks
-            self._sequences[number, abi.SEQUENCE_LENGTH // 8] = len(sequence) + count
-            rows[:, abi.TOKEN_SEQUENCE // 8] = number
-            rows[:, abi.TOKEN_POSITION // 8] = positions
-            rows[:, abi.TOKEN_SLOT // 8] = \
-                blocks[positions // abi.BLOCK_TOKENS].astype(np.int64) * abi.BLOCK_TOKENS + positions % abi.BLOCK_TOKENS
-            highest = max(highest, len(sequence) + count - 1)
-            start += count
-        self._outputs[: len(outputs)] = outputs
-        return highest
+def _check_tree(parents: Items[int], n_tokens: int) -> None:
+    if len(parents) != n_tokens or n_tokens > abi.MASK_TOKENS:
+        raise RequestError(f"A tree has {n_tokens} tokens and {len(parents)} parents; it takes one parent for each of "
+                           f"at most {abi.MASK_TOKENS} tokens.")
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise RequestError(f"Token {i} of a tree has the parent {parent}; a parent stands before it, and -1 is the "
+                               "sequence's last token.")

@@ -1,4 +1,4 @@
-"""Host functions that the walking threads call by address, and how long they spin before they sleep."""
+"""The pool of threads that walk, the host functions they call by address, and how long they spin before they sleep."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import ctypes
 import os
 import platform
 import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import ClosedError, EdgeInferError
+from edgeinfer.kernels import Kernels, abi
+
+from .memory import allocate
 
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """Linux system call numbers of futex."""
 SPINS, SPINS_CROWDED = 1000, 50
 """Turns of the spin loop before sleeping: with a core per thread, and with more threads than cores."""
+Entry = Callable[[int, int, int, int], int]
+"""A kernel as Python calls it: record, ctx, thread, threads."""
+_CANCEL, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_STOP >> 3
+_HEAD = abi.HEAD_BYTES >> 3
 
 
 def host_functions() -> dict[str, int]:
@@ -36,3 +51,126 @@ def spins(threads: int) -> int:
 
 def _address(function: object) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+class Pool:
+    """Long-lived threads and the ctx block that they watch. Programs take turns on it, each with a head of its own.
+
+    Parameters
+    ----------
+    kernels : Kernels
+    threads : int
+    start : bool
+        False: no threads, for walks in Python (EDGEINFER_CHECK=1).
+
+    Attributes
+    ----------
+    turn : RLock
+        Held by whoever prepares and runs a walk.
+    words : int64 array
+        ctx.
+    ctx : int
+        Its address.
+
+    Raises
+    ------
+    EdgeInferError
+        If the system refuses the threads.
+    """
+
+    def __init__(self, kernels: Kernels, threads: int, start: bool = True):
+        self.kernels, self.threads = kernels, threads
+        self.turn, self._swap = threading.RLock(), threading.Lock()
+        self.words = allocate(abi.CTX_BYTES).view(np.int64)
+        self.ctx = self.words.ctypes.data
+        self.submit, self.wait = kernels.function("submit"), kernels.function("wait")
+        self.workers: list[threading.Thread] = []
+        self._loaded: NDArray[np.int64] | None = None
+        self._users = 0
+        host = host_functions()
+        for offset, value in ((abi.CTX_HOST_FUTEX, host["futex"]), (abi.CTX_FUTEX_NUMBER, host["futex_number"]),
+                              (abi.CTX_HOST_YIELD, host["yield"]), (abi.CTX_HOST_CLOCK, host["clock"]),
+                              (abi.CTX_SPINS, spins(threads))):
+            self.words[offset >> 3] = value
+        # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended:
+        # when the last program leaves, when the pool is forgotten, and when Python exits.
+        self._end = weakref.finalize(self, _end_threads, os.getpid(), self.words, self.submit, self.wait, self.workers,
+                                     kernels)
+        if start:
+            self._start()
+
+    def _start(self) -> None:
+        worker = self.kernels.function("worker")
+        epoch = int(self.words[abi.CTX_EPOCH >> 3])
+        try:
+            for tid in range(self.threads):
+                thread = threading.Thread(target=worker, args=(epoch, self.ctx, tid, self.threads), daemon=True,
+                                          name=f"edgeinfer-{tid}")
+                thread.start()
+                self.workers.append(thread)
+        except RuntimeError as error:
+            self._end()
+            raise EdgeInferError(f"The system refuses {self.threads} threads ({error}); lower --threads.") from None
+
+    def join(self) -> NDArray[np.int64]:
+        """Return a head for one more program: what a walk reads of ctx, with the words that are the same for all."""
+        with self.turn:
+            if not self._end.alive:
+                raise ClosedError("The model whose threads are to be shared was closed; open it again.")
+            self._users += 1
+            head = np.zeros(_HEAD, np.int64)
+            for offset in (abi.CTX_HOST_FUTEX, abi.CTX_FUTEX_NUMBER, abi.CTX_HOST_YIELD, abi.CTX_HOST_CLOCK,
+                           abi.CTX_SPINS):
+                head[offset >> 3] = self.words[offset >> 3]
+            return head
+
+    def load(self, head: NDArray[np.int64]) -> None:
+        """Make ctx that of the program which is to walk next; by the holder of the turn, between walks."""
+        if self._loaded is head:
+            return
+        with self._swap:
+            if self._loaded is not None:
+                self._loaded[:] = self.words[:_HEAD]
+            self._loaded = None  # an interruption may come between any two of these lines
+            self.words[:_HEAD] = head
+            self._loaded = head
+
+    def live(self, head: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the words of a head are to be read and written now."""
+        return self.words if self._loaded is head else head
+
+    def redeem(self, head: NDArray[np.int64], ticket: int, value: int) -> None:
+        """Set a ticket of a head, from any thread, while another program may be taking its turn."""
+        with self._swap:
+            self.live(head)[(abi.CTX_TICKETS >> 3) + ticket] = value
+
+    def leave(self, head: NDArray[np.int64]) -> None:
+        """Give a head up once its walk is over; the last one ends the threads."""
+        with self.turn:
+            if self._loaded is head:  # a walk of it runs only if a signal handler in the middle of it called this
+                self.words[_CANCEL] = 1
+                self.wait(0, self.ctx, 0, 0)
+                self._loaded = None
+            self._users -= 1
+            if not self._users:
+                self._end()
+
+
+def _end_threads(
+    process: int,
+    words: NDArray[np.int64],
+    submit: Entry,
+    wait: Entry,
+    workers: list[threading.Thread],
+    kernels: Kernels,
+) -> None:
+    """End a walk that still runs, then the threads. `kernels` is here to be kept alive until then."""
+    if process != os.getpid():  # forked: the threads are not here
+        return
+    ctx = words.ctypes.data
+    words[_CANCEL] = 1
+    wait(0, ctx, 0, 0)
+    words[_STOP] = 1
+    submit(0, ctx, 0, 0)
+    for thread in workers:
+        thread.join()

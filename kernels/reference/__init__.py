@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..catalogue import KV, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
 from .elementwise import (
     embed_twin,
@@ -36,35 +37,19 @@ TWINS: dict[str, Twin] = {
     "gather_outputs": gather_twin,
     "attention_merge": merge_twin,
 }
-for _dtype, _groups in (("q4", (32, 64, 128)), ("int8", (32, 64, 128)), ("f16", (0,)), ("f32", (0,))):
-    for _group in _groups:
-        _weights = f"{_dtype}_g{_group}" if _group else _dtype
-        TWINS[f"linear_{_weights}"] = linear_twin(_dtype, _group)
-        TWINS[f"gated_{_weights}"] = gated_twin(_dtype, _group)
-        TWINS[f"embed_{_weights}"] = embed_twin(_dtype, _group)
+for _weights in WEIGHTS:
+    _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)
+    TWINS[f"linear_{_weights}"] = linear_twin(*_stored)
+    TWINS[f"gated_{_weights}"] = gated_twin(*_stored)
+    TWINS[f"embed_{_weights}"] = embed_twin(*_stored)
 for _dtype in ("q4", "int8"):
     TWINS[f"neuron_gated_{_dtype}"] = neuron_gated_twin(_dtype)
     TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
-for _kv in ("int8", "f16", "f32"):
+for _kv in KV:
     TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
 """The twin of each kernel, by the kernel's name."""
 
-__all__ = [
-    "ACTIVATION_FUNCTIONS",
-    "TOLERANCES",
-    "TWINS",
-    "Expected",
-    "Q8Block",
-    "RecordView",
-    "attend",
-    "compare",
-    "gated_reference",
-    "linear_reference",
-    "q8_blocks",
-    "quantise_rows",
-    "read_q8",
-    "rms_norm",
-    "rotate",
-    "write_q8",
-]
+__all__ = ["ACTIVATION_FUNCTIONS", "TOLERANCES", "TWINS", "Expected", "Q8Block", "RecordView", "attend", "compare",
+           "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8", "rms_norm", "rotate",
+           "write_q8"]

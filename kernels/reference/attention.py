@@ -1,7 +1,12 @@
-"""Twins of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context."""
+"""Twins of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context.
+
+What a token may see is a path: all rows of its sequence before TOKEN_BASE, those of TOKEN_MASK up to its own, and its
+own; of these the last `window`. Splits and lanes count places in the path, not rows.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +18,9 @@ from ..abi import (
     COUNT_MERGE,
     KV_ELEMENT_BYTES,
     SPLIT_BLOCKS,
-    TOKEN_POSITION,
+    TOKEN_BASE,
+    TOKEN_MASK,
+    TOKEN_ROW,
     TOKEN_SEQUENCE,
     padded_head_dim,
 )
@@ -78,9 +85,31 @@ def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32])
     return k[..., : p.head_dim], v[..., : p.head_dim]
 
 
-def first_visible(position: int, window: int) -> int:
-    """First position that a query at `position` sees; window 0 sees all."""
-    return max(0, position - window + 1) if window else 0
+class Path(NamedTuple):
+    """What a token sees."""
+
+    low: int
+    """Place of the first row in the whole path, which starts with row 0."""
+    rows: NDArray[np.int64]
+    """Rows of the sequence, the token's own last."""
+
+    @property
+    def splits(self) -> range:
+        """The splits that these places lie in."""
+        return range(self.low // SPLIT_TOKENS, (self.low + len(self.rows) - 1) // SPLIT_TOKENS + 1)
+
+
+def paths(view: RecordView, n_tokens: int, window: int) -> list[Path]:
+    """What each of the first n tokens sees; window 0 sees the whole path."""
+    out = []
+    fields = (view.tokens(field)[:n_tokens] for field in (TOKEN_ROW, TOKEN_BASE, TOKEN_MASK))
+    for row, base, mask in zip(*(map(int, field) for field in fields), strict=True):
+        rows = np.arange(row + 1)
+        if mask != -1:
+            rows = rows[(rows < base) | (rows == row) | (mask >> np.clip(rows - base, 0, 63) & 1 == 1)]
+        low = max(0, len(rows) - window) if window else 0
+        out.append(Path(low, rows[low:]))
+    return out
 
 
 def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
@@ -88,9 +117,9 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(ATTENTION)
-        positions, sequences = view.tokens(TOKEN_POSITION), view.tokens(TOKEN_SEQUENCE)
         group, merged = p.heads // p.kv_heads, view.count(COUNT_MERGE)
-        tokens = merged or len(positions)
+        tokens = merged or view.count(p.rows)
+        sequences, seen = view.tokens(TOKEN_SEQUENCE)[:tokens], paths(view, tokens, p.window)
         rows = view.array(
             0,
             np.float32,
@@ -100,19 +129,18 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         queries = effective_queries(rows, float_of(p.scale), kv)
         out: list[Expected] = []
         y, slack = np.zeros((2, *queries.shape))
-        for sequence in np.unique(sequences[:tokens]):
-            mine = np.flatnonzero(sequences[:tokens] == sequence)
-            n_blocks = int(positions[mine].max()) // BLOCK_TOKENS + 1
+        for sequence in np.unique(sequences):
+            mine = np.flatnonzero(sequences == sequence)
+            n_blocks = max(int(seen[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
             k, v = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
-            for t in mine:
-                low, high = first_visible(int(positions[t]), p.window), int(positions[t])
-                for h in range(p.kv_heads):
-                    if merged:
-                        out += _splits(view, int(t), h, queries[t, h], k[h], v[h], low, high)
-                        continue
-                    part = attend(queries[t, h], k[h, low : high + 1], v[h, low : high + 1])
-                    total = part.weights.sum(axis=1, keepdims=True)
-                    y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
+            for t, h in itertools.product(map(int, mine), range(p.kv_heads)):
+                q, keys, values = queries[t, h], k[h, seen[t].rows], v[h, seen[t].rows]
+                if merged:
+                    out += _splits(view, t, h, q, keys, values, seen[t])
+                    continue
+                part = attend(q, keys, values)
+                total = part.weights.sum(axis=1, keepdims=True)
+                y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
             where = view.array(1, np.float32, (tokens, p.heads * p.head_dim), (p.out_stride, 4))
             out.append(Expected("out", where, y.reshape(where.shape), False, slack.reshape(where.shape)))
@@ -131,15 +159,13 @@ def partials(view: RecordView, row: int, split: int) -> tuple[NDArray[np.float32
     return m, total, acc[: p.head_dim], acc[p.head_dim :]
 
 
-def _splits(
-    view: RecordView, t: int, h: int, q: Doubles, k: Doubles, v: Doubles, low: int, high: int
-) -> list[Expected]:
-    """Partial results of token t, KV head h: largest score, weights summed by position modulo 16, weighted sum of V."""
+def _splits(view: RecordView, t: int, h: int, q: Doubles, k: Doubles, v: Doubles, path: Path) -> list[Expected]:
+    """Partial results of token t, KV head h: largest score, weights summed by place modulo 16, weighted sum of V."""
     p = view.parameters(ATTENTION)
-    out = []
-    for split in range(low // SPLIT_TOKENS, high // SPLIT_TOKENS + 1):
-        start, end = max(low, split * SPLIT_TOKENS), min(high + 1, (split + 1) * SPLIT_TOKENS)
-        part = attend(q, k[start:end], v[start:end])
+    out, high = [], path.low + len(path.rows)
+    for split in path.splits:
+        start, end = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
+        part = attend(q, k[start - path.low : end - path.low], v[start - path.low : end - path.low])
         lanes = np.zeros((len(q), SPLIT_TOKENS))
         lanes[:, start % SPLIT_TOKENS : (end - 1) % SPLIT_TOKENS + 1] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)
@@ -159,16 +185,15 @@ def _splits(
 def merge_twin(view: RecordView) -> list[Expected]:
     """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l."""
     p = view.parameters(ATTENTION)
-    positions = view.tokens(TOKEN_POSITION)[: view.count(COUNT_MERGE)]
-    y, slack = np.zeros((2, len(positions) * p.heads, p.head_dim))
+    seen = paths(view, view.count(COUNT_MERGE), p.window)
+    y, slack = np.zeros((2, len(seen) * p.heads, p.head_dim))
     for row in range(len(y)):
-        position = int(positions[row // p.heads])
-        splits = range(first_visible(position, p.window) // SPLIT_TOKENS, position // SPLIT_TOKENS + 1)
+        splits = seen[row // p.heads].splits
         parts = zip(*(partials(view, row, split)[:3] for split in splits), strict=True)
         m, sums, acc = (np.array(part, np.float64) for part in parts)
         share = np.exp(m - m.max())
         total = (share * sums).sum()
         y[row] = (share * acc).sum(axis=0) / total
         slack[row] = TOLERANCES["attention"] * (1 + np.ptp(m)) * (share * np.abs(acc)).sum(axis=0) / total
-    where = view.array(1, np.float32, (len(positions), p.heads * p.head_dim), (p.out_stride, 4))
+    where = view.array(1, np.float32, (len(seen), p.heads * p.head_dim), (p.out_stride, 4))
     return [Expected("out", where, y.reshape(where.shape), exact=False, tolerance=slack.reshape(where.shape) + TINY)]

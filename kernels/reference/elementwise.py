@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import TOKEN_ID, unpack_heights
-from ..layouts import TILE_ROWS, unpack_tile16
+from edgeinfer.quant import layouts
+
+from ..abi import COUNT_SEVERAL, FUSED_NORM, TOKEN_ID, unpack_token_tiles
 from ..parameters import ROWS
 from .expected import Expected
-from .q8 import q8_blocks
+from .q8 import q8_blocks, read_q8
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
 
@@ -49,13 +51,13 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
 def _quantised(view: RecordView, x: Floats, exact: bool) -> list[Expected]:
     """Blocks of q8 rows that hold x: codes, scales and -8 x the sums of the stored codes."""
     p = view.parameters(ROWS)
-    padded = np.zeros((len(x), p.padded), np.float32)
+    padded = np.zeros((len(x), p.scales), np.float32)
     padded[:, : p.width] = x
     codes, scales = quantise_rows(padded, p.group)
     tolerance = None if exact else TOLERANCES["code"]
     expected = []
-    heights = unpack_heights(p.heights)
-    for block in q8_blocks(view.address(1), len(x), p.out_stride, p.padded, p.sums, p.group, heights):
+    token_tiles = unpack_token_tiles(p.token_tiles)
+    for block in q8_blocks(view.address(1), len(x), p.out_stride, p.scales, p.offsets, p.group, token_tiles):
         rows = slice(block.first, block.first + len(block.codes))
         here, shape = codes[rows].reshape(block.codes.shape), block.scales.shape
         near = None if exact else TOLERANCES["rms_norm"] * scales[rows] + TINY
@@ -102,6 +104,44 @@ def rms_norm_q8_twin(view: RecordView) -> list[Expected]:
     return _quantised(view, _normalised(view).astype(np.float32), exact=False)
 
 
+def quantised_input(
+    view: RecordView, p: Any, padded: int, source: int, norm: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return x of a product, dequantised, and how far what the kernel multiplies may be from it.
+
+    A fused input is row 0 of the operand `source`, times the operand `norm`; otherwise x is read as it is stored.
+
+    Parameters
+    ----------
+    padded : int
+        Values of a row of x, padding included.
+
+    Returns
+    -------
+    x, tolerance : float64 arrays of shape (T, padded)
+    """
+    fused = p.fused if not view.count(COUNT_SEVERAL) else 0
+    if fused:
+        row = np.zeros((1, padded), np.float32)
+        row[0, : p.width] = view.array(source, np.float32, (p.width,))
+        if fused == FUSED_NORM:
+            row[0, : p.width] = rms_norm(row[0, : p.width], view.array(norm, np.float32, (p.width,)), float_of(p.eps))
+        exact, scales = quantise_rows(row, p.group)
+        codes = np.rint(exact)
+    else:
+        offsets = padded + 4 * padded // p.group
+        blocks = q8_blocks(view.address(1), view.count(p.rows), p.x_stride, padded, offsets, p.group,
+                           unpack_token_tiles(p.token_tiles))
+        stored, scales = read_q8(blocks)
+        exact = codes = stored.reshape(len(scales), padded).astype(np.float32)
+    steps = np.repeat(scales.astype(np.float64).reshape(len(codes), padded // p.group), p.group, axis=1)
+    x = codes * steps
+    if fused != FUSED_NORM:
+        return x, np.zeros_like(x)
+    near_tie = np.abs(exact - codes) >= 0.5 - TOLERANCES["code"]
+    return x, steps * near_tie + TOLERANCES["rms_norm"] * np.abs(x)
+
+
 def gather_twin(view: RecordView) -> list[Expected]:
     """The twin of ``gather_outputs``; whole vectors are copied."""
     p = view.parameters(ROWS)
@@ -119,11 +159,11 @@ def embed_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]
         p = view.parameters(ROWS)
         ids = view.tokens(TOKEN_ID)[: view.count(p.rows)]
         values = np.empty((len(ids), p.width), np.float32)
-        for tile in np.unique(ids // TILE_ROWS):
+        for tile in np.unique(ids // layouts.TILE_ROWS):
             data = view.array(0, np.uint8, (p.tile_bytes,), at=int(tile) * p.tile_bytes)
-            rows = unpack_tile16(data, dtype, group, (TILE_ROWS, p.width))
-            here = ids // TILE_ROWS == tile
-            values[here] = rows[ids[here] % TILE_ROWS]
+            rows = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS, p.width))
+            here = ids // layouts.TILE_ROWS == tile
+            values[here] = rows[ids[here] % layouts.TILE_ROWS]
         out = view.array(1, np.float32, values.shape, (p.out_stride, 4))
         return [Expected("out", out, values)]
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import FLAG_BIAS, FLAG_RESIDUAL, unpack_heights
-from ..layouts import TILE_ROWS, unpack_tile16
+from edgeinfer.quant import layouts
+
+from ..abi import FLAG_BIAS, FLAG_RESIDUAL
 from ..parameters import ACTIVATIONS, LINEAR
+from .elementwise import quantised_input
 from .expected import Expected
-from .q8 import q8_blocks, read_q8
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView
 
@@ -45,7 +46,9 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Doubles], Doubles]] = {
 """Hidden activations by name, on float64 arrays."""
 
 
-def linear_reference(x: Doubles, w: Doubles, bias: Doubles | float = 0.0) -> tuple[Doubles, Doubles]:
+def linear_reference(
+    x: Doubles, w: Doubles, bias: Doubles | float = 0.0, near: Doubles | float = 0.0
+) -> tuple[Doubles, Doubles]:
     """y = x W^T + bias, and how far float32 may be from it.
 
     Parameters
@@ -53,12 +56,15 @@ def linear_reference(x: Doubles, w: Doubles, bias: Doubles | float = 0.0) -> tup
     x : float64 array of shape (T, cols)
     w : float64 array of shape (rows, cols)
     bias : float64 array of shape (rows,), optional
+    near : float64 array like x, optional
+        How far x itself may be from what is multiplied.
 
     Returns
     -------
     y, tolerance : float64 arrays of shape (T, rows)
     """
-    tolerance = TOLERANCES["linear"] * (np.abs(x) @ np.abs(w).T + np.abs(bias)) + TINY
+    share = TOLERANCES["linear"]
+    tolerance = (share * np.abs(x) + near) @ np.abs(w).T + share * np.abs(bias) + TINY
     return x @ w.T + bias, tolerance
 
 
@@ -69,29 +75,30 @@ def gated_reference(
     activation: str,
     gate_bias: Doubles | float = 0.0,
     up_bias: Doubles | float = 0.0,
+    *,
+    near: Doubles | float = 0.0,
 ) -> tuple[Doubles, Doubles]:
     """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`."""
-    g, g_tolerance = linear_reference(x, gate, gate_bias)
-    u, u_tolerance = linear_reference(x, up, up_bias)
+    g, g_tolerance = linear_reference(x, gate, gate_bias, near)
+    u, u_tolerance = linear_reference(x, up, up_bias, near)
     acted = ACTIVATION_FUNCTIONS[activation](g)
     slope = 2 * (np.abs(g) + g_tolerance) if activation == "relu2" else 1.2  # the steepest that the others are
     tolerance = slope * g_tolerance * (np.abs(u) + u_tolerance) + np.abs(acted) * u_tolerance
     return acted * u, tolerance + TOLERANCES["activation"] * (np.abs(acted) + np.abs(g)) * np.abs(u) + TINY
 
 
-def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Doubles, Doubles]:
-    """x, dequantised, and the weights of all tiles; both with the padding of the layout (zeros)."""
+def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Doubles, Doubles, Doubles]:
+    """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be."""
     p = view.parameters(LINEAR)
-    tokens = view.count(p.rows)
     cols = p.records * {"q4": 2 * group, "int8": 2 * group, "f16": 2, "f32": 1}[dtype]
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,))
-    w = unpack_tile16(data, dtype, group, (TILE_ROWS * tiles, cols)).astype(np.float64)
-    if not group:
-        return view.array(1, np.float32, (tokens, cols), (p.x_stride, 4)).astype(np.float64), w
-    blocks = q8_blocks(view.address(1), tokens, p.x_stride, cols, p.x_sums, group, unpack_heights(p.heights))
-    codes, scales = read_q8(blocks)
-    x = codes.reshape(tokens, cols).astype(np.float64)
-    return x * np.repeat(scales.astype(np.float64).reshape(tokens, cols // group), group, axis=1), w
+    w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols)).astype(np.float64)
+    if group:
+        x, near = quantised_input(view, p._replace(group=group), cols, 5, 6)
+    else:
+        x = view.array(1, np.float32, (view.count(p.rows), cols), (p.x_stride, 4)).astype(np.float64)
+        near = np.zeros_like(x)
+    return x, w, near
 
 
 def _bias(view: RecordView, rows: int) -> Doubles | float:
@@ -103,8 +110,9 @@ def linear_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(LINEAR)
-        rows = TILE_ROWS * p.tiles
-        y, tolerance = linear_reference(*_operands(view, dtype, group, p.tiles), _bias(view, rows))
+        rows = layouts.TILE_ROWS * p.tiles
+        x, w, near = _operands(view, dtype, group, p.tiles)
+        y, tolerance = linear_reference(x, w, _bias(view, rows), near)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         if view.flags & FLAG_RESIDUAL:
             tolerance += 1e-7 * np.abs(out)
@@ -120,12 +128,12 @@ def gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(LINEAR)
-        rows = TILE_ROWS * p.tiles
-        x, w = _operands(view, dtype, group, 2 * p.tiles)
-        gate, up = w.reshape(p.tiles, 2, TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
+        rows = layouts.TILE_ROWS * p.tiles
+        x, w, near = _operands(view, dtype, group, 2 * p.tiles)
+        gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
         bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
-        biases = bias.reshape(p.tiles, 2, TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases)
+        biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         return [Expected("out", out, y, exact=False, tolerance=tolerance)]
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.quant import layouts
+
 from ..abi import (
     COUNT_ACTIVE,
     FLAG_BIAS,
@@ -16,13 +18,11 @@ from ..abi import (
     neuron_line_columns,
     neuron_lines,
     q8_row_bytes,
-    unpack_heights,
 )
-from ..layouts import unpack_neuron
 from ..parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED
+from .elementwise import quantised_input
 from .expected import Expected
 from .linear import gated_reference, linear_reference
-from .q8 import q8_blocks, read_q8
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, memory
 
@@ -42,7 +42,7 @@ def _parts(view: RecordView, p: Any, dtype: str, numbers: NDArray[np.int64], par
     shape = (len(numbers), 3, p.groups * p.group)
     if not len(numbers):
         return np.zeros((0, len(range(3)[parts]), shape[2]))
-    return unpack_neuron(data.reshape(-1), dtype, p.group, shape)[:, parts].astype(np.float64)
+    return layouts.unpack_neuron(data.reshape(-1), dtype, p.group, shape)[:, parts].astype(np.float64)
 
 
 def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
@@ -53,16 +53,13 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
         p = view.parameters(NEURON_GATED)
         tokens, numbers = view.count(p.rows), _neurons(view, p.neurons)
         weights = _parts(view, p, dtype, numbers, slice(0, 2))
-        _, padded, sums = q8_row_bytes(p.groups * p.group, p.group)
-        blocks = q8_blocks(view.address(1), tokens, p.x_stride, padded, sums, p.group, unpack_heights(p.heights))
-        codes, stored = read_q8(blocks)
-        scales = stored.astype(np.float64).reshape(tokens, padded // p.group)
-        x = codes.reshape(tokens, padded).astype(np.float64) * np.repeat(scales, p.group, axis=1)
+        x, near = quantised_input(view, p, q8_row_bytes(p.groups * p.group, p.group)[1], 7, 8)
         biases = np.zeros((2, p.neurons))
         if view.flags & FLAG_BIAS:
             biases[:] = view.array(5, np.float32, biases.shape)
         gate, up = weights[:, 0], weights[:, 1]
-        y, tolerance = gated_reference(x[:, : gate.shape[1]], gate, up, names[p.activation], *biases[:, numbers])
+        x, near = x[:, : gate.shape[1]], near[:, : gate.shape[1]]
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases[:, numbers], near=near)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         expected = [Expected("f", out, y, exact=False, tolerance=tolerance)]
         if tokens == 1:

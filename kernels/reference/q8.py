@@ -25,7 +25,7 @@ class Q8Block(NamedTuple):
 
 
 def q8_blocks(
-    address: int, n_tokens: int, stride: int, padded: int, sums: int, group: int, heights: tuple[int, int]
+    address: int, n_tokens: int, stride: int, padded: int, offsets: int, group: int, token_tiles: tuple[int, int]
 ) -> list[Q8Block]:
     """The blocks of n tokens that start at an address.
 
@@ -35,18 +35,18 @@ def q8_blocks(
         Bytes of a row.
     padded : int
         Values of a row, which is the offset of the scales, too.
-    sums : int
-        Offset of the offsets in a row.
+    offsets : int
+        Place of the offsets in a row.
     """
     blocks = []
-    for first, n in token_blocks(n_tokens, heights):
+    for first, n in token_blocks(n_tokens, token_tiles):
         base = address + first * stride
         groups = padded // group
         blocks.append(Q8Block(
             first,
             memory(base, np.int8, (n, padded // 4, 4), (4, 4 * n, 1)),
             memory(base + n * padded, np.float32, (n, groups), (4, 4 * n)),
-            memory(base + n * sums, np.int32, (n, groups), (4, 4 * n)),
+            memory(base + n * offsets, np.int32, (n, groups), (4, 4 * n)),
         ))
     return blocks
 
@@ -59,12 +59,12 @@ def read_q8(blocks: list[Q8Block]) -> tuple[NDArray[np.int8], NDArray[np.float32
             np.concatenate([b.scales for b in blocks]))
 
 
-def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, heights: tuple[int, int]) -> NDArray[np.uint8]:
+def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, token_tiles: tuple[int, int]) -> NDArray[np.uint8]:
     """Rows of codes (T, values, padding included) and scales (T, groups) as memory: uint8 (T, row bytes)."""
-    stride, padded, sums = q8_row_bytes(codes.shape[1], group)
+    stride, padded, offsets = q8_row_bytes(codes.shape[1], group)
     out = np.zeros((len(codes), stride), np.uint8)
     totals = codes.reshape(len(codes), padded // group, group).sum(axis=2).astype(np.int32)
-    for block in q8_blocks(out.ctypes.data, len(codes), stride, padded, sums, group, heights):
+    for block in q8_blocks(out.ctypes.data, len(codes), stride, padded, offsets, group, token_tiles):
         rows = slice(block.first, block.first + len(block.codes))
         block.codes[:] = codes[rows].reshape(block.codes.shape)
         block.scales[:], block.offsets[:] = scales[rows], -8 * totals[rows]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, FLAG_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
 from ..parameters import ROPE
 from .elementwise import rms_norm
 from .expected import Expected
@@ -90,20 +90,21 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(ROPE)
-        positions, slots = view.tokens(TOKEN_POSITION), view.tokens(TOKEN_SLOT)
-        tokens, half, n_rotated = len(positions), p.head_dim // 2, p.heads + p.kv_heads
-        rows = view.array(0, np.float32, (tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
+        n_tokens = view.count(p.rows)
+        positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.tokens(TOKEN_SLOT)[:n_tokens]
+        half, n_rotated = p.head_dim // 2, p.heads + p.kv_heads
+        rows = view.array(0, np.float32, (n_tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
         shape, strides = (int(positions.max(initial=-1)) + 1, 2, half), (p.table_stride, p.table_stride // 2, 4)
         table = view.array(1, np.float32, shape, strides)
         cos, sin = table[positions].astype(np.float64).transpose(1, 0, 2)
         live, v = rows[:, :n_rotated], rows[:, n_rotated:].astype(np.float64)
         x = live.astype(np.float64)
-        if view.flags & FLAG_NORM:
+        if view.flags & FLAG_HEAD_NORM:
             eps = float_of(p.eps)
             q_norm, k_norm = (view.array(i, np.float32, (p.head_dim,)) for i in (3, 4))
             x = np.concatenate([rms_norm(x[:, : p.heads], q_norm, eps), rms_norm(x[:, p.heads :], k_norm, eps)], axis=1)
         turned = rotate(x, cos, sin)
-        relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_NORM else 0)
+        relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_HEAD_NORM else 0)
         slack = relative * _sizes(x, cos, sin) + TINY
         out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
         for t, slot in enumerate(slots):

@@ -51,7 +51,7 @@ class RecordView:
 
     def address(self, index: int) -> int:
         """Address of operand `index`."""
-        word = self._word(self.record + abi.REC_PLACES + 8 * index)
+        word = self._word(self.record + abi.REC_OPERANDS + 8 * index)
         base = self._word(self.ctx + abi.CTX_REGIONS + 8 * (word >> abi.REGION_SHIFT))
         return base + (word & ((1 << abi.REGION_SHIFT) - 1))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..graph import Graph
 from ..reader import ConfigReader
-from ..types import Graph, Tensor
+from ..types import Tensor
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -29,13 +30,14 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = Fa
     """One pre-norm block: attention and FFN, each added to the residual stream."""
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     attn, mlp = hf + "self_attn.", hf + "mlp."
+    g.layer = i
     qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
     widths = (c.query_width, c.kv_width, c.kv_width)
 
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
     h = g.linear(h, name + "qkv", weights(qkv), widths, bias=biases(qkv) if c.attention_bias else ())
-    h = g.rope_store(h, i, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
-    h = g.attention(h, i)
+    h = g.rope_store(h, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
+    h = g.attention(h)
     x = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                  bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 

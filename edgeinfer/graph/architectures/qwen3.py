@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
+from ..graph import Graph
 from ..reader import ConfigReader
-from ..types import Graph
 from .llama import layer
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}

@@ -1,0 +1,276 @@
+"""One request: its prompt is prefilled, then each step gives every sample one more token."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+from ..config import GenerationConfig
+from ..errors import CancelledError, RequestError
+from ..runner import Cancellation
+from ..text import StopStrings, StreamDecoder, Tokenizer
+from .completion import Choice, Completion, TokenLogprob
+from .sampling import Sampled, Sampler
+
+if TYPE_CHECKING:
+    from ..runner import Runner, Sequence
+
+SEED_BITS = 32
+"""Of seeds drawn here; short enough to be typed again."""
+
+
+class Generation:
+    """A request to a runner.
+
+    `start` prefills the prompt and gives the first tokens, `step` the next ones, until `finished`; then `result` tells
+    the outcome and `release` gives the sequences back. All of them belong to one thread at a time; `cancel` may be
+    called from any thread and from signal handlers.
+
+    Parameters
+    ----------
+    runner : runs the model
+    tokenizer : None for a bundle without one, whose samples are token ids without text
+    prompt_ids : tokens of the prompt, with the beginning-of-text token
+    config : how to continue it
+    eos_ids : tokens that end the text
+
+    Raises
+    ------
+    RequestError
+        The prompt is empty or longer than the context, a token id is outside the vocabulary, or the request needs
+        more sequences than the runner has.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Iterable[int],
+        config: GenerationConfig,
+        eos_ids: Iterable[int] = (),
+    ):
+        self.prompt_ids = checked_prompt(prompt_ids, runner)
+        self._runner = runner
+        self._config = config
+        self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
+        if config.n > runner.config.max_sequences:
+            most = runner.config.max_sequences
+            raise RequestError(
+                f"{config.n} samples were asked for, but the model is open for {most}; open it with "
+                f"max_sequences={config.n}."
+            )
+        if config.stop and tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
+        ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
+        self._samples = [_Sample(self, tokenizer, ends, index) for index in range(config.n)]
+        self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
+        self.cached_tokens = 0
+        self._cancellation = Cancellation()
+        self._times: list[float] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has its finish reason."""
+        return all(sample.finish_reason for sample in self._samples)
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The first sample's sequence."""
+        return self._samples[0].sequence
+
+    def cancel(self) -> None:
+        """End the request within 100 ms; its samples finish as ``cancelled``. Once it is over nothing happens."""
+        self._cancellation.cancel()
+
+    def start(self, sequence: Sequence) -> str:
+        """Prefill what the sequence does not hold yet and choose the first token of every sample.
+
+        Parameters
+        ----------
+        sequence : holds a proper prefix of the prompt; belongs to this request until `release`
+
+        Returns
+        -------
+        str
+            New text of the first sample.
+        """
+        self._samples[0].sequence = sequence
+        self.cached_tokens = len(sequence)
+        self._times = [time.perf_counter()]
+        logits = self._unless_cancelled(
+            lambda: self._runner.prefill(sequence, self.prompt_ids[len(sequence) :], self._cancellation))
+        if logits is None or self.finished:
+            return ""
+        if self.room <= 0:
+            return self._finish("length")
+        return self._choose(self._samples, [logits] * len(self._samples))
+
+    def step(self) -> str:
+        """Decode one token of every live sample; returns the new text of the first sample."""
+        live = [sample for sample in self._samples if not sample.finish_reason]
+        sequences = [self._own_sequence(sample) for sample in live]
+        ids = [sample.last_id for sample in live]
+        logits = self._unless_cancelled(lambda: self._runner.decode(sequences, ids, self._cancellation))
+        return "" if logits is None else self._choose(live, logits)
+
+    def _own_sequence(self, sample: _Sample) -> Sequence:
+        """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
+        if sample.sequence is None:
+            if self._samples[0].sequence is None:
+                raise RequestError("The request was released; make a new one.")
+            sample.sequence = self._runner.fork(self._samples[0].sequence)
+        return sample.sequence
+
+    def _unless_cancelled(self, run: Any) -> Any:
+        """Return what `run` gives; None, with all samples finished, if the request is cancelled before or meanwhile."""
+        try:
+            if not self._cancellation.asked:
+                return run()
+        except CancelledError:
+            pass
+        self._finish("cancelled")
+        return None
+
+    def _choose(self, samples: Items[_Sample], logits: Any) -> str:
+        pieces = [sample.take(row, self.room) for sample, row in zip(samples, logits, strict=True)]
+        self._times.append(time.perf_counter())
+        if samples[0] is self._samples[0]:
+            return pieces[0]
+        return ""
+
+    def _finish(self, reason: str) -> str:
+        pieces = [sample.finish(reason) for sample in self._samples if not sample.finish_reason]
+        return pieces[0] if pieces else ""
+
+    def end(self) -> None:
+        """Finish as cancelled what is not finished yet."""
+        self._finish("cancelled")
+
+    def release(self, keep_first: bool = False) -> Sequence | None:
+        """Give the sequences back; `keep_first` returns the first one instead, for a request that continues it."""
+        kept = None
+        for sample in self._samples:
+            sequence, sample.sequence = sample.sequence, None
+            if sequence is None:
+                continue
+            if keep_first and sample.index == 0:
+                kept = sequence
+            else:
+                self._runner.release(sequence)
+        return kept
+
+    def result(self) -> Completion:
+        """Return the outcome so far."""
+        choices = tuple(sample.choice() for sample in self._samples)
+        first = choices[0]
+        n_tokens = sum(len(choice.token_ids) for choice in choices)
+        longest = max(len(choice.token_ids) for choice in choices)
+        ttft_ms = tpot_ms = tok_per_s = None
+        if n_tokens:
+            ttft_ms = 1000 * (self._times[1] - self._times[0])
+        if longest >= 2:
+            seconds = self._times[longest] - self._times[1]
+            tpot_ms = 1000 * seconds / (longest - 1)
+            started = sum(1 for choice in choices if choice.token_ids)
+            tok_per_s = (n_tokens - started) / seconds
+        return Completion(
+            first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,
+            tok_per_s, first.finish_reason, self.seed, first.logprobs, choices,
+        )
+
+    def sampler(self, index: int) -> Sampler:
+        """Return the sampler of one sample; it has taken note of the prompt."""
+        sampler = Sampler(self._config, self._runner.model.vocab_size, self.seed, index)
+        sampler.prompt(self.prompt_ids)
+        return sampler
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Stop strings of the request."""
+        return self._config.stop
+
+
+class _Sample:
+    """The state of one sample."""
+
+    def __init__(self, request: Generation, tokenizer: Tokenizer | None, eos_ids: frozenset[int], index: int):
+        self.index = index
+        self.sequence: Sequence | None = None
+        self.finish_reason = ""
+        self._sampler = request.sampler(index)
+        self._tokenizer = tokenizer
+        self._decoder: StreamDecoder | None = tokenizer.stream(request.prompt_ids) if tokenizer else None
+        self._stops = StopStrings(request.stop)
+        self._eos_ids = eos_ids
+        self._ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def last_id(self) -> int:
+        """The token to decode next."""
+        return self._ids[-1]
+
+    def take(self, logits: Any, room: int) -> str:
+        """Choose a token and return the text that it completes; `room` is how many this sample may have."""
+        sampled = self._sampler.sample(logits)
+        if sampled.token_id in self._eos_ids:
+            return self.finish("stop")
+        self._sampler.accept(sampled.token_id)
+        self._ids.append(sampled.token_id)
+        if sampled.logprob is not None:
+            self._logprobs.append(self._named(sampled, sampled.logprob))
+        piece, stopped = self._stops.push(self._decoder.push(sampled.token_id) if self._decoder else "")
+        self._text.append(piece)
+        if stopped:
+            self.finish_reason = "stop"
+        elif len(self._ids) >= room:
+            return piece + self.finish("length")
+        return piece
+
+    def finish(self, reason: str) -> str:
+        """Set the finish reason and return the text that was held back until now."""
+        rest, stopped = self._stops.push(self._decoder.flush() if self._decoder else "")
+        rest += "" if stopped else self._stops.flush()
+        self._text.append(rest)
+        self.finish_reason = "stop" if stopped else reason
+        return rest
+
+    def choice(self) -> Choice:
+        """Return what this sample gave."""
+        logprobs = tuple(self._logprobs) if self._logprobs else None
+        return Choice(self.index, "".join(self._text), tuple(self._ids), self.finish_reason, logprobs)
+
+    def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
+        """Return a token's log-probability with the texts of all tokens that it names."""
+        text = self._tokenizer.token_text if self._tokenizer else lambda token_id: ""
+        top = tuple((token_id, text(token_id), value) for token_id, value in sampled.top)
+        return TokenLogprob(sampled.token_id, text(sampled.token_id), logprob, top)
+
+
+def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
+    """Return the prompt as a list of ids; raises `RequestError` for one that this runner cannot run."""
+    ids = []
+    for token_id in prompt_ids:
+        try:
+            ids.append(operator.index(token_id))
+        except TypeError:
+            raise RequestError(f"The prompt holds {token_id!r:.60}, which is no token id.") from None
+    vocab_size, ctx = runner.model.vocab_size, int(runner.config.ctx or 0)
+    if not ids:
+        raise RequestError("The prompt is empty; give some text or at least one token id.")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"Token id {token_id} of the prompt is outside the vocabulary; ids are from 0 to {vocab_size - 1}."
+            )
+    if len(ids) > ctx:
+        longest = runner.model.max_position_embeddings
+        larger = f"open the model with a larger context (--ctx, at most {longest})"
+        remedy = larger if len(ids) <= longest else f"the model takes {longest} at most, so shorten it"
+        raise RequestError(f"The prompt has {len(ids)} tokens, more than the context of {ctx}; {remedy}.")
+    return ids

@@ -1,0 +1,214 @@
+"""Requests take turns at a runner, whichever thread they come from, and can be ended at any time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ClosedError, RequestError
+from .completion import Completion
+from .generation import Generation
+
+if TYPE_CHECKING:
+    from ..runner import Runner, Sequence
+
+
+class RequestQueue:
+    """The turns at one runner, and the sequence that the next request may continue.
+
+    Parameters
+    ----------
+    runner : belongs to the queue until `close`
+    """
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.closed = False
+        self._turn = threading.Lock()  # taken by a request from its first step to its end
+        self.step = threading.RLock()  # held by whoever touches the runner
+        self._owner: int | None = None
+        self._active: Request | None = None
+        self._kept: Sequence | None = None
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once the queue is closed."""
+        if self.closed:
+            raise ClosedError("The model was closed; open it again.")
+
+    def cancel(self) -> None:
+        """End the running request, if there is one; from any thread or a signal handler."""
+        request = self._active
+        if request is not None:
+            request.generation.cancel()
+
+    def close(self) -> None:
+        """End the running request and close the runner; requests that wait raise `ClosedError`."""
+        self.closed = True
+        self.cancel()
+        with self.step:  # a step that runs in another thread has ended
+            if self._active is not None:
+                self._active.end()
+            self._kept = None
+            self.runner.close()
+
+    def take_turn(self, request: Request) -> None:
+        """Wait until no other request runs.
+
+        Raises
+        ------
+        RequestError
+            This thread itself holds the turn, so that waiting would never end.
+        ClosedError
+            The queue was closed meanwhile.
+        """
+        if self._owner == threading.get_ident():
+            raise RequestError(
+                "A stream of this model is still open in this thread; read it to its end or close it before the next "
+                "request."
+            )
+        self._turn.acquire()
+        if self.closed:
+            self._turn.release()
+            self.check_open()
+        self._owner, self._active = threading.get_ident(), request
+
+    def give_turn_back(self, kept: Sequence | None) -> None:
+        """End a turn; `kept` is what the next request may continue."""
+        self._kept, self._active, self._owner = kept, None, None
+        self._turn.release()
+
+    def sequence(self, ids: list[int], reuse: bool, prompt_cache: Path | None) -> tuple[Sequence, int]:
+        """Return a sequence that holds a proper prefix of the prompt, and how many of its tokens the cache file has."""
+        sequence, self._kept = self._kept, None
+        n_saved = 0
+        if sequence is not None and not (reuse and shared(sequence.tokens, ids, len(ids) - 1)):
+            self.runner.release(sequence)
+            sequence = None
+        if sequence is None and prompt_cache is not None and prompt_cache.exists():
+            sequence = self.runner.load(prompt_cache)
+            n_saved = shared(sequence.tokens, ids, len(ids))
+        if sequence is None:
+            return self.runner.new_sequence(), 0
+        # All but the last token of the prompt may be there: its logits must be computed.
+        self.runner.truncate(sequence, shared(sequence.tokens, ids, len(ids) - 1))
+        return sequence, n_saved
+
+
+class Request:
+    """A generation with its turn: waits for it, steps, and gives everything back.
+
+    Parameters
+    ----------
+    queue : where it waits
+    generation : what it does
+    reuse : continue the last request's sequence as far as the prompts agree, and leave one for the next
+    prompt_cache : file to take the prompt's KV blocks from, and to write them to
+    """
+
+    def __init__(
+        self, queue: RequestQueue, generation: Generation, reuse: bool = False, prompt_cache: Path | None = None
+    ):
+        self.generation = generation
+        self.ended = False
+        self._queue = queue
+        self._reuse = reuse
+        self._prompt_cache = prompt_cache
+        self._started = False
+
+    def finish(self) -> Completion:
+        """Run to the end and return the outcome."""
+        while self.next_piece() is not None:
+            pass
+        return self.generation.result()
+
+    def next_piece(self) -> str | None:
+        """Return the next text that is not empty, or None at the end."""
+        if not (self._started or self.ended):
+            self._queue.take_turn(self)
+            self._started = True
+        while True:
+            with self._queue.step:
+                piece = self._next()
+            if piece != "":
+                return piece
+
+    def _next(self) -> str | None:
+        """Take one step and return its text, or None if the request is over."""
+        if self.ended:  # `close` of another thread may have ended it
+            return None
+        try:
+            piece = self._advance()
+        except BaseException:  # Ctrl-C included: the turn must not stay taken
+            self.end()
+            raise
+        finished = self.generation.finished
+        if finished:
+            self.end()
+        return piece or (None if finished else "")
+
+    def end(self) -> None:
+        """Give sequences and turn back; what was not over counts as cancelled."""
+        with self._queue.step:
+            if self.ended:
+                return
+            self.ended = True
+            self.generation.end()
+            if self._started:
+                kept = self.generation.release(keep_first=self._reuse and not self._queue.closed)
+                self._queue.give_turn_back(kept)
+
+    def _advance(self) -> str:
+        if self.generation.sequence is not None:
+            return self.generation.step()
+        ids = self.generation.prompt_ids
+        sequence, n_saved = self._queue.sequence(ids, self._reuse, self._prompt_cache)
+        piece = self.generation.start(sequence)
+        if self._prompt_cache is not None and n_saved < len(ids) == len(sequence):
+            self._queue.runner.save(sequence, self._prompt_cache)
+        return piece
+
+
+class Stream:
+    """The text of one request, piece by piece.
+
+    Leaving a loop over it early ends the request, once the stream is closed or no longer referred to.
+    """
+
+    def __init__(self, request: Request):
+        self._request = request
+        weakref.finalize(self, request.end).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        piece = self._request.next_piece()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        """End the request; its finish reason is ``cancelled`` unless it was over."""
+        self._request.end()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The outcome, once the stream has ended; raises `RequestError` before."""
+        if not self._request.ended:
+            raise RequestError("The stream has not ended; read it to its end or close it.")
+        return self._request.generation.result()
+
+
+def shared(tokens: list[int], ids: list[int], most: int) -> int:
+    """Return how many first tokens agree, `most` at most."""
+    most = min(len(tokens), len(ids), most)
+    return next((i for i in range(most) if tokens[i] != ids[i]), most)

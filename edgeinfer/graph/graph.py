@@ -1,0 +1,53 @@
+"""The graph: typed operations on named tensors. Plan, program, estimate and twins all read these records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import ModelConfig
+from .operation import Op
+from .products import parameters
+from .types import Tensor, Types
+from .weights import Weight
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One architecture's forward pass over a flat list of tokens."""
+
+    config: ModelConfig
+    ops: tuple[Op, ...]
+    weights: tuple[Weight, ...]
+    types: Types
+    """Storage of each weight, by name."""
+    logits: Tensor
+
+    @property
+    def weight_count(self) -> int:
+        """Parameters of the model, without padding; tied matrices count once."""
+        return sum(map(parameters, self.weights))
+
+    @property
+    def activation_values(self) -> float:
+        """Values that go into and come out of the matrices of all layers for one token; of experts the active ones."""
+        return sum(op.activation_values() for op in self.ops)
+
+    def homes(self) -> dict[str, str]:
+        """Name the tensor in whose memory each tensor lies: itself, or what it was written over."""
+        homes: dict[str, str] = {}
+        for op in self.ops:
+            homes[op.out.name] = op.out.name if op.over is None else homes[op.over.name]
+        return homes
+
+    def describe(self) -> str:
+        """One line per operation: output, kind, numbers, inputs, weights with their shape and storage."""
+        return "\n".join(self._line(op) for op in self.ops)
+
+    def _line(self, op: Op) -> str:
+        numbers = "".join(f" {key}={value}" for key, value in op.numbers.items())
+        layer = "" if op.layer is None else f" layer={op.layer}"
+        weights = [f"{w.name} {'x'.join(map(str, w.shape))} {self.types[w.name]}" for w in op.weights]
+        arguments = ", ".join([str(t) for t in op.inputs] + weights)
+        over = f" over {op.over.name}" if op.over else ""
+        when = " where several tokens" if op.several else ""
+        return f"{op.out} = {op.name}{layer}{numbers}({arguments}){over}{when}"

@@ -1,0 +1,238 @@
+"""What every operation says of itself: the contract between a graph and all who read it.
+
+Planner, estimator, profiler, `describe`, `bench` and the lowerings ask the operation; none keeps a list of kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple
+
+from edgeinfer.kernels import abi
+
+from ..errors import UnsupportedModelError
+from ..sizes import round_up
+from .types import Tensor, Types
+from .weights import Weight
+
+
+class Read(NamedTuple):
+    """What an operation reads of a weight."""
+
+    weight: Weight
+    token: float
+    """Bytes for one token."""
+    walk: int
+    """Bytes for a walk over many tokens, which needs all experts."""
+
+    @classmethod
+    def whole(cls, weight: Weight, types: Types) -> Read:
+        """A weight that is read from end to end whatever the tokens."""
+        nbytes = types[weight.name].nbytes(weight.shape)
+        return cls(weight, nbytes, nbytes)
+
+
+class KvAccess(NamedTuple):
+    """The K and V that an operation stores or reads."""
+
+    layer: int
+    heads: int
+    """Key-value heads."""
+    head_dim: int
+    window: int = 0
+    """Positions that a token sees, itself included; 0 = all."""
+    stores: bool = False
+    """Whether it stores the K and V of its tokens; else it reads those of the context."""
+    operations: int = 0
+    """Multiplications and additions per token and position that it sees."""
+
+    def position_bytes(self, kv: str) -> int:
+        """Bytes of K and V, with their scales, of one position."""
+        return self.heads * abi.kv_head_bytes(kv, self.head_dim) // abi.BLOCK_TOKENS
+
+    def read_bytes(self, kv: str, length: int) -> int:
+        """Bytes that one token reads where `length` tokens are stored, itself included."""
+        return (min(length, self.window) if self.window else length) * self.position_bytes(kv)
+
+
+class Scratch(NamedTuple):
+    """Memory that a kernel needs while it runs."""
+
+    thread_bytes: int = 0
+    """Of each thread."""
+    shared_bytes: int = 0
+    """That threads share."""
+
+
+class Sizes(NamedTuple):
+    """What scratch may depend on beside the operation."""
+
+    types: Types
+    splits: int
+    """Splits of the longest context (abi.SPLIT_BLOCKS)."""
+    split_tokens: int
+    """Most tokens of a walk whose attention is split along the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation. Fields that are tensors or weights are its operands, in the order of the class.
+
+    A subclass says what it costs by overriding `reads`, `operations`, `scratch` and `KERNELS`; what it does not say is
+    refused by name when a graph is built (check.py). Fields hold numbers and names only, so that a graph can be
+    printed, compared and stored.
+    """
+
+    KERNELS: ClassVar[tuple[str, ...] | None] = None
+    """Names of the kernels that it becomes, none where it cannot run yet; in braces what a name depends on: ``kv``
+    (type of KV), ``out`` (the output), ``stored`` (WeightType of its first weight)."""
+    OVER: ClassVar[str] = ""
+    """The input whose memory the output takes (residual sums, rotary embedding); empty for an output of its own."""
+
+    out: Tensor
+    layer: int | None = None
+    """The transformer layer it belongs to; None outside of layers."""
+    several: bool = False
+    """Left out where a walk has one token: its reader then does this work itself (passes.fuse_input)."""
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The class' name in words, such as ``rms_norm``."""
+        return _words(type(self).__name__)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Tensors that it reads."""
+        return tuple([value for name, value in vars(self).items() if type(value) is Tensor and name != "out"])
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Weights that it names."""
+        return tuple([value for value in vars(self).values() if type(value) is Weight])
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Its own numbers and names."""
+        skipped = ("layer", "several", "in_ffn")
+        return {name: value for name, value in self._values()
+                if not isinstance(value, Tensor | Weight) and value is not None and name not in skipped}
+
+    @property
+    def over(self) -> Tensor | None:
+        """The tensor that `OVER` names."""
+        return getattr(self, self.OVER) if self.OVER else None
+
+    @cached_property
+    def label(self) -> str:
+        """How people tell it from the others: kind and weight, or kind and layer."""
+        if self.weights:
+            return f"{self.name} {self.weights[0].name}"
+        return self.name if self.layer is None else f"{self.name} layer {self.layer}"
+
+    def reading(self, instead: Mapping[str, Tensor]) -> Op:
+        """Return the operation with other inputs for those named."""
+        changed: dict[str, Any] = {name: instead[value.name] for name, value in self._values()
+                   if isinstance(value, Tensor) and name != "out" and value.name in instead}
+        return replace(self, **changed) if changed else self
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        kind: Any = type(self)
+        return ((name, getattr(self, name)) for name in _field_names(kind))
+
+    @property
+    def ffn(self) -> bool:
+        """Whether it belongs to a feed-forward network."""
+        return False
+
+    # -- what it costs ---------------------------------------------------------------------------------------------
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """Say which weights are read, and how many bytes of them."""
+        raise self._unsaid("what it reads")
+
+    def operations(self) -> float:
+        """Count the multiplications and additions with matrices for one token."""
+        raise self._unsaid("how many operations it takes")
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Say what scratch its kernels need."""
+        raise self._unsaid("what scratch it needs")
+
+    def kernels(self, types: Types, kv: str) -> tuple[str, ...]:
+        """Name the kernels that it becomes, with KV of a type; none where it cannot run yet."""
+        if self.KERNELS is None:
+            raise self._unsaid("which kernels it becomes")
+        stored = types[self.weights[0].name] if self.weights else None
+        return tuple(name.format(kv=kv, out=self.out, stored=stored) for name in self.KERNELS)
+
+    def int8(self, types: Types) -> bool:
+        """Tell whether its products with matrices are of int8."""
+        return False
+
+    @property
+    def dynamic_share(self) -> float:
+        """Share of what it reads that depends on the token (experts, dead neurons), not on its shape alone."""
+        return 0.0
+
+    @property
+    def kv(self) -> KvAccess | None:
+        """The K and V that it stores or reads."""
+        return None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state that a sequence keeps for it; such state cannot be truncated."""
+        return 0
+
+    def activation_values(self) -> float:
+        """Count the values that go into and come out of matrices for one token."""
+        return 0.0
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Yield what does not fit together: widths of inputs, weights and output."""
+        return iter(())
+
+    def _unsaid(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"The operation {self.name} does not say {what}, so no graph can have it.")
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+@cache
+def _words(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+COSTS = ("reads", "operations", "scratch", "kernels")
+"""What every class must say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOp(Op):
+    """An operation on rows of activations: it reads no matrices and multiplies none; vectors are read whole."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """Vectors, whole."""
+        return tuple(Read.whole(weight, types) for weight in self.weights)
+
+    def operations(self) -> float:
+        """None with matrices."""
+        return 0.0
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """None."""
+        return Scratch()
+
+
+def other_width(what: str, have: int, tensor: Tensor, step: int = 1) -> Iterator[str]:
+    """Yield what is wrong where a tensor is not as wide as it must be."""
+    if have != round_up(tensor.width, step):
+        yield f"{what} {have}, but {tensor} is {tensor.width} wide"

@@ -1,0 +1,116 @@
+"""Passes: functions from graph to graph. A recipe names those that a run uses; whoever makes a graph applies them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+
+from ..config import Recipe
+from ..errors import UnsupportedModelError, UsageError
+from .check import check
+from .graph import Graph
+from .operation import Op
+from .ops import Quantize, RmsNorm
+from .products import Product
+from .types import Tensor
+
+Pass = Callable[..., Graph]
+"""``f(graph, **settings) -> Graph``."""
+PASSES: dict[str, Pass] = {}
+"""Passes by the name that recipes call them."""
+
+
+def graph_pass(function: Pass) -> Pass:
+    """Register a pass under the function's name."""
+    if function.__name__ in PASSES:
+        raise ValueError(f"Two passes are named {function.__name__!r}.")
+    PASSES[function.__name__] = function
+    return function
+
+
+def apply(graph: Graph, recipe: Recipe) -> Graph:
+    """Apply the passes of a recipe in their order, each followed by the checker; without any, check the graph itself.
+
+    Raises
+    ------
+    UsageError
+        For a pass that does not exist, or a setting that it does not have.
+    UnsupportedModelError
+        A pass made a graph that does not fit together.
+    """
+    if not recipe.steps:
+        return check(graph)
+    own = graph
+    for step in recipe.steps:
+        function, settings = _pass(step.name), dict(step.settings)
+        try:
+            inspect.signature(function).bind(graph, **settings)
+        except TypeError as error:
+            raise UsageError(f"The pass {step} cannot be applied: {error}.") from None
+        made = function(graph, **settings)
+        if not isinstance(made, Graph):
+            raise UnsupportedModelError(f"The pass {step.name} gives no graph, but {made!r:.60}.")
+        try:
+            graph = check(made, f"the pass {step.name}")
+        except UnsupportedModelError:
+            check(own)  # which says so where the architecture's graph did not fit before
+            raise
+    return graph
+
+
+def _pass(name: str) -> Pass:
+    """Find a pass by its name; the module that stands before it, if one does, is imported and registers it."""
+    module, _, own = name.rpartition(".")
+    if module:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise UsageError(f"The recipe names the pass {name!r}, whose module cannot be imported: {error}.") from None
+    if own not in PASSES:
+        near = difflib.get_close_matches(own, PASSES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PASSES)}."
+        raise UsageError(f"The recipe names the pass {name!r}, which does not exist; {hint}")
+    return PASSES[own]
+
+
+def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op], Op]) -> Graph:
+    """Insert an operation behind each that is `found`; later readers of its output read the new one's.
+
+    `make` gives the new operation, which reads the output of the one it gets.
+    """
+    ops: list[Op] = []
+    renamed: dict[str, Tensor] = {}
+    for op in graph.ops:
+        moved = op.reading(renamed)
+        ops.append(moved)
+        if found(moved):
+            ops.append(make(moved))
+            renamed[moved.out.name] = ops[-1].out
+    return replace(graph, ops=tuple(ops), logits=renamed.get(graph.logits.name, graph.logits))
+
+
+@graph_pass
+def fuse_input(graph: Graph) -> Graph:
+    """Let products of a single token quantise, and norm, their input themselves.
+
+    Where a product is the only reader of quantised rows and stands right behind what makes them, each thread makes the
+    one row of such a walk alone, which costs less than a record of its own with its barrier.
+    """
+    readers: dict[str, int] = {}
+    for op in graph.ops:
+        for x in op.inputs:
+            readers[x.name] = readers.get(x.name, 0) + 1
+    ops = list(graph.ops)
+    for i, (maker, product) in enumerate(pairwise(graph.ops)):
+        made = maker.out
+        if not isinstance(maker, RmsNorm | Quantize) or not isinstance(product, Product) or product.x != made:
+            continue
+        if made.dtype != "q8" or made.rows != "tokens" or readers[made.name] != 1:
+            continue
+        norm = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {}
+        ops[i], ops[i + 1] = replace(maker, several=True), replace(product, source=maker.x, **norm)  # type: ignore
+    return replace(graph, ops=tuple(ops))

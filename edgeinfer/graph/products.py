@@ -1,0 +1,196 @@
+"""Operations with matrices: products, as matrices or neuron by neuron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgeinfer.kernels import abi
+
+from ..quant import WeightType
+from ..sizes import round_up
+from .operation import Op, Read, Scratch, Sizes, other_width
+from .types import Tensor, Types
+from .weights import Weight
+
+RELUS = ("relu", "relu2")
+"""Activations that are exactly 0 for negative values: what such neurons would add need not be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(Op):
+    """A product with a matrix.
+
+    With a `source`, a walk of one token has no operation that makes x: the product's threads each quantise the source
+    (after a norm, if there is one), which costs less than a barrier.
+    """
+
+    x: Tensor
+    weight: Weight
+    bias: Weight | None = None
+    source: Tensor | None = None
+    norm: Weight | None = None
+    eps: float | None = None
+    """Of the norm."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """Matrix and bias, whole. The norm's weight is counted where it is normally read."""
+        return tuple(Read.whole(weight, types) for weight in (self.weight, self.bias) if weight)
+
+    def operations(self) -> float:
+        """Two for each weight, without padding."""
+        return 2 * parameters(self.weight)
+
+    def activation_values(self) -> float:
+        """Columns and rows of a layer's matrix."""
+        return sum(self.weight.shape) if self.layer is not None else 0
+
+    def int8(self, types: Types) -> bool:
+        """Quantised weights multiply quantised rows."""
+        return types[self.weight.name].quantised
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A gate and an up tile, and the row of a fused input: quantised, and normed before that."""
+        row = abi.q8_row_bytes(self.x.width, self.x.group_size)[0] if self.source else 0
+        return Scratch(abi.GATED_SCRATCH_BYTES + row + (4 * round_up(self.x.width, 16) if self.norm else 0))
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The matrix's columns are the input's, in the type that its products take."""
+        yield from other_width("the matrix has columns:", self.weight.shape[-1], self.x)
+        yield from _type(self.x, types[self.weight.name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Product):
+    """x W^T (+ bias) (+ residual)."""
+
+    KERNELS = ("linear_{stored.suffix}",)
+    OVER = "residual"
+    residual: Tensor | None = None
+    in_ffn: bool = False
+    """Whether it is the last matrix of a feed-forward network."""
+
+    @property
+    def ffn(self) -> bool:
+        """As the builder said."""
+        return self.in_ffn
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The matrix's rows are the output's."""
+        yield from super().faults(types)
+        yield from other_width("the matrix has rows:", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(Product):
+    """act(x G^T) * (x U^T), gate and up in one matrix that alternates by tile of 16 rows."""
+
+    KERNELS = ("gated_{stored.suffix}",)
+    activation: str
+    ffn = True
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Half of the matrix's rows, without their padding, are the output's."""
+        yield from super().faults(types)
+        yield from other_width("gate and up have rows, padded:", self.weight.shape[0] // 2, self.out, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronGated(Product):
+    """As `Gated`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns."""
+
+    KERNELS = ("neuron_gated_{stored.dtype}",)
+    activation: str
+    ffn = True
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """Gate and up rows: two thirds of the FFN."""
+        return _thirds(self, 2, types)
+
+    def operations(self) -> float:
+        """Of gate and up, whose products are int8; `NeuronDown` has the rest."""
+        return 4 * self.weight.shape[0] * self.weight.shape[2]
+
+    @property
+    def dynamic_share(self) -> float:
+        """Up rows of dead neurons are not read."""
+        return 0.5 if self.activation in RELUS else 0.0
+
+    def activation_values(self) -> float:
+        """As the two matrices that it stands for."""
+        neurons, _, hidden = self.weight.shape
+        return 2 * neurons + hidden
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Sums, gates and lists of a batch of neurons; sums of columns by blocks of neurons, shared."""
+        (neurons, _, hidden), stored = self.weight.shape, sizes.types[self.weight.name]
+        return Scratch(abi.neuron_gated_scratch_bytes(hidden, stored.group_size, stored.dtype),
+                       abi.neuron_sums_bytes(neurons, hidden, stored.group_size, stored.dtype))
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """A value for each neuron."""
+        yield from super().faults(types)
+        yield from other_width("the FFN has neurons:", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronDown(Op):
+    """residual + f D^T, from an FFN stored neuron by neuron."""
+
+    KERNELS = ("neuron_down_{stored.dtype}",)
+    OVER = "residual"
+    f: Tensor
+    residual: Tensor
+    weight: Weight
+    bias: Weight | None = None
+    activation: str
+    """Of the gates: whether columns of dead neurons are left out."""
+    ffn = True
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """Down columns: a third of the FFN."""
+        return _thirds(self, 1, types)
+
+    def operations(self) -> float:
+        """Two for each weight of the columns."""
+        return 2 * self.weight.shape[0] * self.weight.shape[2]
+
+    @property
+    def dynamic_share(self) -> float:
+        """Columns of dead neurons are not read."""
+        return 1.0 if self.activation in RELUS else 0.0
+
+    def activation_values(self) -> float:
+        """As the matrix that it stands for."""
+        neurons, _, hidden = self.weight.shape
+        return neurons + hidden
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Sums of a chunk of outputs; sums of columns by blocks of neurons, shared."""
+        (neurons, _, hidden), stored = self.weight.shape, sizes.types[self.weight.name]
+        return Scratch(abi.neuron_down_scratch_bytes(),
+                       abi.neuron_sums_bytes(neurons, hidden, stored.group_size, stored.dtype))
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """A value for each neuron comes in, a row of the residual stream goes out."""
+        yield from other_width("the FFN has neurons:", self.weight.shape[0], self.f)
+        yield from other_width("columns have", self.weight.shape[2], self.out)
+
+
+def parameters(weight: Weight) -> int:
+    """Parameters of a weight, without padding."""
+    return sum(math.prod(shape) for shape in weight.source_shapes)
+
+
+def _thirds(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read, ...]:
+    """So many of the three parts of an FFN stored neuron by neuron, and the bias."""
+    nbytes = types[op.weight.name].nbytes(op.weight.shape) // 3 * parts
+    return (Read(op.weight, nbytes, nbytes), *([Read.whole(op.bias, types)] if op.bias else []))
+
+
+def _type(x: Tensor, stored: WeightType) -> Iterator[str]:
+    """Quantised weights take q8 rows of their groups, others floats."""
+    want = ("q8", stored.group_size) if stored.quantised else ("f32", x.group_size)
+    if (x.dtype, x.group_size) != want:
+        yield f"weights {stored} multiply {want[0]} in groups of {want[1]}, but the input is {x}"

@@ -1,0 +1,226 @@
+"""Stored weights, and what of a checkpoint's tensors they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import UnsupportedModelError
+
+Sizes = tuple[int, ...]
+Read = Callable[["Source", Any], Any]
+"""Reads the elements of a vector that an array of indices names."""
+
+
+class Step:
+    """What one step does to a matrix (a vector is one of a single column): to its shape, its places and its values.
+
+    Rows and columns are arrays of indices, values an array (rows, columns). The steps only calculate with them, so that
+    a graph can be built without NumPy.
+    """
+
+    def shape(self, shape: Sizes) -> Sizes:
+        """Return the shape after the step."""
+        return shape
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Return the rows and columns before the step that become `rows` and `columns`."""
+        return rows, columns
+
+    def apply(self, values: Any, rows: Any, columns: Any, read: Read) -> Any:
+        """Return the values of `rows` and `columns` after the step, from those of their origin."""
+        return values
+
+
+@dataclass(frozen=True)
+class Rows(Step):
+    """Keep the first `run` of every `step` rows, counted from row `start` on: `count` rows in all."""
+
+    start: int
+    count: int
+    run: int
+    step: int
+
+    def shape(self, shape: Sizes) -> Sizes:
+        """Return the shape of the rows that are kept."""
+        return (self.count, *shape[1:])
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Skip what is left out."""
+        return self.start + rows // self.run * self.step + rows % self.run, columns
+
+
+@dataclass(frozen=True)
+class RopeHalves(Step):
+    """Reorder the rows of each head from pairs (0, 1), (2, 3), ... to halves: the even ones, then the odd ones."""
+
+    head_dim: int
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Row i of a first half was row 2 i of its head, of a second half 2 i + 1."""
+        half, i = self.head_dim // 2, rows % self.head_dim
+        return rows - i + i % half * 2 + i // half, columns
+
+
+@dataclass(frozen=True)
+class Transposed(Step):
+    """Make rows of columns."""
+
+    def shape(self, shape: Sizes) -> Sizes:
+        """Return the sizes the other way round."""
+        return shape[::-1]
+
+    def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Exchange the two."""
+        return columns, rows
+
+    def apply(self, values: Any, rows: Any, columns: Any, read: Read) -> Any:
+        """Transpose the block."""
+        return values.T
+
+
+@dataclass(frozen=True)
+class Affine(Step):
+    """Multiply by a number, then add one."""
+
+    scale: float = 1.0
+    plus: float = 0.0
+
+    def apply(self, values: Any, rows: Any, columns: Any, read: Read) -> Any:
+        """Calculate in the values' own type."""
+        return values * self.scale + self.plus
+
+
+@dataclass(frozen=True)
+class Factors(Step):
+    """Multiply each of the rows, or each of the columns, by its element of a vector."""
+
+    by: Source
+    axis: str
+    """``rows`` or ``columns``."""
+
+    def apply(self, values: Any, rows: Any, columns: Any, read: Read) -> Any:
+        """Read the vector's elements that this block needs."""
+        return values * (read(self.by, rows)[:, None] if self.axis == "rows" else read(self.by, columns))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint, or a part of one, and the exact steps from it to (a part of) a weight.
+
+    Each method returns a new source with one more step. Steps are taken in float32, in the order in which they were
+    asked for, on blocks of rows: no step needs the whole tensor in memory.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A step asks for what the tensor does not have.
+    """
+
+    name: str
+    """Name in the checkpoint."""
+    stored: Sizes
+    """Shape that the checkpoint must have."""
+    index: Sizes = ()
+    """Which item along the leading axes, where the checkpoint stacks vectors or matrices."""
+    steps: tuple[Step, ...] = ()
+    shared: bool = False
+    """Other sources may use the same elements."""
+
+    @property
+    def shape(self) -> Sizes:
+        """Shape after all steps."""
+        shape = self.stored[len(self.index) :]
+        for step in self.steps:
+            shape = step.shape(shape)
+        return shape
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        """This source, and those of the vectors that it is multiplied by."""
+        return (self, *(part for step in self.steps if isinstance(step, Factors) for part in step.by.parts))
+
+    def item(self, i: int) -> Source:
+        """Item i along the first axis, before all other steps."""
+        self._check(not self.steps and len(self.shape) > 1 and 0 <= i < self.shape[0], f"has no item {i}")
+        return replace(self, index=(*self.index, i))
+
+    def rows(self, start: int, stop: int) -> Source:
+        """Rows start to stop; of a vector, elements."""
+        self._check(0 <= start < stop <= self.shape[0], f"has no rows {start} to {stop - 1}")
+        return self._then(Rows(start, stop - start, stop - start, stop - start))
+
+    def every(self, step: int, first: int = 0, run: int = 1) -> Source:
+        """Rows first to first + run of each `step` rows, such as the queries of heads stored as q, k, v, q, k, v."""
+        fits = 0 <= first < first + run <= step and self.shape[0] % step == 0
+        self._check(fits, f"has no rows {first} to {first + run - 1} in each {step}")
+        return self._then(Rows(first, self.shape[0] // step * run, run, step))
+
+    def transposed(self) -> Source:
+        """Rows for columns, where a checkpoint has (in_features, out_features) as GPT-2's Conv1D."""
+        self._check(len(self.shape) == 2, "is no matrix")
+        return self._then(Transposed())
+
+    def rope_halves(self, head_dim: int) -> Source:
+        """Reorder the rows of each head from interleaved RoPE (pairs of neighbours turn) to ours (halves turn)."""
+        fits = head_dim > 0 and head_dim % 2 == 0 and self.shape[0] % head_dim == 0
+        self._check(fits, f"has no heads of {head_dim} rows in pairs")
+        return self._then(RopeHalves(head_dim))
+
+    def scaled(self, by: float | Source, axis: str = "rows") -> Source:
+        """Multiply by a number, or each of the rows or columns by its element of a vector."""
+        if not isinstance(by, Source):
+            return self._then(Affine(scale=by))
+        size = self.shape[0] if axis == "rows" else self.shape[-1]
+        fits = axis == "rows" or (axis == "columns" and len(self.shape) == 2)
+        self._check(fits and by.shape == (size,), f"has no {axis} for the {list(by.shape)} factors of {by.name}")
+        return self._then(Factors(by, axis))
+
+    def plus(self, number: float) -> Source:
+        """Add a number, such as 1 to a norm that is stored as what it differs from 1."""
+        return self._then(Affine(plus=number))
+
+    def _then(self, step: Step) -> Source:
+        self._check(len(self.shape) in (1, 2), "is stacked: choose an item first")
+        return replace(self, steps=(*self.steps, step))
+
+    def _check(self, good: bool, what: str) -> None:
+        if not good:
+            part = "tensor" if self.shape == self.stored else f"part {list(self.shape)} of the tensor"
+            raise UnsupportedModelError(f"The {part} {self.name} of shape {list(self.stored)} {what}; config.json and "
+                                        "the architecture do not fit together.")
+
+
+def as_source(given: str | Source, shape: Sizes, weight: str) -> Source:
+    """Return the source of a whole tensor for a name; refuse a source of another shape than `weight` needs."""
+    if isinstance(given, str):
+        return Source(given, shape)
+    source = given
+    if source.shape != shape:
+        raise UnsupportedModelError(f"The weight {weight} needs {list(shape)} of the tensor {source.name}, but its "
+                                    f"source has {list(source.shape)}; mend the architecture's file.")
+    return source
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One stored matrix or vector, and the parts of checkpoint tensors that it is made of."""
+
+    name: str
+    """Name in the bundle's tensor table, such as ``layers.0.qkv``."""
+    shape: Sizes
+    """Shape as stored: (rows, cols) = (out_features, in_features), (n,) for a vector, (intermediate_size, 3,
+    hidden_size) for an FFN."""
+    kind: str
+    """``matrix`` (the layers' linear weights), ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``,
+    ``head`` or ``vector`` (norms and biases, always f32)."""
+    sources: tuple[Source, ...] = ()
+    combine: str = "concat"
+    """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
+    ``neurons``: a row of each of the first two sources, then a column of the third."""
+
+    @property
+    def source_shapes(self) -> tuple[Sizes, ...]:
+        """Shapes of the sources after their steps: the weight without its padding."""
+        return tuple(source.shape for source in self.sources)

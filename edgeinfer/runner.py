@@ -1,0 +1,222 @@
+"""The face of whatever runs a model: sequences, walks over them, and the wish to end a request.
+
+The engine, `LLM` and evaluation know runners by this file alone. `Session` is the one that runs our own kernels.
+
+Rules for what a runner keeps of a sequence, whichever it is:
+
+* **KV rows** belong to one token each and depend on the tokens before it only. So a fork shares them until one of the
+  two writes, `truncate` forgets the last ones exactly, and prompts that begin alike may share those of their beginning.
+* **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork copies it at
+  once. `truncate` to anything but 0 is refused, unless the runner keeps snapshots: then it goes back to the last one at
+  or before that length and computes the tokens between them anew. A common beginning is shared only up to a snapshot.
+* A sequence always holds as many rows as tokens, also after a walk that was cancelled or failed: such a walk changes
+  nothing but what lies behind the last token.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from edgeinfer.errors import BundleError, RequestError
+from edgeinfer.kernels import abi
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from edgeinfer.config import RuntimeConfig
+    from edgeinfer.graph import ModelConfig
+    from edgeinfer.memory_planner import MemoryPlan
+
+    Logits = NDArray[np.float32]
+
+PROMPT, DECODE = abi.ROLE_PROMPT, abi.ROLE_DECODE
+"""Roles of tokens: text that is read, and text that is being written."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens of one context, and where their runner keeps what it knows of them; made by `Runner.new_sequence`."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Token ids processed so far."""
+    blocks: list[int] = field(default_factory=list)
+    """Numbers of the KV blocks that hold them, `block_tokens` tokens each."""
+    reserved: int = 0
+    """Tokens behind the last one that blocks are held for while a prompt is walked in ranges of records."""
+    table: Any = None
+    """The blocks as the runner's kernels read them."""
+    address: int = 0
+    """Of the table."""
+    listed: int = 0
+    """First blocks that stand in the table already."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Segment(NamedTuple):
+    """What one sequence takes part in a walk with."""
+
+    sequence: Sequence
+    ids: Items[int]
+    """Its new tokens."""
+    outputs: Items[int] = ()
+    """After which of them logits are wanted: indices into `ids`."""
+    role: int = PROMPT
+    """PROMPT or DECODE, of all of them: whatever approximates follows the role, never the number of tokens."""
+    parents: Items[int] | None = None
+    """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
+    comes before its children. None is a chain: each follows the one before."""
+
+
+class Cancellation:
+    """The wish to end one request.
+
+    `cancel` may come from any thread and from signal handlers, and at any time: before its first walk, between two of
+    them, within one, and after the last, when it reaches nobody.
+    """
+
+    __slots__ = ("asked",)
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def cancel(self) -> None:
+        """End the request."""
+        self.asked = True
+
+
+class Runner(abc.ABC):
+    """Runs one model. Not thread-safe, but for `close` and for the `Cancellation` that a walk is given."""
+
+    model: ModelConfig
+    config: RuntimeConfig
+    """Without open fields: context, chunk of prompts, sequences and rows of logits of a walk are known."""
+    plan: MemoryPlan
+    block_tokens: int = abi.BLOCK_TOKENS
+    """Tokens of a KV block: sequences share whole ones."""
+
+    @abc.abstractmethod
+    def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
+        """Run the model once over the new tokens of several sequences, which hold them afterwards.
+
+        Parameters
+        ----------
+        segments : at least one, each with a sequence of its own
+        cancel : ends the walk within 100 ms
+
+        Returns
+        -------
+        float32 array of shape (rows, vocab_size)
+            The logits wanted, in the order of segments and then of their outputs. Valid until the next walk: copy what
+            is to be kept.
+
+        Raises
+        ------
+        RequestError
+            The walk does not fit: too many tokens, sequences or rows, a full context, no KV block left, an id outside
+            the vocabulary, a sequence twice, or parents that are no tree.
+        CancelledError
+            It was cancelled. The sequences are as before.
+
+        Notes
+        -----
+        After a walk over a tree the sequence holds its tokens in the order given, all branches, each in a row of its
+        own. That is no text yet: before the next walk truncate it to its length before, or behind the first of these
+        tokens if they are the chain that is kept.
+        """
+
+    @abc.abstractmethod
+    def new_sequence(self) -> Sequence:
+        """Return an empty sequence."""
+
+    @abc.abstractmethod
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return a copy that goes its own way from here."""
+
+    @abc.abstractmethod
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End a walk that runs and give all memory back. Callable twice, and from any thread."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back what the sequence holds; it is empty afterwards."""
+        self.truncate(sequence, 0)
+
+    def save(self, sequence: Sequence, path: str | Path) -> None:
+        """Write a sequence to a file (prompt cache)."""
+        raise RequestError(f"This model cannot save prompts, so {path} was not written; leave the prompt cache out.")
+
+    def load(self, path: str | Path) -> Sequence:
+        """Return a sequence as it was saved by the same model."""
+        raise BundleError(f"This model cannot read the prompt cache {path}; leave it out.")
+
+    # -- common walks ------------------------------------------------------------------------------------------------
+
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None) -> Logits:
+        """Process a prompt in chunks.
+
+        Returns
+        -------
+        float32 array of shape (vocab_size,)
+            Logits after the last token, valid until the next walk.
+        """
+        self.check(sequence, ids)
+        step = self.config.prefill_chunk
+        for start in range(0, len(ids) - step, step):
+            self.walk([Segment(sequence, ids[start : start + step])], cancel)
+        rest = ids[(len(ids) - 1) // step * step :]
+        return self.walk([Segment(sequence, rest, (len(rest) - 1,))], cancel)[0]
+
+    def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None) -> Logits:
+        """Walk over one more token of each of several sequences.
+
+        Returns
+        -------
+        float32 array of shape (len(sequences), vocab_size)
+            Valid until the next walk.
+        """
+        if len(sequences) != len(ids):
+            raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
+        pairs = zip(sequences, ids, strict=True)
+        return self.walk([Segment(sequence, (token,), (0,), DECODE) for sequence, token in pairs], cancel)
+
+    def score(self, sequence: Sequence, ids: Items[int]) -> Iterator[tuple[int, Logits]]:
+        """Compute logits after every token.
+
+        Yields
+        ------
+        start : int
+            Index of the block's first token in `ids`.
+        logits : float32 array of shape (rows, vocab_size)
+            Valid until the next block.
+        """
+        self.check(sequence, ids)
+        step = min(self.config.outputs, self.config.prefill_chunk)
+        for start in range(0, len(ids), step):
+            chunk = ids[start : start + step]
+            yield start, self.walk([Segment(sequence, chunk, range(len(chunk)))])
+
+    def check(self, sequence: Sequence, ids: Items[int]) -> None:
+        """Raise `RequestError` for tokens that the model does not have or the context has no room for."""
+        if not ids:
+            raise RequestError("The prompt is empty; give at least one token.")
+        vocab_size, ctx = self.model.vocab_size, int(self.config.ctx or 0)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            token = next(token for token in ids if not 0 <= token < vocab_size)
+            raise RequestError(f"Token id {token} is outside the vocabulary (0 to {vocab_size - 1}).")
+        if len(sequence) + len(ids) > ctx:
+            before = f" after {len(sequence)} tokens" if len(sequence) else ""
+            raise RequestError(
+                f"{len(ids)} tokens{before} do not fit the context of {ctx}; shorten the prompt or raise --ctx (the "
+                f"model allows {self.model.max_position_embeddings})."
+            )

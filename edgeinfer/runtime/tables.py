@@ -1,0 +1,108 @@
+"""The tables that ctx points to: tokens, sequences with their blocks, wanted outputs; written before each walk."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Items
+from itertools import accumulate, chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.kernels import abi
+from edgeinfer.runner import Segment, Sequence
+
+_TOKEN, _ENTRY = struct.Struct("=8q"), struct.Struct("=2q")
+_ID, _SEQUENCE, _POSITION, _SLOT, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
+    abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE,
+    abi.TOKEN_ROLE))
+EVERYTHING = -1
+"""The mask of a token that sees every row up to its own."""
+
+
+class Tables:
+    """Memory for the description of one walk.
+
+    Parameters
+    ----------
+    tokens : int
+        Most tokens of a walk.
+    sequences : int
+        Most sequences of a walk.
+    """
+
+    def __init__(self, tokens: int, sequences: int):
+        self.tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
+        self.sequences = np.zeros((sequences, abi.SEQUENCE_BYTES // 8), np.int64)
+        self.outputs = np.zeros(tokens, np.int64)
+        self._token_bytes = self.tokens.data.cast("B")
+        self._sequence_bytes = self.sequences.data.cast("B")
+        self._counting = np.arange(tokens)
+
+    def write(self, segments: Items[Segment], offset: int = 0) -> tuple[int, int, int]:
+        """Describe one walk, of tokens `offset` rows behind the ends of their sequences.
+
+        Returns
+        -------
+        tokens, outputs, highest : int
+            How many there are of each, and the highest row of a token.
+        """
+        start = n_outputs = highest = 0
+        for number, (sequence, ids, outputs, _, _) in enumerate(segments):
+            base = len(sequence.tokens) + offset
+            self._list(number, sequence, base + len(ids))
+            highest = max(highest, base + len(ids) - 1)
+            for output in outputs:
+                self.outputs[n_outputs] = start + output
+                n_outputs += 1
+            start += len(ids)
+        if start == len(segments):
+            self._write_single(segments, offset)
+        else:
+            self._write_many(segments, offset, start)
+        return start, n_outputs, highest
+
+    def _list(self, number: int, sequence: Sequence, length: int) -> None:
+        """Write a sequence's entry, and those of its blocks that its table does not have yet."""
+        listed, blocks = sequence.listed, sequence.blocks
+        if listed < len(blocks):
+            sequence.table[listed : len(blocks)] = blocks[listed:]
+            sequence.listed = len(blocks)
+        _ENTRY.pack_into(self._sequence_bytes, abi.SEQUENCE_BYTES * number, sequence.address, length)
+
+    def _write_single(self, segments: Items[Segment], offset: int) -> None:
+        """Describe one token of each sequence, without a temporary array."""
+        for number, (sequence, ids, _, role, _) in enumerate(segments):
+            row = len(sequence.tokens) + offset
+            slot = sequence.blocks[row // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + row % abi.BLOCK_TOKENS
+            _TOKEN.pack_into(self._token_bytes, abi.TOKEN_BYTES * number, ids[0], number, row, slot, EVERYTHING, row,
+                             row, role)
+
+    def _write_many(self, segments: Items[Segment], offset: int, n: int) -> None:
+        table, counts = self.tokens[:n], [len(segment.ids) for segment in segments]
+        starts = list(accumulate(counts, initial=0))
+        bases = [len(segment.sequence.tokens) + offset for segment in segments]
+        of_segment = np.array([range(len(segments)), [segment.role for segment in segments], bases, starts[:-1]])
+        table[:, _SEQUENCE], table[:, _ROLE], base, start = np.repeat(of_segment, counts, axis=1)
+        rows = base + (self._counting[:n] - start)
+        table[:, _ID] = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int64, n)
+        table[:, _BASE], table[:, _ROW], table[:, _POSITION], table[:, _MASK] = base, rows, rows, EVERYTHING
+        blocks, slots = rows // abi.BLOCK_TOKENS, rows % abi.BLOCK_TOKENS
+        for segment, first, last in zip(segments, starts, starts[1:], strict=False):
+            blocks[first:last] = segment.sequence.table[blocks[first:last]]
+            if segment.parents is not None:
+                _write_tree(table[first:last], segment.parents)
+        table[:, _SLOT] = blocks * abi.BLOCK_TOKENS + slots
+
+
+def _write_tree(rows: NDArray[np.int64], parents: Items[int]) -> None:
+    """Give the tokens of a tree their positions and masks; a tree that is a chain is described like one."""
+    if all(parent == i - 1 for i, parent in enumerate(parents)):
+        return
+    masks: list[int] = []
+    depths: list[int] = []
+    for i, parent in enumerate(parents):
+        masks.append(1 << i | (masks[parent] if parent >= 0 else 0))
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    rows[:, _MASK] = np.array(masks, np.uint64).view(np.int64)
+    rows[:, _POSITION] = rows[:, _BASE] + depths

@@ -1,0 +1,168 @@
+"""Chat templates: from messages to the text that the model was trained on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError, TokenizerError
+from .files import REMEDY, read_optional_object, read_text, token_content
+
+MAX_TEMPLATE_BYTES = 1_000_000
+"""Templates in use have some ten thousand."""
+MAX_DEPTH = 64
+"""How deep messages, tools and variables may nest."""
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """Renders messages with a checkpoint's Jinja template; safe to share between threads.
+
+    A template is a program from a stranger, so it runs in Jinja's sandbox with bounded work (see `sandbox`), sees
+    plain data only, and can neither change its input nor import anything.
+
+    Parameters
+    ----------
+    templates : source by name; ``tool_use`` serves calls with tools, ``default`` all others
+    tokens : special tokens that templates refer to (``bos_token``, ...)
+    source : the file, for messages
+    """
+
+    def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, str], source: Path | str = "chat template"):
+        for name, text in templates.items():
+            if len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
+                raise TokenizerError(
+                    f"{source}: chat template {name!r} is over the limit of {MAX_TEMPLATE_BYTES} bytes."
+                )
+        self._templates = dict(templates)
+        self._tokens = dict(tokens)
+        self._source = source
+        self._compiled: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, directory: Path | str) -> ChatTemplate | None:
+        """Open the chat template of a bundle or checkpoint directory; None where it has none.
+
+        chat_template.jinja goes before the ``chat_template`` of tokenizer_config.json, which is a string or a list
+        of named ones.
+
+        Raises
+        ------
+        TokenizerError
+            A file is damaged.
+        """
+        directory = Path(directory)
+        settings_path, jinja_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        settings = read_optional_object(settings_path)
+        older_settings = read_optional_object(directory / "special_tokens_map.json")
+        tokens = _special_tokens(older_settings) | _special_tokens(settings)
+        if jinja_path.exists():
+            return cls({"default": read_text(jinja_path, MAX_TEMPLATE_BYTES)}, tokens, jinja_path)
+        value = settings.get("chat_template")
+        if not value:
+            return None
+        templates = {"default": value} if isinstance(value, str) else _named_templates(value)
+        if templates is None:
+            raise TokenizerError(
+                f"{settings_path}: chat_template is neither text nor a list of named templates; {REMEDY}."
+            )
+        return cls(templates, tokens, settings_path)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the text for these messages; it holds its special tokens, so encode it with ``parse_special=True``.
+
+        Parameters
+        ----------
+        messages : each with ``role`` and ``content`` (text, or a list of parts)
+        add_generation_prompt : end with the opening of the assistant's answer
+        tools : JSON schemas of functions that the model may call
+        variables : further settings that the template knows, such as ``enable_thinking``
+
+        Raises
+        ------
+        RequestError
+            The messages are not of this form.
+        TokenizerError
+            The template is damaged, refuses these messages, or does more work than the sandbox allows.
+        """
+        known: dict[str, Any] = {"documents": None, **self._tokens, **_plain(variables, "variables")}
+        known["messages"] = _plain(_checked(messages), "messages")
+        known["tools"] = _plain(list(tools), "tools") if tools else None
+        known["add_generation_prompt"] = bool(add_generation_prompt)
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise TokenizerError(
+                f"{self._source} has no default chat template, only {', '.join(sorted(self._templates))}; {REMEDY}."
+            )
+        with self._lock:
+            from .sandbox import compile_template, render
+
+            if name not in self._compiled:
+                self._compiled[name] = compile_template(self._templates[name], str(self._source))
+            return render(self._compiled[name], known, str(self._source))
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: content for key in _TOKENS if (content := token_content(settings, key)) is not None}
+
+
+def _named_templates(value: Any) -> dict[str, str] | None:
+    """Return source by name for a list of ``{"name": ..., "template": ...}``, else None."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return None
+    pairs = [(item.get("name"), item.get("template")) for item in value]
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
+        return None
+    return {str(name): str(text) for name, text in pairs}
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages as a list; raises `RequestError` where one lacks its role or content."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages is a {type(messages).__name__}; it must be a list of objects with role and content."
+        )
+    if not messages:
+        raise RequestError("messages is empty; a chat needs at least one message.")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"Message {i} is a {type(message).__name__}; it must be an object with role and content."
+            )
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise RequestError(f"Message {i} has the role {message.get('role')!r}; it must be text, such as 'user'.")
+        content = message.get("content")
+        parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
+        if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
+            raise RequestError(f"Message {i} has no content; it must be text or a list of parts.")
+    return list(messages)
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """Return a copy made of plain types alone, so that a template meets no object with methods of its own."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{name} nests deeper than {MAX_DEPTH} levels.")
+    if value is None or isinstance(value, bool) or type(value) in (str, int, float):
+        return value
+    if isinstance(value, str):
+        return "".join(value)
+    if isinstance(value, Mapping):
+        return {_key(key, name): _plain(item, name, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name, depth + 1) for item in value]
+    raise RequestError(f"{name} holds a {type(value).__name__}; only text, numbers, lists and objects can be rendered.")
+
+
+def _key(key: Any, name: str) -> str:
+    if not isinstance(key, str):
+        raise RequestError(f"{name} holds the key {key!r}; keys must be text.")
+    return "".join(key)

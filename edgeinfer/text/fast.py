@@ -1,0 +1,162 @@
+"""Tokenizers of the `tokenizers` library: tokenizer.json, or vocab.json with merges.txt (Qwen2, GPT-2)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import TokenizerError
+from .files import REMEDY, read_bytes, read_object, read_text
+from .pieces import rules_of_decoder
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2 cuts text into words; its published files (vocab.json, merges.txt) do not say it."""
+
+
+class FastTokenizer:
+    """One backend of `Tokenizer`; wraps ``tokenizers.Tokenizer``."""
+
+    def __init__(self, tokenizer: Any, source: Path):
+        # Files made for training may cut or pad every text; a prompt must arrive whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        decoder = tokenizer.decoder
+        self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max([tokenizer.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self.bos_id: int | None = None
+        self.eos_id: int | None = None
+
+    def prefix_ids(self) -> list[int]:
+        """Return the ids that the file's post-processor puts before every text."""
+        probe = "a"
+        plain = self._tokenizer.encode(probe, add_special_tokens=False).ids
+        full = self._tokenizer.encode(probe).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return full[:start]
+        return []
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of the text, without any added in front."""
+        with self._lock:  # the library keeps this switch in the tokenizer, and threads may share it
+            self._tokenizer.encode_special_tokens = not parse_special
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def token_id(self, content: str) -> int | None:
+        """Return the id of the token with this text, or None."""
+        return self._tokenizer.token_to_id(content)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that the token stands for; nothing for an id without a token."""
+        if self.rules.byte_level and token_id in self._added:
+            return self._added[token_id].encode("utf-8")
+        piece = self._tokenizer.id_to_token(token_id)
+        return b"" if piece is None else self.rules.to_bytes(piece)
+
+
+def open_tokenizer_json(path: Path) -> FastTokenizer:
+    """Open a tokenizer.json.
+
+    Raises `TokenizerError`: the file is missing, too large, damaged, or decodes in a way that cannot be streamed.
+    """
+    data = read_bytes(path)
+    from tokenizers import Tokenizer
+
+    with _library_errors(path):
+        tokenizer = Tokenizer.from_buffer(data)
+    return FastTokenizer(tokenizer, path)
+
+
+def open_vocab_and_merges(directory: Path, settings: Mapping[str, Any]) -> FastTokenizer:
+    """Build a byte-level BPE tokenizer from vocab.json and merges.txt.
+
+    `settings` (tokenizer_config.json) must name the tokenizer's class: the two files alone do not say how text is
+    cut into words.
+    """
+    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if kind not in ("Qwen2Tokenizer", "GPT2Tokenizer"):
+        raise TokenizerError(
+            f"{directory} holds vocab.json and merges.txt, but its tokenizer_config.json names the tokenizer_class "
+            f"{kind!r}; only Qwen2Tokenizer and GPT2Tokenizer can be built from these, others need a tokenizer.json."
+        )
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab_path = directory / "vocab.json"
+    vocab, merges = read_object(vocab_path), _read_merges(directory / "merges.txt")
+    with _library_errors(vocab_path):
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    if kind == "Qwen2Tokenizer":
+        tokenizer.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    else:
+        prefix_space = settings.get("add_prefix_space") is True
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token_id, token in added_tokens(settings, directory / "tokenizer_config.json").items():
+        content, special = token["content"], token.get("special") is True
+        known = tokenizer.token_to_id(content)
+        flags = {name: token.get(name) is True for name in ("lstrip", "rstrip", "single_word")}
+        tokenizer.add_tokens([AddedToken(content, special=special, normalized=False, **flags)])
+        if special:
+            tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False, **flags)])
+        if known is None and tokenizer.token_to_id(content) != token_id:
+            raise TokenizerError(
+                f"{directory / 'tokenizer_config.json'} gives token {content!r} the id {token_id}, but vocab.json "
+                f"leaves {tokenizer.token_to_id(content)} for it; {REMEDY}."
+            )
+    return FastTokenizer(tokenizer, directory)
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    lines = read_text(path).split("\n")
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    merges = []
+    for line in lines:
+        if not line.strip("\r"):
+            continue
+        parts = line.strip("\r").split(" ")
+        if len(parts) != 2:
+            raise TokenizerError(f"{path} has the line {line[:80]!r}, which is no pair of tokens; {REMEDY}.")
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def added_tokens(settings: Mapping[str, Any], source: Path) -> dict[int, dict[str, Any]]:
+    """Return ``added_tokens_decoder`` of tokenizer_config.json by id, in the order of the ids."""
+    table = settings.get("added_tokens_decoder") or {}
+    try:
+        added = {int(token_id): dict(token) for token_id, token in table.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{source}: added_tokens_decoder is not a table of tokens by id; {REMEDY}.") from error
+    for token_id, token in added.items():
+        if not isinstance(token.get("content"), str) or not token["content"] or token_id < 0:
+            raise TokenizerError(f"{source}: added token {token_id} has no text; {REMEDY}.")
+    return dict(sorted(added.items()))
+
+
+class _library_errors:
+    """Turn whatever the library raises (a Rust panic is a BaseException) into a `TokenizerError` naming the file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
+        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TokenizerError(f"{self._path} is not a usable tokenizer ({reason}); {REMEDY}.") from error

@@ -1,0 +1,123 @@
+"""Tokenizers of the `sentencepiece` library: tokenizer.model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import TokenizerError
+from .fast import added_tokens
+from .files import REMEDY, read_bytes, read_optional_object
+from .pieces import SPACE_MARK, PieceRules
+
+_WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
+"""A protobuf message may be continued by appending: normalizer_spec (field 3) { add_dummy_prefix (field 3): false }."""
+
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+class SentencePieceTokenizer:
+    """One backend of `Tokenizer`; wraps ``sentencepiece.SentencePieceProcessor``.
+
+    Control pieces (``<s>``) are text for SentencePiece itself; here they are cut out of the text beforehand where
+    the caller asks for it, as are the tokens that a checkpoint adds in tokenizer_config.json or added_tokens.json.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self._model = read_bytes(path)
+        self._path = path
+        self._processor = self._load(self._model)
+        self._processor_without_prefix: Any = None
+        self._n_pieces = self._processor.get_piece_size()
+        self._added = added_tokens(settings, path.with_name("tokenizer_config.json")) | self._older_added_tokens()
+        self.vocab_size = max([self._n_pieces, *(token_id + 1 for token_id in self._added)])
+        control = [i for i in range(self._n_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
+        special = [token_id for token_id, token in self._added.items() if token.get("special") is True]
+        self.special_ids = frozenset(control + special)
+        self._ids = {self._processor.id_to_piece(i): i for i in control if not self._processor.is_unknown(i)}
+        self._ids |= {token["content"]: token_id for token_id, token in self._added.items()}
+        self._cut = _pattern(self._ids)
+        self._cut_plain = _pattern([text for text, i in self._ids.items() if i not in self.special_ids])
+        # The original Llama code (``legacy``, the default) puts a space before the text behind a special token too.
+        self._prefix_behind_special = settings.get("legacy") is not False
+        has_prefix = self._processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
+        self.rules = PieceRules(replacements=((SPACE_MARK, " "),), n_leading_spaces=int(has_prefix))
+        bos, eos = self._processor.bos_id(), self._processor.eos_id()
+        self.bos_id: int | None = bos if bos >= 0 else None
+        self.eos_id: int | None = eos if eos >= 0 else None
+
+    def _load(self, model: bytes) -> Any:
+        if not model:
+            raise TokenizerError(f"{self._path} is empty; {REMEDY}.")
+        if _TIKTOKEN_LINE.match(model):
+            raise TokenizerError(
+                f"{self._path} holds tiktoken ranks, not a SentencePiece model; put the tokenizer.json of the same "
+                "checkpoint beside it."
+            )
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            return SentencePieceProcessor(model_proto=model)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TokenizerError(f"{self._path} is not a SentencePiece model; {REMEDY}.") from error
+
+    def _older_added_tokens(self) -> dict[int, dict[str, Any]]:
+        """Read added_tokens.json (text -> id), which older checkpoints have beside tokenizer.model."""
+        path = self._path.with_name("added_tokens.json")
+        table = read_optional_object(path)
+        for text, token_id in table.items():
+            if type(token_id) is not int or token_id < 0 or not text:
+                raise TokenizerError(f"{path} gives token {text!r} the id {token_id!r}; {REMEDY}.")
+        return {token_id: {"content": text} for text, token_id in table.items() if token_id >= self._n_pieces}
+
+    def prefix_ids(self) -> list[int]:
+        """Return what stands before every text: the model's beginning-of-text token, if it has one."""
+        return [] if self.bos_id is None else [self.bos_id]
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of the text, without any added in front."""
+        cut = self._cut if parse_special else self._cut_plain
+        parts = cut.split(text) if cut else [text]
+        ids: list[int] = []
+        for i, part in enumerate(parts):  # odd parts are tokens cut out, even ones the text between
+            if i % 2:
+                ids.append(self._ids[part])
+                continue
+            token = self._added.get(ids[-1], {}) if ids else {}
+            part = part.lstrip() if token.get("rstrip") is True else part
+            if part:
+                ids += self._with_prefix(i == 0 or (not parts[0] and i == 2)).encode(part)
+        return ids
+
+    def _with_prefix(self, at_start: bool) -> Any:
+        if at_start or self._prefix_behind_special or not self.rules.n_leading_spaces:
+            return self._processor
+        if self._processor_without_prefix is None:
+            self._processor_without_prefix = self._load(self._model + _WITHOUT_PREFIX)
+        return self._processor_without_prefix
+
+    def token_id(self, content: str) -> int | None:
+        """Return the id of the token with this text, or None."""
+        if content in self._ids:
+            return self._ids[content]
+        token_id = self._processor.piece_to_id(content)
+        return token_id if self._processor.id_to_piece(token_id) == content else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that the token stands for; nothing for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id]["content"].encode("utf-8")
+        if token_id >= self._n_pieces or self._processor.is_unused(token_id):
+            return b""
+        piece = self._processor.id_to_piece(token_id)
+        if self._processor.is_byte(token_id):
+            return bytes([int(piece[3:5], 16)])
+        return self.rules.to_bytes(piece)
+
+
+def _pattern(texts: Any) -> re.Pattern[str] | None:
+    """Return a pattern that cuts out any of these texts, the longest first; None for no texts."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None

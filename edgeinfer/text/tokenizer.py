@@ -1,0 +1,207 @@
+"""The tokenizer of a model: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import RequestError, TokenizerError
+from .files import REMEDY, read_optional_object, token_content
+from .pieces import PieceRules
+from .stream import StreamDecoder
+
+
+class Backend(Protocol):
+    """What `Tokenizer` needs from a tokenizer library."""
+
+    vocab_size: int
+    special_ids: frozenset[int]
+    rules: PieceRules
+    bos_id: int | None
+    eos_id: int | None
+
+    def prefix_ids(self) -> list[int]:
+        """Return the ids that stand before every text."""
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of the text, without any added in front."""
+
+    def token_id(self, content: str) -> int | None:
+        """Return the id of the token with this text, or None."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that the token stands for; nothing for an id without a token."""
+
+
+class Tokenizer:
+    """Encodes and decodes text as the checkpoint's tokenizer files say; safe to share between threads.
+
+    Attributes
+    ----------
+    vocab_size : highest token id + 1; a model's vocabulary may be padded beyond it
+    bos_id : beginning-of-text token, or None
+    eos_ids : all tokens that end a text: generation_config.json, tokenizer_config.json, special_tokens_map.json,
+        the model's own settings if handed over, and tokenizer.model
+    """
+
+    def __init__(self, backend: Backend, settings: list[tuple[Path, Mapping[str, Any]]]):
+        self._backend = backend
+        self.vocab_size = backend.vocab_size
+        named = [(path, "bos_token", values) for path, values in settings]
+        self.bos_id: int | None = next((i for i in map(self._named_id, named) if i is not None), backend.bos_id)
+        if self.bos_id is None:
+            ids = [i for path, values in settings for i in _ids(values, "bos_token_id", path)]
+            self.bos_id = ids[0] if ids else None
+        self.eos_ids = self._find_eos_ids(settings)
+        self._prefix = self._find_prefix(settings)
+        self._plain_bytes = lru_cache(maxsize=None)(self._bytes)  # bounded by the vocabulary
+
+    @classmethod
+    def open(cls, directory: Path | str, config: Mapping[str, Any] | None = None) -> Tokenizer:
+        """Open the tokenizer files of a bundle or checkpoint directory.
+
+        Parameters
+        ----------
+        directory : holds tokenizer.json, or tokenizer.model, or vocab.json with merges.txt, and beside it any of
+            tokenizer_config.json, generation_config.json, special_tokens_map.json
+        config : the model's own settings (config.json), for its end-of-text ids
+
+        Raises
+        ------
+        TokenizerError
+            No tokenizer is there, or a file is damaged; the message names the file and the remedy.
+        """
+        directory = Path(directory)
+        paths = [directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config")]
+        settings: list[tuple[Path, Mapping[str, Any]]] = [(path, read_optional_object(path)) for path in paths]
+        backend = _open_backend(directory, settings[0][1])
+        return cls(backend, [*settings, (directory / "config.json", config or {})])
+
+    def _named_id(self, named: tuple[Path, str, Mapping[str, Any]]) -> int | None:
+        path, key, values = named
+        content = token_content(values, key)
+        if content is None:
+            return None
+        token_id = self._backend.token_id(content)
+        if token_id is None:
+            raise TokenizerError(f"{path} names the {key} {content!r}, which the tokenizer does not have; {REMEDY}.")
+        return token_id
+
+    def _find_eos_ids(self, settings: list[tuple[Path, Mapping[str, Any]]]) -> frozenset[int]:
+        found = {i for path, values in settings for i in _ids(values, "eos_token_id", path)}
+        found |= {i for path, values in settings if (i := self._named_id((path, "eos_token", values))) is not None}
+        if self._backend.eos_id is not None:
+            found.add(self._backend.eos_id)
+        return frozenset(found)
+
+    def _find_prefix(self, settings: list[tuple[Path, Mapping[str, Any]]]) -> list[int]:
+        """Return what stands before a text by default: tokenizer_config.json decides, else the tokenizer itself."""
+        add_bos = settings[0][1].get("add_bos_token")
+        if add_bos is False:
+            return []
+        prefix = self._backend.prefix_ids()
+        return [self.bos_id] if add_bos is True and not prefix and self.bos_id is not None else prefix
+
+    def encode(self, text: str, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+        """Return the token ids of a text.
+
+        Parameters
+        ----------
+        add_bos : put the beginning-of-text token in front; None does as the tokenizer files say. It is never
+            doubled: a text that already begins with it (a chat template wrote it) gets no second one.
+        parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
+            chat template needs; else they are ordinary text, so that nobody can smuggle them in.
+
+        Raises
+        ------
+        RequestError
+            The text is no string or holds half of a surrogate pair.
+        TokenizerError
+            `add_bos` is True and the tokenizer has no such token.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"The text is a {type(text).__name__}; it must be a string.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The text holds half of a surrogate pair (U+{ord(text[error.start]):04X} at character "
+                f"{error.start}), which no encoding has; remove it."
+            ) from error
+        ids = self._backend.encode(text, parse_special)
+        prefix = self._prefix if add_bos is None else self._wanted_prefix(add_bos)
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+    def _wanted_prefix(self, add_bos: bool) -> list[int]:
+        if not add_bos:
+            return []
+        if not self._prefix and self.bos_id is None:
+            raise TokenizerError("This tokenizer has no beginning-of-text token; leave add_bos out.")
+        return self._prefix or [self.bos_id or 0]
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id < 0:
+            raise RequestError(f"Token id {token_id} is negative; ids are from 0 to {self.vocab_size - 1}.")
+        return self._backend.token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+
+    def _visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._backend.special_ids else self._plain_bytes(token_id)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Return the text of these ids.
+
+        The space that the tokenizer put before the text is taken away; special tokens are left out unless
+        `skip_special` is False; invalid bytes become U+FFFD; ids above the vocabulary (padding rows of the model)
+        stand for nothing.
+
+        Raises
+        ------
+        RequestError
+            An id is negative.
+        """
+        stream = self.stream(skip_special=skip_special)
+        return "".join([stream.push(int(token_id)) for token_id in ids]) + stream.flush()
+
+    def stream(self, prompt_ids: Iterable[int] = (), skip_special: bool = True) -> StreamDecoder:
+        """Return a decoder that takes ids one by one; `prompt_ids` stand before them and yield no text."""
+        token_bytes = self._visible_bytes if skip_special else self._plain_bytes
+        return StreamDecoder(token_bytes, self._backend.rules.n_leading_spaces, prompt_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token as text, special tokens too; bytes that are no whole character show as U+FFFD."""
+        return self._plain_bytes(int(token_id)).decode("utf-8", "replace")
+
+
+def _open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
+    # tokenizer.json goes first where both exist: it is what the checkpoint's users run, and it alone holds the tokens
+    # and the post-processor that fine-tuning added. Both agree token by token where tokenizer.json was converted with
+    # its normaliser (Llama 2, the fables models); where it was made differently, the ids of other runtimes
+    # that read tokenizer.json are the ones to match.
+    if (directory / "tokenizer.json").exists():
+        from .fast import open_tokenizer_json
+
+        return open_tokenizer_json(directory / "tokenizer.json")
+    if (directory / "tokenizer.model").exists():
+        from .spm import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(directory / "tokenizer.model", settings)
+    if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
+        from .fast import open_vocab_and_merges
+
+        return open_vocab_and_merges(directory, settings)
+    raise TokenizerError(
+        f"{directory} holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt); put the "
+        "checkpoint's tokenizer files there."
+    )
+
+
+def _ids(values: Mapping[str, Any], key: str, path: Path) -> list[int]:
+    """Return the token ids under `key`: one, a list, or none."""
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if type(token_id) is not int or token_id < 0:
+            raise TokenizerError(f"{path}: {key} holds {token_id!r}, which is no token id; {REMEDY}.")
+    return ids

@@ -1,0 +1,150 @@
+"""The catalogue of kernels: families with the names of their operands, their parameters, and where their twins are.
+
+Part of the contract: it imports neither Numba nor NumPy, so a graph is refused by a kernel's name at no cost. `extend`
+adds kernels from outside the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import KernelError
+
+from .parameters import ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS
+
+WEIGHTS = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
+"""Ends of the names of kernels that read weights in tile16."""
+KV = ("int8", "f16", "f32")
+_PRODUCT = ("weights", "x", "out", "bias", "scratch", "source", "norm")
+_REFERENCE = "edgeinfer.kernels.reference"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels whose records look alike."""
+
+    name: str
+    kernels: tuple[str, ...]
+    operands: tuple[str, ...] = ()
+    """Names, by index."""
+    parameters: tuple[int, ...] = ()
+    """The named tuple of indices (parameters.py); empty where the kernels take none of these."""
+    why_no_twin: str = ""
+    """Why no NumPy twin exists; empty where each kernel has one in `reference.TWINS`."""
+
+
+FAMILIES = (
+    Family("linear", tuple(f"linear_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
+    Family("gated", tuple(f"gated_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
+    Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
+    Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
+           ("source", "out", "norm", "scratch"), ROWS),
+    Family("rope_store", tuple(f"rope_store_{kv}" for kv in KV), ("qkv", "table", "kv", "q_norm", "k_norm"), ROPE),
+    Family("attention", (*(f"attention_{kv}" for kv in KV), "attention_merge"),
+           ("qkv", "out", "kv", "scratch", "partial"), ATTENTION),
+    Family("neuron_gated", ("neuron_gated_q4", "neuron_gated_int8"),
+           ("weights", "x", "f", "list", "scratch", "bias", "sums", "source", "norm"), NEURON_GATED),
+    Family("neuron_down", ("neuron_down_q4", "neuron_down_int8"),
+           ("weights", "f", "out", "list", "scratch", "bias", "sums"), NEURON_DOWN),
+    Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
+           why_no_twin="probes measure the machine; their tests compute what they must leave"),
+    Family("walk", ("worker", "submit", "wait"),
+           why_no_twin="these run the program and are no step of it; their proof stands in ops/walk.py"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Extension:
+    """Kernels of a module outside the package."""
+
+    module: str
+    """Its name; importing it registers the kernels (`registry.kernel`)."""
+    twins: Mapping[str, str]
+    """The twin of each kernel, ``module:function``, by the kernel's name."""
+
+    def sources(self) -> list[Path]:
+        """Return the files whose bytes name the compiled set: all of the module's package, or the module alone."""
+        spec = None
+        with contextlib.suppress(ModuleNotFoundError):  # of the package around it
+            spec = find_spec(self.module)
+        if spec is None or not spec.origin:
+            raise KernelError(f"The module {self.module} of the kernels {', '.join(self.twins)} cannot be found; put "
+                              "it where Python imports from.")
+        file = Path(spec.origin)
+        return sorted(file.parent.rglob("*.py")) if spec.parent else [file]
+
+    def source_hash(self, base: str) -> str:
+        """Return the hash of names and files on top of that of the package's own kernels."""
+        digest = hashlib.sha256(" ".join([base, *sorted(self.twins)]).encode())
+        for file in self.sources():
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+
+_FAMILY_OF = {name: family for family in FAMILIES for name in family.kernels}
+_EXTENSIONS: dict[str, Extension] = {}
+
+
+def extend(module: str, kernels: Mapping[str, str]) -> None:
+    """Add kernels from outside the package; they are compiled when a program first asks for them.
+
+    Parameters
+    ----------
+    module : str
+        A module that defines them with `registry.kernel`, in the language of `vector/`, imported in the compiling
+        process alone. They are compiled again when a file of its package changes (of a module outside of packages:
+        that file), or the package's own kernels.
+    kernels : mapping of str to str
+        Names, each with its NumPy twin as ``module:function``.
+
+    Raises
+    ------
+    KernelError
+        If a name is taken, or a twin is not of this form.
+    """
+    new = Extension(module, dict(kernels))
+    for name, twin in new.twins.items():
+        owner = extension_of(name)
+        if name in _FAMILY_OF or (owner and owner.module != module):
+            raise KernelError(f"The kernel name {name!r} of {module} is taken by "
+                              f"{owner.module if owner else 'the package'}; choose another.")
+        if not all(twin.partition(":")):
+            raise KernelError(f"The twin {twin!r} of the kernel {name} has no module; write module:function.")
+    _EXTENSIONS[module] = new
+
+
+def extension_of(kernel: str) -> Extension | None:
+    """Return the extension that brings a kernel, or None."""
+    return next((e for e in _EXTENSIONS.values() if kernel in e.twins), None)
+
+
+def family_of(kernel: str) -> Family | None:
+    """Return the family of one of the package's kernels, or None."""
+    return _FAMILY_OF.get(kernel)
+
+
+def is_known(kernel: str) -> bool:
+    """Return whether a kernel of this name exists, here or in an extension."""
+    return kernel in _FAMILY_OF or extension_of(kernel) is not None
+
+
+def has_twin(kernel: str) -> bool:
+    """Return whether a kernel exists and has a NumPy twin; nothing is imported."""
+    family = _FAMILY_OF.get(kernel)
+    return not family.why_no_twin if family else extension_of(kernel) is not None
+
+
+def twin_of(kernel: str) -> Callable[[Any], list[Any]] | None:
+    """Import and return a kernel's NumPy twin; None where there is none (`Family.why_no_twin`) or no such kernel."""
+    if extension := extension_of(kernel):
+        module, _, function = extension.twins[kernel].partition(":")
+        twin: Callable[[Any], list[Any]] = getattr(import_module(module), function)
+        return twin
+    return import_module(_REFERENCE).TWINS[kernel] if has_twin(kernel) else None

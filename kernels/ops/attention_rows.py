@@ -1,0 +1,149 @@
+"""Rows of attention: (token, query head) pairs that share a KV head; their queries, sums and how splits are merged.
+
+A tile of up to ATTENTION_TILE rows has its state in a thread's scratch: arrays by row, then queries, scores, sums of
+this split and merged sums. Queries are interleaved by 4 bytes, row i of a tile of r at distance 4 i, so that they lie
+at constant distances from each other.
+"""
+
+from __future__ import annotations
+
+from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS
+from ..parameters import ATTENTION
+from ..vector.record import inline, outlined, parameter
+from ..vector.simd import (
+    div_f32,
+    first_lane,
+    keep_first,
+    load_f32,
+    load_f32x16,
+    max_f32,
+    max_lanes,
+    round_to_i32,
+    scatter_f32,
+    scatter_i8x4,
+    splat_f32,
+    splat_i32,
+    store_f32,
+    store_f32x16,
+    store_first,
+    store_i32,
+    sum_lanes,
+    sum_lanes_i32,
+    vabs,
+    vmax,
+)
+from ..vector.targets import fma
+from ..vector.vecmath import exp
+
+LOWEST = -1e30
+"""Score of what is masked: finite, so that a row whose split is all masked stays a number, later weighted by 0."""
+SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
+SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
+
+T_SCALE, T_OFFSET, T_M, T_MERGED_M, T_LOW, T_HIGH = 0, 64, 128, 192, 256, 320
+T_BLOCKS = 384
+"""Where the split's blocks lie."""
+T_L, T_MERGED_L = 512, 512 + 64 * ATTENTION_TILE
+T_Q = 512 + 128 * ATTENTION_TILE
+SCORES = 4 * SPLIT_TOKENS
+"""Bytes of a row's scores of one split."""
+
+
+@inline
+def scores_at(padded):
+    """Offset of the scores: rows of SPLIT_TOKENS floats."""
+    return T_Q + 4 * ATTENTION_TILE * padded
+
+
+@inline
+def acc_at(padded):
+    """Offset of the sums over V of this split, a row after the other."""
+    return scores_at(padded) + SCORES * ATTENTION_TILE
+
+
+@inline
+def merged_at(padded):
+    """Offset of the merged sums."""
+    return acc_at(padded) + 4 * ATTENTION_TILE * padded
+
+
+@inline
+def path_at(padded):
+    """Offset of the blocks of a path."""
+    return merged_at(padded) + 4 * ATTENTION_TILE * padded
+
+
+@inline
+def partial_bytes(padded):
+    """One split's result of one row: m (64 bytes for alignment), l, acc."""
+    return 128 + 4 * padded
+
+
+# -- queries: interleaved by 4 bytes, row i of a tile of r at distance 4 i ---------------------------------------------
+
+
+@outlined
+def prepare_int8(tile, i, r, q, n, scale):
+    """Quantise a query with one scale (softmax's folded in); its offset (-8 x sum) undoes that of unsigned products."""
+    largest = splat_f32(0.0)
+    for k in range(0, n, 16):
+        largest = vmax(largest, vabs(keep_first(load_f32x16(q + 4 * k), n - k)))
+    top = max_lanes(largest)
+    inverse = splat_f32(div_f32(first_lane(splat_f32(127.0)), max_f32(top, first_lane(splat_f32(1e-30)))))
+    total = splat_i32(0)
+    for k in range(0, n, 16):
+        values = round_to_i32(keep_first(load_f32x16(q + 4 * k), n - k) * inverse)
+        scatter_i8x4(tile + T_Q + k * r + 4 * i, values, 4 * r)
+        total = total + values
+    store_f32(tile + T_SCALE + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
+    store_i32(tile + T_OFFSET + 4 * i, -8 * sum_lanes_i32(total))
+
+
+@outlined
+def prepare_float(tile, i, r, q, n, scale):
+    """Scale a query."""
+    for k in range(0, n, 16):
+        values = keep_first(load_f32x16(q + 4 * k) * splat_f32(scale), n - k)
+        scatter_f32(tile + T_Q + 4 * k * r + 4 * i, values, 4 * r)
+
+
+# -- rows: merge, finish -----------------------------------------------------------------------------------------------
+
+
+@outlined
+def clear_merged(tile, i, padded):
+    """Start the merge of splits of row i."""
+    store_f32(tile + T_MERGED_M + 4 * i, first_lane(splat_f32(LOWEST)))
+    store_f32x16(tile + T_MERGED_L + 64 * i, splat_f32(0.0))
+    for k in range(0, padded, 16):
+        store_f32x16(tile + merged_at(padded) + 4 * (i * padded + k), splat_f32(0.0))
+
+
+@outlined
+def merge(tile, i, padded, m_at, l_at, sums):
+    """Add one split's (m, l, acc) to the merged ones of row i (log-sum-exp)."""
+    m, merged = load_f32(m_at), load_f32(tile + T_MERGED_M + 4 * i)
+    new = max_f32(m, merged)
+    old_share, share = exp(splat_f32(merged) - splat_f32(new)), exp(splat_f32(m) - splat_f32(new))
+    store_f32(tile + T_MERGED_M + 4 * i, new)
+    total = tile + T_MERGED_L + 64 * i
+    store_f32x16(total, fma(load_f32x16(total), old_share, load_f32x16(l_at) * share))
+    acc = tile + merged_at(padded) + 4 * i * padded
+    for k in range(0, padded, 16):
+        store_f32x16(acc + 4 * k, fma(load_f32x16(acc + 4 * k), old_share, load_f32x16(sums + 4 * k) * share))
+
+
+@outlined
+def finish(tile, i, padded, out, n):
+    """out = merged acc / merged l of row i."""
+    inverse = splat_f32(div_f32(first_lane(splat_f32(1.0)), sum_lanes(load_f32x16(tile + T_MERGED_L + 64 * i))))
+    acc = tile + merged_at(padded) + 4 * i * padded
+    for k in range(0, n, 16):
+        store_first(out + 4 * k, load_f32x16(acc + 4 * k) * inverse, min(16, n - k))
+
+
+@inline
+def first_visible(rec, place):
+    """First place in its path that the query at `place` sees."""
+    window = parameter(rec, ATTENTION.window)
+    return max(0, place - window + 1) if window else 0

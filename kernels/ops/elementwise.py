@@ -1,0 +1,266 @@
+"""Operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of output rows.
+
+Operands: 0 source, 1 out, 2 weight. Parameters: parameters.ROWS. Twins: reference/elementwise.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import CTX_OUTPUTS, FUSED_NORM, TOKEN_ID
+from ..parameters import ROWS
+from ..registry import kernel
+from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
+from ..vector.simd import (
+    div_f32,
+    f32_of,
+    first_lane,
+    keep_first,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    load_u16,
+    max_f32,
+    max_lanes,
+    round_to_i32,
+    scatter_i8x4,
+    splat_f32,
+    splat_i32,
+    sqrt_f32,
+    store_f32,
+    store_f32x16,
+    store_i32,
+    sum_lanes,
+    sum_lanes_i32,
+    vabs,
+    vmax,
+)
+from ..vector.targets import block_tiles, f32_from_f16_bits, fma
+
+_, LARGE, SMALL = block_tiles()
+
+@inline
+def n_blocks(tokens):
+    """Blocks that so many tokens make: large ones, small ones, single tokens (abi.token_blocks)."""
+    rest = tokens % LARGE
+    return tokens // LARGE + rest // SMALL + rest % SMALL
+
+
+@inline
+def block(unit, tokens):
+    """(first token, tokens) of block `unit`. A block belongs to one thread: its rows share cache lines."""
+    large = tokens // LARGE
+    if unit < large:
+        return unit * LARGE, LARGE
+    small = tokens % LARGE // SMALL
+    if unit < large + small:
+        return large * LARGE + (unit - large) * SMALL, SMALL
+    return large * LARGE + small * SMALL + (unit - large - small), 1
+
+
+@inline
+def quantise_row(x, base, j, n, width, group, padded, at_offsets):
+    """Row j of a block of n that starts at `base`: floats to int8 with a scale and an offset (-8 x sum) per group.
+
+    Rows of a block are interleaved (abi.token_blocks); x ends at its width, and `padded` values are stored.
+    scale = max|x| / 127, q = nearest(x * 127 / max|x|): symmetric, so no zero point enters the products.
+    """
+    scales, offsets, start = base + n * padded + 4 * j, base + n * at_offsets + 4 * j, 0
+    while start < padded:
+        largest = splat_f32(0.0)
+        for i in range(start, start + group, 16):
+            if i < width:
+                largest = vmax(largest, vabs(keep_first(load_f32x16(x + 4 * i), width - i)))
+        top = max_lanes(largest)
+        inverse = splat_f32(div_f32(first_lane(splat_f32(127.0)), max_f32(top, first_lane(splat_f32(1e-30)))))
+        total = splat_i32(0)
+        for i in range(start, start + group, 16):
+            q = splat_i32(0)
+            if i < width:
+                q = round_to_i32(keep_first(load_f32x16(x + 4 * i), width - i) * inverse)
+            scatter_i8x4(base + i * n + 4 * j, q, 4 * n)
+            total = total + q
+        store_f32(scales, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0)))
+        store_i32(offsets, -8 * sum_lanes_i32(total))
+        scales += 4 * n
+        offsets += 4 * n
+        start += group
+
+
+@kernel("quantize")
+def quantize(rec, ctx, tid, n_threads):
+    """f32 rows to q8 rows (int8 values, f32 scale and int32 offset per group), the padding zero."""
+    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    unit = claim(ctx)
+    while unit < n_blocks(rows):
+        first, n = block(unit, rows)
+        base = out + first * parameter(rec, ROWS.out_stride)
+        for j in range(n):
+            quantise_row(x + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, parameter(rec, ROWS.width),
+                         parameter(rec, ROWS.group), parameter(rec, ROWS.scales), parameter(rec, ROWS.offsets))
+        unit = claim(ctx)
+    return 0
+
+
+@inline
+def norm_scale(x, width, eps):
+    """1 / sqrt(mean(x^2) + eps) of `width` floats."""
+    total = splat_f32(0.0)
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(x + 4 * i), width - i)
+        total = fma(v, v, total)
+    mean = div_f32(sum_lanes(total), f32_of(width))
+    return div_f32(first_lane(splat_f32(1.0)), sqrt_f32(mean + eps))
+
+
+@inline
+def normalise(x, weight, out, width, scale):
+    """out = x * scale * weight for whole vectors; weights past `width` are stored as zeros, so the padding is 0."""
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(x + 4 * i) * splat_f32(scale) * load_f32x16(weight + 4 * i), width - i)
+        store_f32x16(out + 4 * i, v)
+
+
+@kernel("rms_norm_f32")
+def rms_norm_f32(rec, ctx, tid, n_threads):
+    """RMS norm (arXiv 1910.07467, equation 4) of f32 rows."""
+    x, out, weight = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
+    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
+    t = claim(ctx)
+    while t < rows:
+        source = x + t * parameter(rec, ROWS.in_stride)
+        normalise(source, weight, out + t * parameter(rec, ROWS.out_stride), width,
+                  norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+        t = claim(ctx)
+    return 0
+
+
+@kernel("rms_norm_q8")
+def rms_norm_q8(rec, ctx, tid, n_threads):
+    """RMS norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
+    x, out, weight = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2)
+    width, rows = parameter(rec, ROWS.width), count(ctx, parameter(rec, ROWS.rows))
+    row = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
+    unit = claim(ctx)
+    while unit < n_blocks(rows):
+        first, n = block(unit, rows)
+        base = out + first * parameter(rec, ROWS.out_stride)
+        for j in range(n):
+            source = x + (first + j) * parameter(rec, ROWS.in_stride)
+            normalise(source, weight, row, width, norm_scale(source, width, float_parameter(rec, ROWS.eps)))
+            quantise_row(row, base, j, n, width, parameter(rec, ROWS.group), parameter(rec, ROWS.scales),
+                         parameter(rec, ROWS.offsets))
+        unit = claim(ctx)
+    return 0
+
+
+@outlined
+def fused_input(source, weight, kind, width, group, scales, offsets, eps, row, scratch):
+    """What rms_norm_q8 (FUSED_NORM) or quantize does for one token, into scratch; returns the q8 row's address.
+
+    `row` is where the normalised floats go, behind the q8 row.
+    """
+    if kind == FUSED_NORM:
+        normalise(source, weight, row, width, norm_scale(source, width, eps))
+        source = row
+    quantise_row(source, scratch, 0, 1, width, group, scales, offsets)
+    return scratch
+
+
+@kernel("gather_outputs")
+def gather_outputs(rec, ctx, tid, n_threads):
+    """Copy the rows whose logits are wanted (ctx: list of token numbers)."""
+    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    chosen = load_i64(ctx + CTX_OUTPUTS)
+    t = claim(ctx)
+    while t < rows:
+        source = x + load_i64(chosen + 8 * t) * parameter(rec, ROWS.in_stride)
+        target = out + t * parameter(rec, ROWS.out_stride)
+        for i in range(0, parameter(rec, ROWS.width), 16):
+            store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
+        t = claim(ctx)
+    return 0
+
+
+# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line) --------------------------------------
+
+
+@inline
+def four_columns(word, scale, out, k, width):
+    """Store columns k .. k + 3, the bytes of `word` as int8 times the scale, as far as the row goes."""
+    for j in range(min(4, width - k)):
+        code = (word << (56 - 8 * j)) >> 56  # byte j, sign extended
+        store_f32(out + 4 * (k + j), f32_of(code) * scale)
+
+
+def _row_q4(group):
+    @inline
+    def row(tile, lane, out, width):
+        k = 0
+        while k < width:
+            for part in range(2):
+                scale = f32_from_f16_bits(load_u16(tile + 16 * group + 32 * part + 2 * lane))
+                for line in range(group // 8):
+                    word = load_i32(tile + (part * (group // 8) + line) * 64 + 4 * lane)
+                    for high in range(2):
+                        codes = (word >> (4 * high)) & 0x0F0F0F0F
+                        if k < width:  # in each byte: (code + 0x78) ^ 0x80 = code - 8, without a borrow
+                            four_columns((codes + 0x78787878) ^ 0x80808080, scale, out, k, width)
+                        k += 4
+            tile += 16 * group + 64
+
+    return row
+
+
+def _row_int8(group):
+    @inline
+    def row(tile, lane, out, width):
+        k = 0
+        while k < width:
+            for part in range(2):
+                scale = f32_from_f16_bits(load_u16(tile + 32 * group + 32 * part + 2 * lane))
+                for line in range(group // 4):
+                    if k < width:
+                        word = load_i32(tile + (part * (group // 4) + line) * 64 + 4 * lane)
+                        four_columns(word, scale, out, k, width)
+                    k += 4
+            tile += 32 * group + 64
+
+    return row
+
+
+def _row_f16(group):
+    @inline
+    def row(tile, lane, out, width):
+        for k in range(width):
+            store_f32(out + 4 * k, f32_from_f16_bits(load_u16(tile + 32 * k + 2 * lane)))
+
+    return row
+
+
+def _row_f32(group):
+    @inline
+    def row(tile, lane, out, width):
+        for k in range(width):
+            store_f32(out + 4 * k, load_f32(tile + 64 * k + 4 * lane))
+
+    return row
+
+
+def _register_embed(name, row):
+    @kernel(name)
+    def embed(rec, ctx, tid, n_threads):
+        table, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+        t = claim(ctx)
+        while t < rows:
+            number = token(ctx, t, TOKEN_ID)
+            tile = table + (number >> 4) * parameter(rec, ROWS.tile_bytes)
+            row(tile, number & 15, out + t * parameter(rec, ROWS.out_stride), parameter(rec, ROWS.width))
+            t = claim(ctx)
+        return 0
+
+
+for _group in (32, 64, 128):
+    _register_embed(f"embed_q4_g{_group}", _row_q4(_group))
+    _register_embed(f"embed_int8_g{_group}", _row_int8(_group))
+_register_embed("embed_f16", _row_f16(0))
+_register_embed("embed_f32", _row_f32(0))

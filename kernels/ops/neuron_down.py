@@ -1,0 +1,113 @@
+"""The second half of an FFN in layout neuron, f D^T, by outputs; see `neuron_gated.py`.
+
+Operands: 0 weights, 1 f, 2 out, 3 list, 4 scratch, 5 bias, 6 sums of blocks. Parameters: parameters.NEURON_DOWN.
+Twin: reference/neuron.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_WINDOW
+from ..parameters import NEURON_DOWN
+from ..registry import kernel
+from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
+from ..vector.simd import div_i64, f32_from_bits, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16, store_i64
+from .neuron_ffn import Tokens, first_entry, open_ffn, part_at
+from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
+
+# A thread's scratch: sums of a block, totals, factors of a batch, addresses of a block's live columns, their values.
+TOTALS = 4 * NEURON_TOKENS * NEURON_LINES * 128
+FACTORS = 2 * TOTALS
+FACTOR_BYTES = 16 * NEURON_LINES
+FOUND = FACTORS + NEURON_BATCH * NEURON_TOKENS * FACTOR_BYTES
+VALUES = FOUND + 8 * (NEURON_WINDOW + 1)
+
+
+@outlined
+def find(ffn, tokens, scratch, first, end):
+    """Find the entries first .. end with a value that is not 0: addresses of their columns, values of all TOKENS."""
+    n = 0
+    for entry in range(first, end):
+        live = 0
+        for j in range(TOKENS):
+            value = load_f32(tokens.f + j * tokens.stride + 4 * entry) if j < tokens.present else f32_from_bits(0)
+            store_f32(scratch + VALUES + 4 * (TOKENS * n + j), value)
+            live |= value != 0
+        store_i64(scratch + FOUND + 8 * n, part_at(ffn, entry, 2))
+        n += live
+    return n
+
+
+@inline
+def finish(ffn, column, y, out):
+    """Store 16 outputs from `column` on, with bias and residual."""
+    if ffn.bias:
+        y = load_f32x16(ffn.bias + 4 * column) + y
+    if flags(ffn.rec) & FLAG_RESIDUAL:
+        y = load_f32x16(out + 4 * column) + y
+    store_f32x16(out + 4 * column, y)
+
+
+@outlined
+def outputs(form, ffn, tokens, scratch, first, stop, out):
+    """Put the outputs of lines first .. stop for some tokens, the first of which has them at `out`."""
+    stride, totals = 4 * form.columns * (stop - first), scratch + TOTALS
+    zero(totals, TOKENS * stride)
+    neuron, start = 0, 0
+    while neuron < ffn.neurons:
+        neuron += parameter(ffn.rec, NEURON_DOWN.block)
+        end = first_entry(ffn, neuron)
+        m = find(ffn, tokens, scratch, start, end)
+        zero(scratch, TOKENS * stride)
+        for begin in range(0, m, NEURON_BATCH):
+            columns = Columns(scratch + FOUND + 8 * begin, scratch + VALUES + 4 * TOKENS * begin,
+                              min(NEURON_BATCH, m - begin), scratch + FACTORS, FACTOR_BYTES)
+            multiply(ffn, columns, TOKENS, first, stop)
+            for line in range(first, stop):
+                at = line - first
+                form.add(ffn, columns, line, columns.factors + 16 * at, scratch + 4 * form.columns * at, stride)
+        for at in range(0, TOKENS * stride, 64):
+            store_f32x16(totals + at, load_f32x16(totals + at) + load_f32x16(scratch + at))
+        start = end
+    for j in range(tokens.present):
+        for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.rec, NEURON_DOWN.width)), 16):
+            finish(ffn, c, load_f32x16(totals + j * stride + 4 * (c - form.columns * first)),
+                   out + j * parameter(ffn.rec, NEURON_DOWN.out_stride))
+
+
+@inline
+def merge(form, ffn, sums, first, stop, out):
+    """Add up the sums of blocks, for one token."""
+    stride, height = 4 * form.columns * ffn.lines, parameter(ffn.rec, NEURON_DOWN.block)
+    blocks = div_i64(ffn.neurons + height - 1, height)
+    for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.rec, NEURON_DOWN.width)), 16):
+        total, at = splat_f32(0.0), sums + 4 * c
+        for _ in range(blocks):
+            total = total + load_f32x16(at)
+            at += stride
+        finish(ffn, c, total, out)
+
+
+def _register(dtype):
+    form = make_form(dtype, TOKENS)
+
+    @kernel(f"neuron_down_{dtype}")
+    def run(rec, ctx, tid, n_threads):
+        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits), operand(rec, ctx, 1), operand(rec, ctx, 2)
+        x_stride, out_stride = parameter(rec, NEURON_DOWN.x_stride), parameter(rec, NEURON_DOWN.out_stride)
+        scratch = operand(rec, ctx, 4) + tid * parameter(rec, NEURON_DOWN.scratch)
+        tokens, chunk = count(ctx, parameter(rec, NEURON_DOWN.rows)), max(2, parameter(rec, NEURON_DOWN.chunk) & -2)
+        first = claim(ctx) * chunk
+        while first < ffn.lines:
+            stop = min(first + chunk, ffn.lines)
+            if tokens == 1:
+                merge(form, ffn, operand(rec, ctx, 6), first, stop, out)
+            else:
+                for t in range(0, tokens, TOKENS):
+                    some = Tokens(min(TOKENS, tokens - t), f + t * x_stride, x_stride)
+                    outputs(form, ffn, some, scratch, first, stop, out + t * out_stride)
+            first = claim(ctx) * chunk
+        return 0
+
+
+for _dtype in ("q4", "int8"):
+    _register(_dtype)

@@ -1,0 +1,193 @@
+"""What the kernels of an FFN in layout neuron are made of: rows times x, columns added up; see `neuron_gated.py`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..vector import lines
+from ..vector.record import inline, outlined
+from ..vector.simd import (
+    f32_from_bits,
+    first_lane,
+    keep_first,
+    load_f32,
+    load_i32,
+    load_i64,
+    prefetch,
+    splat_f32,
+    store_f32x16,
+    store_i32,
+)
+from ..vector.tiles import store_tile, zero_tile
+from .elementwise import LARGE, SMALL
+from .neuron_ffn import fetch
+
+TOKENS, ONE_PARTS, MANY_PARTS = lines.column_shape()
+
+
+class Form(NamedTuple):
+    """What differs between types of weights and numbers of tokens, a constant for Numba: sizes and helper functions.
+
+    `n` tokens (1 or TOKENS) go through a step together. A code has `bits` bits, a 64-byte line has `columns` codes, the
+    line of x that it meets `x_bytes`.
+    """
+
+    n: int
+    bits: int
+    columns: int
+    x_bytes: int
+    as_lines: Any
+    row_sums: Any
+    add: Any
+
+
+class Columns(NamedTuple):
+    """Columns that are added up together."""
+
+    found: int
+    """Address of their addresses."""
+    values: int
+    """Address of their values: for each column those of all tokens."""
+    n: int
+    factors: int
+    """Room for their scales times values."""
+    size: int
+    """Bytes of the factors of a column for one token."""
+
+
+def make_form(dtype, n):
+    """Make the form of weights of a type ("q4", "int8") and n tokens (1 or TOKENS)."""
+    bits, columns, x_bytes = (4, 128, 256) if dtype == "q4" else (8, 64, 192)
+    column = lines.column_q4 if dtype == "q4" else lines.column_int8
+    return Form(n, bits, columns, x_bytes, _as_lines(dtype, bits, columns, x_bytes), _row_sums(dtype, n, x_bytes),
+                _add(column, 8 // bits, n, ONE_PARTS if n == 1 else MANY_PARTS))
+
+
+@outlined
+def spread(scales, groups, each, first, stop, times, to):
+    """Write scales of quarters first .. stop of a part as floats, times a factor; those of absent groups are 0.
+
+    `each` quarters share a scale. Whole vectors are read and written: up to 30 bytes behind the scales (the writer ends
+    weights.bin with zeros).
+    """
+    for q in range(first, stop, 16):
+        if each == 1:
+            v = lines.scales_1(scales + 2 * q)
+        elif each == 2:
+            v = lines.scales_2(scales + q)
+        elif each == 4:
+            v = lines.scales_4(scales + (q >> 1))
+        else:
+            v = lines.scales_8(scales + (q >> 2))
+        store_f32x16(to, keep_first(v * splat_f32(times), groups * each - q))
+        to += 64
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@inline
+def q8_block(x, stride, t, tokens):
+    """Return the address of the block that holds token t, the token's number there, its tokens; abi.token_blocks."""
+    first, n, large = t, 1, tokens - tokens % LARGE
+    if t < large:
+        first, n = t - t % LARGE, LARGE
+    elif t < large + tokens % LARGE // SMALL * SMALL:
+        first, n = large + (t - large) // SMALL * SMALL, SMALL
+    return x + first * stride, t - first, n
+
+
+def _as_lines(dtype, bits, columns, x_bytes):
+    """Write x of token j of a q8 block of n as lines `stride` bytes apart: values, sums' starts, scales: lines.py."""
+    sides, start = 8 // bits, lines.start_q4 if dtype == "q4" else lines.start_int8
+
+    @outlined
+    def as_lines(ffn, block, j, n, to, stride):
+        group, padded, half = ffn.group, ((ffn.groups + 1) & -2) * ffn.group, ffn.group // 2
+        shift = 5 if group == 32 else 6 if group == 64 else 7
+        scales, column = block + n * padded + 4 * j, 0
+        while column < ffn.groups * group:
+            for quarter in range(4):
+                c = column + 16 * quarter
+                if sides == 2:
+                    c = column + 32 * quarter - ((16 * quarter) & (half - 1))
+                for k in range(4 * sides):
+                    at = c + 4 * (k & 3) + (half if k > 3 else 0)
+                    word = load_i32(block + at * n + 4 * j) if at < padded else 0
+                    store_i32(to + 64 * (k >> 2) + 16 * quarter + 4 * (k & 3), word)
+                scale = load_f32(scales + 4 * n * (c >> shift)) if c < padded else f32_from_bits(0)
+                lines.store_quarter(to + x_bytes - 64 + 16 * quarter, scale)
+            start(to)
+            to += stride
+            column += columns
+
+    return as_lines
+
+
+def _row_sums(dtype, n, x_bytes):
+    """Multiply the row at w with n tokens, whose lines lie at x; 16 lanes of each go to `sums`.
+
+    `factors` is room for the row's scales; the row at `ahead` is fetched meanwhile.
+    """
+    step = lines.row_q4 if dtype == "q4" else lines.row_int8
+
+    @outlined
+    def row_sums(ffn, w, x, ahead, factors, sums):
+        line, acc = w, zero_tile(n)
+        spread(w + ffn.codes, ffn.groups, ffn.each, 0, 4 * ffn.lines, first_lane(splat_f32(1.0)), factors)
+        for _ in range(ffn.lines):
+            acc = step(acc, line, factors, x)
+            prefetch(ahead)
+            line += 64
+            ahead += 64
+            factors += 16
+            x += n * x_bytes
+        fetch(ahead, w + ffn.part - line)
+        store_tile(acc, sums, 64)
+
+    return row_sums
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@inline
+def multiply(ffn, columns, tokens, first, stop):
+    """Write the columns' factors, column by column, token by token: scales of lines first .. stop times values."""
+    factors = columns.factors
+    for k in range(columns.n):
+        for j in range(tokens):
+            spread(load_i64(columns.found + 8 * k) + ffn.codes, ffn.groups, ffn.each, 4 * first, 4 * stop,
+                   load_f32(columns.values + 4 * (tokens * k + j)), factors)
+            factors += columns.size
+
+
+def _add(step, sides, n, parts, part=0):
+    """Add one line of columns, the first of whose factors is at `factors`, to n tokens' sums, part after part."""
+    quarters = 4 // parts
+
+    @inline
+    def add(ffn, columns, line, factors, sums, stride):
+        acc = lines.load_columns(n, quarters, sides, 16 * quarters * part, ffn.group // 2, sums, stride)
+        for k in range(columns.n):
+            acc = step(acc, n, part, load_i64(columns.found + 8 * k) + 64 * line, factors, columns.size)
+            factors += n * columns.size
+        lines.store_columns(acc, n, quarters, sides, 16 * quarters * part, ffn.group // 2, sums, stride)
+
+    if part + 1 == parts:
+        return add
+    rest = _add(step, sides, n, parts, part + 1)
+
+    @inline
+    def both(ffn, columns, line, factors, sums, stride):
+        add(ffn, columns, line, factors, sums, stride)
+        rest(ffn, columns, line, factors, sums, stride)
+
+    return both
+
+
+@inline
+def zero(address, nbytes):
+    """Clear floats, whole vectors."""
+    for at in range(address, address + nbytes, 64):
+        store_f32x16(at, splat_f32(0.0))

@@ -1,0 +1,151 @@
+"""Rotary embedding (arXiv 2104.09864) of q and k, and storing of k and v in the layer's KV blocks.
+
+A block of 16 tokens holds per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per
+dim), V in rows, and for int8 the fp16 scales of the 16 K and the 16 V rows. A scale is of one token and head: max|x|
+divided by 127.
+
+Operands: 0 qkv rows, 1 table (per position cos then sin, each padded to 16), 2 the layer's blocks, 3 q norm, 4 k norm.
+Twin: reference/rope.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, TOKEN_POSITION, TOKEN_SLOT
+from ..parameters import ROPE
+from ..registry import kernel
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
+from ..vector.simd import (
+    clamp_i8,
+    div_f32,
+    div_i64,
+    first_lane,
+    keep_first,
+    load_f32x16,
+    max_lanes,
+    round_to_i32,
+    scatter_f32,
+    scatter_i8x4,
+    splat_f32,
+    store_f32x16,
+    store_first,
+    store_i8x16,
+    store_i16,
+    vabs,
+    vmax,
+)
+from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
+from .elementwise import norm_scale
+
+
+@inline
+def rotate(head, table, n, table_stride):
+    """Rotate pairs (x[i], x[i + n/2]) in place; the table row holds cos, then sin half a row later."""
+    middle = n >> 1
+    second = head + 4 * middle
+    for i in range(0, middle, 16):
+        cos, sin = load_f32x16(table + 4 * i), load_f32x16(table + (table_stride >> 1) + 4 * i)
+        a, b = load_f32x16(head + 4 * i), load_f32x16(second + 4 * i)
+        store_first(head + 4 * i, fma(a, cos, splat_f32(0.0) - b * sin), min(16, middle - i))
+        store_first(second + 4 * i, fma(b, cos, a * sin), min(16, middle - i))
+
+
+@inline
+def norm_head(head, weight, n, eps):
+    """RMS norm of one head, in place (Qwen3)."""
+    scale = splat_f32(norm_scale(head, n, eps))
+    for i in range(0, n, 16):
+        store_first(head + 4 * i, load_f32x16(head + 4 * i) * scale * load_f32x16(weight + 4 * i), min(16, n - i))
+
+
+@inline
+def head_scale(head, n):
+    """fp16 bits of max|x| / 127 of a head."""
+    largest = splat_f32(0.0)
+    for i in range(0, n, 16):
+        largest = vmax(largest, vabs(keep_first(load_f32x16(head + 4 * i), n - i)))
+    return f16_bits(first_lane(splat_f32(max_lanes(largest)) * splat_f32(1.0 / 127.0)))
+
+
+@inline
+def quantised(head, i, n, inverse):
+    """16 elements of a head from element i on, as int8 values in 32-bit lanes."""
+    return clamp_i8(round_to_i32(keep_first(load_f32x16(head + 4 * i), n - i) * inverse))
+
+
+@inline
+def inverse_of(bits):
+    """1 / scale, or 0 where the scale is 0."""
+    scale = f32_from_f16_bits(bits)
+    if bits == 0:
+        return splat_f32(0.0)
+    return splat_f32(div_f32(first_lane(splat_f32(1.0)), scale))
+
+
+@inline
+def store_int8(k, v, block, slot, n):
+    """Quantise and store one token's head of K and V."""
+    padded = round_up_16(n)
+    scales = block + 2 * BLOCK_TOKENS * padded
+    bits = head_scale(k, n)
+    store_i16(scales + 2 * slot, bits)
+    inverse = inverse_of(bits)
+    for i in range(0, n, 16):
+        scatter_i8x4(block + 16 * i + 4 * slot, quantised(k, i, n, inverse), 64)
+    bits = head_scale(v, n)
+    store_i16(scales + 2 * BLOCK_TOKENS + 2 * slot, bits)
+    inverse = inverse_of(bits)
+    for i in range(0, n, 16):
+        store_i8x16(block + BLOCK_TOKENS * padded + padded * slot + i, quantised(v, i, n, inverse))
+
+
+@inline
+def store_f16(k, v, block, slot, n):
+    """Store one token's head of K and V as fp16."""
+    padded = round_up_16(n)
+    for i in range(0, n, 16):
+        scatter_f16(block + 32 * i + 2 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 32)
+        row = block + 2 * BLOCK_TOKENS * padded + 2 * padded * slot
+        store_f16x16(row + 2 * i, keep_first(load_f32x16(v + 4 * i), n - i))
+
+
+@inline
+def store_f32(k, v, block, slot, n):
+    """Store one token's head of K and V as they are."""
+    padded = round_up_16(n)
+    for i in range(0, n, 16):
+        scatter_f32(block + 64 * i + 4 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 64)
+        row = block + 4 * BLOCK_TOKENS * padded + 4 * padded * slot
+        store_f32x16(row + 4 * i, keep_first(load_f32x16(v + 4 * i), n - i))
+
+
+def _register(kv, store):
+    @kernel(f"rope_store_{kv}")
+    def rope_store(rec, ctx, tid, n_threads):
+        heads, kv_heads, n = parameter(rec, ROPE.heads), parameter(rec, ROPE.kv_heads), parameter(rec, ROPE.head_dim)
+        group, stride, eps = div_i64(heads, kv_heads), parameter(rec, ROPE.table_stride), float_parameter(rec, ROPE.eps)
+        norm, units = flags(rec) & FLAG_HEAD_NORM, count(ctx, parameter(rec, ROPE.rows)) * kv_heads
+        unit = claim(ctx)
+        while unit < units:
+            t = div_i64(unit, kv_heads)
+            h = unit - t * kv_heads
+            row = operand(rec, ctx, 0) + t * parameter(rec, ROPE.stride)
+            table = operand(rec, ctx, 1) + token(ctx, t, TOKEN_POSITION) * stride
+            for q in range(h * group, (h + 1) * group):
+                if norm:
+                    norm_head(row + 4 * n * q, operand(rec, ctx, 3), n, eps)
+                rotate(row + 4 * n * q, table, n, stride)
+            k, v = row + 4 * n * (heads + h), row + 4 * n * (heads + kv_heads + h)
+            if norm:
+                norm_head(k, operand(rec, ctx, 4), n, eps)
+            rotate(k, table, n, stride)
+            slot = token(ctx, t, TOKEN_SLOT)
+            block = operand(rec, ctx, 2) + (slot >> 4) * parameter(rec, ROPE.block_bytes)
+            block += h * parameter(rec, ROPE.head_bytes)
+            store(k, v, block, slot & 15, n)
+            unit = claim(ctx)
+        return 0
+
+
+for _kv, _store in (("int8", store_int8), ("f16", store_f16), ("f32", store_f32)):
+    _register(_kv, _store)
+

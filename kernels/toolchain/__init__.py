@@ -1,0 +1,1 @@
+"""The toolchain: kernels to object files, and object files into this process."""

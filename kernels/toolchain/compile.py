@@ -1,0 +1,177 @@
+"""Compile a share of the kernels of one instruction set (a child process of build.py; Numba's only home).
+
+Each kernel becomes one object file with one exported symbol, its name, and no undefined symbol but memset, memcpy and
+memmove.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..isa import LADDER, Isa, triple
+from .elf import undefined_symbols
+
+ALLOWED = {"memset", "memcpy", "memmove"}
+CLAIM = ".claim"
+"""Ending of the empty files by which one of several processes takes a kernel."""
+
+
+def aim(machine: str) -> None:
+    """Make Numba generate code for `triple(machine)`; must run before Numba is imported, nothing is called after."""
+    import llvmlite.binding as llvm
+    from llvmlite.binding import targets
+
+    aimed = triple(machine)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for module in (llvm, targets):
+        module.get_process_triple = module.get_default_triple = lambda: aimed
+    from_triple = targets.Target.from_triple
+    targets.Target.from_default_triple = classmethod(lambda cls: from_triple(aimed))
+
+
+def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
+    """Import the kernel files for a rung, or the module of an extension; importing registers them."""
+    from ..vector import targets
+
+    targets.use(isa)
+    from ..registry import KERNELS
+
+    if extension:
+        import_module(extension)
+    else:
+        from ..ops import attention, elementwise, linear, neuron_down, neuron_gated, probe, rope, walk  # noqa: F401
+
+    return KERNELS
+
+
+def only_translate() -> None:
+    """Make Numba stop at LLVM IR: helpers are neither optimised nor turned into machine code one by one.
+
+    Nothing that is compiled here is called here, and the finished kernel is optimised once, whole: loops of helpers
+    that were unrolled before they are inlined would make it three times as long. Numba wants a built-in function as the
+    key of each helper; a new list's method is one.
+    """
+    from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
+    from numba.core.cpu import CPUContext
+
+    def only_lay_out(library: Any, module: Any) -> None:
+        module.data_layout = library._codegen._data_layout
+
+    CPUContext.get_executable = lambda self, library, fndesc, env: [].append
+    CPUCodeLibrary._optimize_functions = only_lay_out
+    CPUCodeLibrary._optimize_final_module = lambda self: None
+    JITCodeLibrary._finalize_specific = lambda self: None
+
+
+def optimise(module: Any, machine: Any) -> None:
+    """LLVM's -O3 without its vectorisers: the kernels spell out their vectors."""
+    import llvmlite.binding as llvm
+
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+
+
+def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[bytes, str]:
+    """Object code of one kernel, and its assembly if asked for.
+
+    Raises
+    ------
+    RuntimeError
+        If the object needs a symbol that a process without Numba does not have.
+    """
+    import llvmlite.binding as llvm
+    from numba import njit
+    from numba.core.compiler_lock import global_compiler_lock
+
+    options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled = njit("int64(int64, int64, int64, int64)", **options)(function)
+    overload = compiled.overloads[compiled.signatures[0]]
+    library = overload.library
+    with global_compiler_lock:
+        library.finalize()  # links the helpers in
+    module = llvm.parse_assembly(library.get_llvm_str())
+    module.link_in(llvm.parse_assembly(_entry(name, overload.fndesc.mangled_name, module)))
+    for inner in (*module.functions, *module.global_variables):
+        if not inner.is_declaration and inner.name != name:
+            inner.linkage = "internal"
+    module.verify()
+    machine = library.codegen._tm
+    optimise(module, machine)
+    code = machine.emit_object(module)
+    foreign = undefined_symbols(code) - ALLOWED
+    if foreign:
+        raise RuntimeError(f"kernel {name} needs the symbols {', '.join(sorted(foreign))}, which only Numba has")
+    return code, machine.emit_assembly(module) if assembly else ""
+
+
+def _entry(name: str, mangled: str, module: Any) -> str:
+    """IR of ``int64 name(rec, ctx, tid, n_threads)``, which calls Numba's function by its own convention."""
+    return f"""
+        target datalayout = "{module.data_layout}"
+        target triple = "{module.triple}"
+        declare i32 @"{mangled}"(ptr, ptr, i64, i64, i64, i64)
+        define i64 @{name}(i64 %rec, i64 %ctx, i64 %tid, i64 %n) {{
+          %result = alloca i64
+          %error = alloca ptr
+          %status = call i32 @"{mangled}"(ptr %result, ptr %error, i64 %rec, i64 %ctx, i64 %tid, i64 %n)
+          %value = load i64, ptr %result
+          ret i64 %value
+        }}"""
+
+
+def claimed(names: list[str], out: Path, share: int, shares: int) -> Iterator[str]:
+    """Names that no other process has taken, from this share's part of the list on and round to its beginning.
+
+    Neighbours have helpers in common, which a process compiles once; whoever is through with its own part takes over
+    from the others.
+    """
+    first = share * len(names) // shares
+    for name in names[first:] + names[:first]:
+        try:
+            (out / f"{name}-{os.getppid()}{CLAIM}").touch(exist_ok=False)  # all shares have the same parent
+        except FileExistsError:
+            continue
+        yield name
+
+
+def main(arguments: list[str]) -> None:
+    """``compile MACHINE ISA OUT SHARE SHARES [MODULE:] [NAME ...]``: prints ``name total`` for each object written.
+
+    The processes of all shares must write to the same directory; one share alone compiles all. MODULE is an extension.
+
+    Raises
+    ------
+    RuntimeError
+        If no kernel of a given name is there.
+    """
+    machine, isa_name, out, share, shares = arguments[:5]
+    isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
+    aim(machine)
+    extension = arguments[5][:-1] if arguments[5:] and arguments[5].endswith(":") else ""
+    kernels = load_kernels(isa, extension)
+    only_translate()
+    gc.freeze()  # what has been loaded stays; looking through it again and again costs a sixth of the time
+    gc.set_threshold(50_000, 30, 30)
+    want_assembly = bool(os.environ.get("EDGEINFER_ASSEMBLY"))
+    names = arguments[6 if extension else 5 :] or sorted(kernels, key=lambda name: (kernels[name].__module__, name))
+    if absent := [name for name in names if name not in kernels]:
+        raise RuntimeError(f"there is no @kernel named {', '.join(absent)}")
+    for name in claimed(names, Path(out), int(share), int(shares)):
+        code, assembly = compile_kernel(name, kernels[name], want_assembly)
+        (Path(out) / f"{name}.o").write_bytes(code)
+        if want_assembly:
+            (Path(out) / f"{name}.s").write_text(assembly)
+        print(name, len(names), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

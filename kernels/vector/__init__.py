@@ -1,0 +1,1 @@
+"""The vector language in which kernels are written: Numba types and intrinsics that emit LLVM IR."""

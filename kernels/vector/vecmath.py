@@ -1,0 +1,73 @@
+"""Elementary functions on vectors: polynomials, for library calls would be symbols that an object cannot resolve."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..parameters import ACTIVATIONS
+from .record import inline
+from .simd import VF, VI, F32x16, constant, define, splat_f32, vabs, vmax
+from .targets import emit_fma, fma
+
+RELU, SILU, RELU2, GELU = (ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu"))
+
+
+@define(F32x16, F32x16)
+def exp(b, x):
+    """e^x within 2 ulp; exactly 1 at 0, exactly 0 below -87, clamped at 88 (Cephes' reduction and degree)."""
+    floor = b.fcmp_ordered(">", x, constant(VF, -87.0))
+    x = b.select(b.fcmp_ordered("<", x, constant(VF, 88.0)), x, constant(VF, 88.0))
+    shifted = emit_fma(b, x, constant(VF, 1.4426950408889634), constant(VF, 12582912.0))
+    whole = b.fsub(shifted, constant(VF, 12582912.0))
+    r = emit_fma(b, whole, constant(VF, -0.693359375), x)
+    r = emit_fma(b, whole, constant(VF, 2.12194440e-4), r)
+    p = constant(VF, 1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5, 1.0, 1.0):
+        p = emit_fma(b, p, r, constant(VF, c))
+    power = b.shl(b.bitcast(shifted, VI), constant(VI, 23))  # the integer sits in the low bits of `shifted`
+    out = b.bitcast(b.add(b.bitcast(p, VI), power), VF)
+    return b.select(floor, out, constant(VF, 0.0))
+
+
+@define(F32x16, F32x16, F32x16)
+def copy_sign(b, size, sign):
+    """|size| with the sign of `sign`."""
+    bits = b.or_(b.and_(b.bitcast(size, VI), constant(VI, 0x7FFFFFFF)),
+                 b.and_(b.bitcast(sign, VI), ir.Constant(VI, [-(2**31)] * 16)))
+    return b.bitcast(bits, VF)
+
+
+@inline
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    one = splat_f32(1.0)
+    return one / (one + exp(splat_f32(0.0) - x))
+
+
+@inline
+def erf(x):
+    """Error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    z, one = vabs(x), splat_f32(1.0)
+    t = one / fma(splat_f32(0.3275911), z, one)
+    p = fma(splat_f32(1.061405429), t, splat_f32(-1.453152027))
+    p = fma(p, t, splat_f32(1.421413741))
+    p = fma(p, t, splat_f32(-0.284496736))
+    p = fma(p, t, splat_f32(0.254829592)) * t
+    return copy_sign(one - p * exp(splat_f32(0.0) - z * z), x)
+
+
+@inline
+def activate(x, kind):
+    """The hidden activation `kind` (parameters.ACTIVATIONS) of each lane."""
+    zero = splat_f32(0.0)
+    if kind == RELU:
+        return vmax(x, zero)
+    if kind == SILU:
+        return x * sigmoid(x)
+    if kind == RELU2:
+        r = vmax(x, zero)
+        return r * r
+    if kind == GELU:
+        return splat_f32(0.5) * x * (splat_f32(1.0) + erf(x * splat_f32(0.7071067811865476)))
+    inner = fma(splat_f32(0.044715) * x * x, x, x)
+    return x * sigmoid(splat_f32(1.5957691216057308) * inner)

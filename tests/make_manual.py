@@ -1,0 +1,142 @@
+"""Pages about the command line and the devices: ``python -m tests.make_manual`` renews docs/cli.md and devices.md."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from edgeinfer.cli.app import make_app
+from edgeinfer.devices import profiles
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BEGIN, END = "<!-- devices: made by tests.make_manual -->\n", "<!-- end of devices -->\n"
+
+INTRODUCTION = """# Command line
+
+This page is made from the program: `python -m tests.make_manual`.
+
+MODEL is the directory of a bundle, the directory of a checkpoint (converted once into the cache, and again when its
+files change), a known name (`demo` is embedded), or the id of a model on the hub (`owner/name`; downloaded and
+converted once). A directory goes before a name. Sizes are a number and a unit: `4GiB`, `500MB`.
+
+Exit codes: 0 done; 1 failed, or interrupted with Ctrl-C; 2 wrong usage; 3 does not fit the memory budget (the plan is
+printed).
+
+With `--json` standard output gets one JSON object and nothing else; everything else, progress and statistics too,
+goes to standard error. Times are milliseconds, sizes bytes, shares 0 to 1. An error is
+`{"error": {"code", "message"}}`, with `regions` and `total_bytes` of the plan where it does not fit. Without `--json`
+an error is one line on standard error; `EDGEINFER_DEBUG=1` shows where it comes from.
+
+| variable | meaning |
+|---|---|
+| `EDGEINFER_CACHE` | directory of converted checkpoints and compiled kernels |
+| `EDGEINFER_ISA` | instruction set to use instead of the best one |
+| `EDGEINFER_LEARN=0` | keep this machine's profile as the probe saved it; runs do not change its constants |
+| `EDGEINFER_CHECK=1` | compare every record of the program with its NumPy twin (slow) |
+| `EDGEINFER_DEBUG=1` | show where errors come from |
+"""
+
+
+def manual() -> str:
+    """Return the manual as Markdown."""
+    parts = [INTRODUCTION]
+    for name, command in commands(typer.main.get_command(make_app())):
+        parts.append("\n".join(_section(name, command)))
+    return "\n".join(parts)
+
+
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command of a group with its full name, those of groups inside it too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+def _section(name: str, command: Any) -> Iterator[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    words = [p.metavar if p.required else f"[{p.metavar}]" for p in arguments]
+    needed = [f"{max(p.opts, key=len)} {p.metavar}" for p in options if p.required]
+    yield f"## {' '.join(['edgeinfer', name, *words, *needed])}\n"
+    yield from _paragraphs(inspect.cleandoc(command.callback.__doc__ or ""))
+    yield "| argument or option | meaning | default | variable |\n|---|---|---|---|"
+    hints = get_type_hints(command.callback, include_extras=True)
+    for parameter in (*arguments, *options):
+        yield _row(parameter, getattr(hints.get(parameter.name), "__metadata__", [parameter])[0].help or "")
+    yield ""
+    fields = json_fields(name, command)
+    if fields:
+        yield "| JSON field | meaning |\n|---|---|"
+        yield from (f"| `{field}` | {meaning} |" for field, meaning in fields.items())
+        yield ""
+
+
+def json_fields(name: str, command: Any) -> dict[str, str]:
+    """Return the fields of a command's JSON object: JSON_FIELDS of its module, by the command's name."""
+    module = sys.modules[command.callback.__module__]
+    return dict(getattr(module, "JSON_FIELDS", {}).get(name, {}))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("\b"):
+            lines = paragraph.splitlines()[2:]
+            yield "```sh\n" + "\n".join(line.strip() for line in lines) + "\n```\n"
+        else:
+            yield paragraph + "\n"
+
+
+def _row(parameter: Any, text: str) -> str:
+    """Return a line of the table; `text` is the help as declared: older versions of typer lose that of arguments."""
+    if parameter.param_type_name == "argument":
+        name = parameter.metavar
+    else:
+        name = ", ".join(parameter.opts) + ("" if parameter.is_flag else f" {parameter.metavar}")
+    text, _, default = text.partition("  [default: ")
+    text, _, variable = text.partition("  [env var: ")
+    default = default.rstrip("]") or _default(parameter)
+    variable = variable.split(",")[0].rstrip("]") or (parameter.envvar or "")
+    cells = [f"`{name}`", text, default, f"`{variable}`" if variable else ""]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(parameter: Any) -> str:
+    """Return the default as text; none for flags and for what may be left out."""
+    value = parameter.default
+    if parameter.required or value is False or not isinstance(value, (str, int, float)):
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def device_table() -> str:
+    """Return all devices as a Markdown table, with where the bandwidth figures are from."""
+    lines = ["| name | device | class | memory, GiB | GB/s | source | drawn by decoding, GB/s | source |",
+             "|---|---|---|---|---|---|---|---|"]
+    for profile in profiles().values():
+        drawn = "" if profile.effective_gbs is None else f"{profile.effective_gbs:g}"
+        cells = [f"`{profile.name}`", profile.title, profile.device_class, f"{profile.memory_bytes / 2**30:g}",
+                 f"{profile.bandwidth_gbs:g}", profile.sources["bandwidth_gbs"], drawn,
+                 profile.sources.get("effective_gbs", "")]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def renewed(page: str) -> str:
+    """Return a page with its table made anew."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the page has no lines {BEGIN.strip()!r} and {END.strip()!r}; put them where the table goes"
+    return before + BEGIN + device_table() + END + after
+
+
+if __name__ == "__main__":
+    (DOCS / "cli.md").write_text(manual(), encoding="utf-8")
+    page = DOCS / "devices.md"
+    page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")

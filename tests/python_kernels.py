@@ -1,0 +1,61 @@
+"""Executors whose kernels are Python functions: the executor calls whatever a record points to."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from edgeinfer.kernels import Kernels, abi, choose
+from edgeinfer.runtime import Program, Record
+from edgeinfer.runtime.executor import Executor
+
+WORD = ctypes.c_int64
+COUNT_FREE = 15
+"""A count that no kernel uses."""
+ENTRY = ctypes.CFUNCTYPE(WORD, WORD, WORD, WORD, WORD)
+Make = Callable[..., Executor]
+
+
+@functools.cache
+def real() -> Kernels:
+    return Kernels(choose())
+
+
+class PythonKernels:
+    """Stands in for Kernels: Python functions (record number, thread) -> status, and the real inner half."""
+
+    def __init__(self, **functions: Callable[[int, int], int | None]):
+        self.base = 0
+        self._entries = {name: ENTRY(functools.partial(self._call, f)) for name, f in functions.items()}
+
+    def _call(self, function: Callable[[int, int], int | None], rec: int, ctx: int, tid: int, n_threads: int) -> int:
+        return function((rec - self.base) // abi.RECORD_BYTES, tid) or 0
+
+    def addresses(self, names: tuple[str, ...]) -> dict[str, int]:
+        return {name: ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0 for name in names}
+
+    def function(self, name: str) -> Callable[[int, int, int, int], int]:
+        return real().function(name)
+
+
+@contextmanager
+def executors() -> Iterator[Make]:
+    """Make executors of records given as names, or (name, predicate); they are closed at the end."""
+    opened: list[Executor] = []
+
+    def build(records: list[Any], threads: int, **functions: Callable[[int, int], int | None]) -> Executor:
+        named = [record if isinstance(record, tuple) else (record, None) for record in records]
+        kernels: Any = PythonKernels(**functions)
+        counts = [() if predicate is None else (predicate,) for _, predicate in named]
+        program = Program(tuple(Record(name, "test", predicates=c) for (name, _), c in zip(named, counts, strict=True)))
+        executor = Executor(program, kernels, threads, {})
+        kernels.base = program.words.ctypes.data
+        opened.append(executor)
+        return executor
+
+    yield build
+    for executor in opened:
+        executor.close()
