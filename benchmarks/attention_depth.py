@@ -23,13 +23,13 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.machine import describe  # noqa: E402
-from edgeinfer.bench.traffic import kv_read_bytes  # noqa: E402
+from edgeinfer.bench import MachineProbe  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import KV_TYPES, RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
 from edgeinfer.errors import EdgeInferError  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
-from edgeinfer.runtime import Probe, Session  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
 
 READ_BYTES = 1 << 30
 TOKENS = 16
@@ -85,10 +85,11 @@ class Depth:
 
     def bytes(self) -> int:
         """Bytes of keys and values that one token reads."""
-        return kv_read_bytes(self.session.model, self.kv, 0, self.depth)
+        reads = (op.kv for op in self.session.graph.ops if op.kv and not op.kv.stores)
+        return next(reads).read_bytes(self.kv, self.depth)
 
 
-def measure(path: Path, depth: int, kv: str, probe: Probe, repetitions: int) -> dict[str, float]:
+def measure(path: Path, depth: int, kv: str, probe: MachineProbe, repetitions: int) -> dict[str, float]:
     """Median bandwidth of attention and of plain reads, and the median of their paired ratios."""
     run = Depth(path, depth, kv, probe.threads)
     try:
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     rows = []
     try:
-        with tempfile.TemporaryDirectory() as directory, Probe(given.t, READ_BYTES) as probe:
+        with tempfile.TemporaryDirectory() as directory, MachineProbe(given.t, READ_BYTES) as probe:
             for shape in given.shape or sorted(SHAPES):
                 path = one_layer(shape, Path(directory))
                 for depth in map(int, given.d.split(",")):

@@ -24,9 +24,11 @@ if str(ROOT) not in sys.path:  # `python benchmarks/memory.py` in a checkout tha
 
 from benchmarks.outside import control_group, evict, watch  # noqa: E402
 from benchmarks.quality import machine  # noqa: E402
+from edgeinfer.bundle import FORMAT_VERSION  # noqa: E402
 from edgeinfer.cache import cache_root  # noqa: E402
 from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
 from edgeinfer.memory_planner import available_bytes  # noqa: E402
+from edgeinfer.quant import WeightType  # noqa: E402
 
 SHARE, BYTES = 0.03, 24_000_000
 """A measured peak may differ from the plan by the larger of these."""
@@ -74,7 +76,8 @@ class Row:
 
 def bundle_of(shape: str, weights: str) -> tuple[Path, bool]:
     """Random weights of a shape, and whether they were in the cache already."""
-    path = cache_root() / "bundles" / f"random-{shape}-{weights}{'-g32' if weights in ('q4', 'int8') else ''}-v1"
+    stored = WeightType.of(weights).suffix.replace("_", "-")
+    path = cache_root() / "bundles" / f"random-{shape}-{stored}-v{FORMAT_VERSION}"
     there = path.exists()
     if not there:
         print(f"writing {path.name}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ def write_report(head: str, isa: str, results: dict[int, dict[str, list[Reading]
     parts = [
         "# FFNs stored neuron by neuron", "",
         "Written by `python benchmarks/neuron_rows.py`. What the layout is: [bundle.md](bundle.md); how the kernels",
-        "work: `kernels/neuron.py`.", "",
+        "work: `kernels/ops/neuron_gated.py`.", "",
         f"Measured: {machine}; {isa}; edgeinfer {__version__}, numba {version('numba')}.", "",
         head, "",
     ]

@@ -20,12 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.neuron_report import Reading, write_report
 from benchmarks.peers.machine import Others
-from edgeinfer.bundle import stored_bytes
-from edgeinfer.graph import round_up
-from edgeinfer.kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, ROWS, Kernels, abi, choose, fill
-from edgeinfer.runtime import Probe, Program, Record
-from edgeinfer.runtime.executor import Executor
-from edgeinfer.runtime.memory import allocate
+from edgeinfer.bench import MachineProbe
+from edgeinfer.kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, Kernels, abi, choose, fill
+from edgeinfer.quant import WeightType
+from edgeinfer.runtime import Executor, Program, Record, allocate
+from edgeinfer.sizes import round_up
 
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
 """Parts of the neurons that a list names."""
@@ -46,13 +45,13 @@ class Shape:
     @property
     def part_bytes(self) -> int:
         """Bytes of a gate row, an up row or a down column."""
-        return stored_bytes("neuron", self.dtype, self.group, (1, 3, self.hidden)) // 3
+        return WeightType(self.dtype, self.group).part_bytes(self.hidden)
 
     @property
     def tile_bytes(self) -> tuple[int, int]:
         """Bytes of 16 rows of gate and up, and of down, in tile16."""
-        return (stored_bytes("tile16", self.dtype, self.group, (16, self.hidden)),
-                stored_bytes("tile16", self.dtype, self.group, (16, self.neurons)))
+        stored = WeightType(self.dtype, self.group)
+        return stored.tile_bytes(self.hidden), stored.tile_bytes(self.neurons)
 
 
 def random_memory(rng: np.random.Generator, nbytes: int, rows: int, scales: slice) -> NDArray[np.uint8]:
@@ -105,45 +104,34 @@ class Bench:
         executor.set_count(abi.COUNT_TOKENS, 1)
         return executor
 
-    def _norm(self) -> Record:
-        _, scales, sums = self.q8
-        parameters = fill(ROWS, width=self.shape.hidden, in_stride=self.width, out_stride=self.q8[0], scales=scales,
-                          rows=abi.COUNT_TOKENS, sums=sums, group=self.shape.group, padded=scales, eps=1e-5,
-                          scratch=self.scratch)
-        places = (self.at["x"], self.at["q"], self.at["norm"], ("scratch", 0))
-        return Record("rms_norm_q8", "norm", places, tuple(parameters), abi.FLAG_NORM, abi.COUNT_MANY)
+    def _fused(self, kind: int, width: int, row: tuple[int, int, int]) -> dict[str, int | float]:
+        """Parameters of a product that quantises (and normalises) its one token itself."""
+        return {"fused": kind, "width": width, "eps": 1e-5, "group": self.shape.group, "x_stride": row[0],
+                "x_scales": row[1], "x_offsets": row[2]}
 
     def tile16_records(self, threads: int) -> list[Record]:
         """All FFNs in tile16, dense, as a session runs them."""
         s, records = self.shape, []
         gate_up, down = s.tile_bytes
         kernel, chunk_bytes = f"{s.dtype}_g{s.group}", 64 << 10
-        _, scales, sums = self.q8
+        gate_tiles, tiles = -(-s.neurons // 16), -(-s.hidden // 16)
+        common = {"rows": abi.COUNT_TOKENS, "scratch": self.scratch}
         offset = 0
         for _ in range(s.layers):
-            tiles = -(-s.neurons // 16)
-            common = {"rows": abi.COUNT_TOKENS, "scratch": self.scratch}
-            chunk = max(2, chunk_bytes // (2 * gate_up) // 2 * 2)
-            parameters = fill(LINEAR, tiles=tiles, tile_bytes=gate_up, records=-(-s.hidden // (2 * s.group)),
-                              x_stride=self.q8[0], x_scales=scales, x_sums=sums, out_stride=self.f_width, chunk=chunk,
-                              activation=ACTIVATIONS["silu"], **common)
-            places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0))
-            records += [self._norm(), Record(f"gated_{kernel}", "gated", places, tuple(parameters),
-                                             abi.FLAG_OWN_INPUT)]
-            offset += 2 * tiles * gate_up
-            _, f_scales, f_sums = self.f_q8
-            parameters = fill(ROWS, width=s.neurons, in_stride=self.f_width, out_stride=self.f_q8[0],
-                              rows=abi.COUNT_TOKENS, scales=f_scales, sums=f_sums, group=s.group, padded=f_scales)
-            records.append(Record("quantize", "quantize", (self.at["f"], self.at["fq"]), tuple(parameters), 0,
-                                  abi.COUNT_MANY))
-            tiles = -(-s.hidden // 16)
+            parameters = fill(LINEAR, tiles=gate_tiles, tile_bytes=gate_up, records=-(-s.hidden // (2 * s.group)),
+                              out_stride=self.f_width, chunk=max(2, chunk_bytes // (2 * gate_up) // 2 * 2),
+                              activation=ACTIVATIONS["silu"], **self._fused(abi.FUSED_NORM, s.hidden, self.q8),
+                              **common)
+            places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0), self.at["x"],
+                      self.at["norm"])
+            records.append(Record(f"gated_{kernel}", "gated", places, tuple(parameters)))
+            offset += 2 * gate_tiles * gate_up
             chunk = max(2, min(chunk_bytes // down, tiles // (4 * threads)) // 2 * 2)
             parameters = fill(LINEAR, tiles=tiles, tile_bytes=down, records=-(-s.neurons // (2 * s.group)),
-                              x_stride=self.f_q8[0], x_scales=f_scales, x_sums=f_sums, out_stride=self.width,
-                              chunk=chunk, **common)
-            places = (("weights", offset), self.at["fq"], self.at["x"], self.at["bias"], ("scratch", 0))
-            records.append(Record(f"linear_{kernel}", "down", places, tuple(parameters),
-                                  abi.FLAG_OWN_INPUT | abi.FLAG_RESIDUAL))
+                              out_stride=self.width, chunk=chunk,
+                              **self._fused(abi.FUSED_QUANTISE, s.neurons, self.f_q8), **common)
+            places = (("weights", offset), self.at["fq"], self.at["x"], self.at["bias"], ("scratch", 0), self.at["f"])
+            records.append(Record(f"linear_{kernel}", "down", places, tuple(parameters), abi.FLAG_RESIDUAL))
             offset += tiles * down
         return records
 
@@ -152,18 +140,17 @@ class Bench:
         s, records = self.shape, []
         groups = -(-s.hidden // s.group)
         rows, lines = abi.neuron_chunks(s.neurons, s.part_bytes, abi.neuron_lines(s.hidden, s.group, s.dtype), threads)
-        common = {"neurons": s.neurons, "part_bytes": s.part_bytes, "groups": groups, "group": s.group,
+        common = {"neurons": s.neurons, "part_bytes": s.part_bytes, "groups": groups,
                   "rows": abi.COUNT_TOKENS, "scratch": self.scratch, "block": abi.neuron_block(s.neurons)}
         for layer in range(s.layers):
             weights = ("weights", layer * s.neurons * 3 * s.part_bytes)
-            parameters = fill(NEURON_GATED, **common, x_stride=self.q8[0], out_stride=self.f_width,
-                              chunk=rows, activation=ACTIVATIONS[activation])
+            parameters = fill(NEURON_GATED, **common, out_stride=self.f_width, chunk=rows,
+                              activation=ACTIVATIONS[activation], **self._fused(abi.FUSED_NORM, s.hidden, self.q8))
             places = (weights, self.at["q"], self.at["f"], self.at["list"], ("scratch", 0), self.at["bias"],
-                      self.at["sums"])
-            records += [self._norm(), Record(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters),
-                                             abi.FLAG_OWN_INPUT | flags)]
-            parameters = fill(NEURON_DOWN, **common, x_stride=self.f_width, out_stride=self.width, width=s.hidden,
-                              chunk=lines)
+                      self.at["sums"], self.at["x"], self.at["norm"])
+            records.append(Record(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
+            parameters = fill(NEURON_DOWN, **common, group=s.group, x_stride=self.f_width, out_stride=self.width,
+                              width=s.hidden, chunk=lines)
             places = (weights, self.at["f"], self.at["x"], self.at["list"], ("scratch", 0), self.at["norm"],
                       self.at["sums"])
             records.append(Record(f"neuron_down_{s.dtype}", "down", places, tuple(parameters),
@@ -208,7 +195,7 @@ def measure(bench: Bench, threads: int, rounds: int) -> dict[str, list[Reading]]
     listed = bench.executor(bench.neuron_records(threads, "silu", abi.FLAG_LIST), bench.neuron, threads)
     exact = bench.executor(bench.neuron_records(threads, "relu", abi.FLAG_BIAS), bench.neuron, threads)
     tiles = bench.executor(bench.tile16_records(threads), bench.tile16, threads)
-    with Probe(threads, 1 << 30) as probe, dense, listed, exact, tiles:
+    with MachineProbe(threads, 1 << 30) as probe, dense, listed, exact, tiles:
 
         def read(name: str, executor: Executor, nbytes: float, prepare: Callable[[], object] = int) -> None:
             """One reading: as many runs as make up half of all bytes, each with neurons of its own."""

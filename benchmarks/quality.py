@@ -26,7 +26,8 @@ from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters import convert  # noqa: E402
 from edgeinfer.evaluate import OUTPUT_ROWS, Divergence, Evaluation, evaluate, token_stream  # noqa: E402
-from edgeinfer.runtime import Session, Tokenizer  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
+from edgeinfer.text import Tokenizer  # noqa: E402
 
 WINDOW = 512
 SMALL_MODEL = 1_000_000

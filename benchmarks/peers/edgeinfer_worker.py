@@ -71,10 +71,10 @@ class EdgeInfer:
         return {"ms": process_age_ms()}
 
     def probe(self, threads: int, read_bytes: int) -> dict[str, Any]:
-        from edgeinfer.runtime import Probe
+        from edgeinfer.bench import MachineProbe
 
         if self._probe is None:
-            self._probe = Probe(threads, read_bytes)
+            self._probe = MachineProbe(threads, read_bytes)
         return {"read_gbs": self._probe.read_gbs(), "int8_gops": self._probe.int8_gops()}
 
     def _close(self) -> None:

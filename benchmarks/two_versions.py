@@ -1,0 +1,156 @@
+"""Two versions of edgeinfer against each other on this machine, in turns: speed, start and memory.
+
+    python benchmarks/two_versions.py --before OLD_ENV/bin/python --after NEW_ENV/bin/python --output report.md
+
+Each version lives in an environment of its own, whose Python is named here. Both have processes that stay open and take
+turns, test by test; a ratio is that of neighbouring turns, and the median of them counts, because on shared machines
+speed moves within seconds. Models have random weights in the shapes of well-known ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+WORKER = """
+import json, resource, sys, time
+from pathlib import Path
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import write_random_bundle
+from edgeinfer.graph import builtin_shapes, read_config
+from edgeinfer.runtime import Session
+
+path, shape, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+write_random_bundle(read_config(dict(builtin_shapes()[shape].config)), path)
+session = Session(Bundle.open(path), RuntimeConfig(ctx=1024, threads=threads, prefill_chunk=256))
+ids = [(37 * i) % 1000 + 3 for i in range(512)]
+print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)
+for line in sys.stdin:
+    sequence, n = session.new_sequence(), int(line[2:])
+    if line.startswith("tg"):
+        session.prefill(sequence, ids[:16])
+        began = time.perf_counter()
+        for i in range(n):
+            session.decode([sequence], [ids[i]])
+    else:
+        began = time.perf_counter()
+        session.prefill(sequence, ids[:n])
+    seconds = time.perf_counter() - began
+    session.release(sequence)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak}), flush=True)
+"""
+RUN_DEMO = ["-m", "edgeinfer", "run", "demo", "Once upon a time", "-n", "16", "--temp", "0", "--json"]
+
+
+@dataclass
+class Worker:
+    """A process of one version with one model open."""
+
+    python: str
+    arguments: list[str]
+    process: subprocess.Popen[str] = field(init=False)
+    opened: dict[str, Any] = field(init=False)
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        command = [self.python, "-c", WORKER, *self.arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
+        self.opened = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.python} ended; its message stands above.")
+        return dict(json.loads(line))
+
+    def seconds(self, test: str) -> float:
+        """Run one test."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(test + "\n")
+        self.process.stdin.flush()
+        self.last = self._answer()
+        return float(self.last["seconds"])
+
+
+def paired(before: Any, after: Any, turns: int) -> tuple[float, float, float]:
+    """Time of the one over time of the other, of neighbouring turns: median, lower and upper quartile."""
+    ratios = []
+    for turn in range(turns):
+        first, second = (before, after) if turn % 2 else (after, before)
+        one, other = first(), second()
+        ratios.append(one / other if turn % 2 else other / one)  # before / after, whoever went first
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def compare_shape(options: argparse.Namespace, shape: str) -> list[str]:
+    """Rows of the report for one shape."""
+    rows = []
+    with tempfile.TemporaryDirectory() as root:
+        sides = [Worker(python, [f"{root}/{name}", shape, str(options.threads)])
+                 for name, python in (("before", options.before), ("after", options.after))]
+        for test in options.test:
+            for side in sides:
+                side.seconds(test)  # pays for what happens once
+            before, after = (partial(side.seconds, test) for side in sides)
+            middle, low, high = paired(before, after, options.turns)
+            rows.append(f"| {shape} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} | {options.turns} |")
+        memory = [(side.opened["planned_bytes"], side.last["peak_rss_bytes"]) for side in sides]
+        for side in sides:
+            side.process.kill()
+            side.process.wait()
+    for name, (planned, peak) in zip(("before", "after"), memory, strict=True):
+        rows.append(f"| {shape} | memory {name} | {peak / 1e6:.1f} MB of {planned / 1e6:.1f} MB planned | | |")
+    return rows
+
+
+def compare_start(options: argparse.Namespace) -> list[str]:
+    """First token of the demo, process start included."""
+
+    def first_token(python: str) -> float:
+        done = subprocess.run([python, *RUN_DEMO], capture_output=True, text=True, cwd="/", check=True)
+        return float(json.loads(done.stdout)["ttft_process_ms"])
+
+    for python in (options.before, options.after):
+        first_token(python)
+    middle, low, high = paired(lambda: first_token(options.before), lambda: first_token(options.after), options.starts)
+    return [f"| demo | first token of a process | {middle:.3f} | {low:.3f} to {high:.3f} | {options.starts} |"]
+
+
+def main() -> None:
+    """Measure and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True, metavar="PYTHON")
+    parser.add_argument("--after", required=True, metavar="PYTHON")
+    parser.add_argument("--shape", action="append", help="may be repeated; default: smollm2-135m, tinyllama-1.1b")
+    parser.add_argument("--test", action="append", help="ppN or tgN; may be repeated; default: pp512, tg64")
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--starts", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    options.shape, options.test = options.shape or ["smollm2-135m", "tinyllama-1.1b"], options.test or ["pp512", "tg64"]
+    machine = f"{platform.processor() or platform.machine()}, {options.threads} threads, Python "
+    lines = [f"{machine}{platform.python_version()}. Ratios are time before / time after of neighbouring turns: "
+             "above 1 is faster now.", "", "| model | test | ratio | quartiles | turns |", "|---|---|---|---|---|"]
+    for rows in (compare_start(options), *(compare_shape(options, shape) for shape in options.shape)):
+        lines += rows
+        print("\n".join(rows), flush=True)
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
