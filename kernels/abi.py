@@ -82,6 +82,8 @@ CTX_CLOCK = 480
 """Nanoseconds at the last barrier (profile only)."""
 CTX_FIRST = 488
 """Index of the record that a walk begins with; -2 - index where that has a ticket."""
+CTX_CLOCK_ID = 496
+"""What `clock_gettime` calls its monotonic clock; systems number their clocks differently."""
 HEAD_BYTES = 512
 """Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.

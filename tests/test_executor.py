@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
+from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError, UsageError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import abi
 from edgeinfer.runner import Cancellation
+from edgeinfer.runtime import threads as threads_module
 from tests.python_kernels import COUNT_FREE, Make, executors
 from tests.sessions import free_blocks, logits_of, session, tokens, write_model
 
@@ -320,6 +321,36 @@ def test_the_profile_has_the_time_of_each_record(make: Make) -> None:
     assert profile.sum() > 0.5 * wall
     executor.run()
     assert executor.stop_profile().size == 0
+
+
+@pytest.mark.parametrize(("system", "number"), [("linux", 1), ("darwin", 6)])
+def test_the_clock_has_the_number_that_the_system_gives_it(
+    monkeypatch: pytest.MonkeyPatch, system: str, number: int
+) -> None:
+    monkeypatch.setattr(time, "CLOCK_MONOTONIC", number)
+    monkeypatch.setattr(sys, "platform", system)
+    found = threads_module.host_functions()
+    assert found["clock"] and found["clock_id"] == number
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such clocks")
+def test_kernels_read_the_clock_of_that_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number: here that of the time of day, which no monotonic clock is near."""
+    monkeypatch.setattr(time, "CLOCK_MONOTONIC", time.CLOCK_REALTIME)
+    executor = make(["work"], 1, work=lambda record, tid: 0)
+    executor.start_profile()
+    before = time.time_ns()
+    executor.run()
+    assert before <= executor.get(abi.CTX_CLOCK) <= time.time_ns()
+
+
+def test_where_kernels_have_no_clock_nothing_is_profiled(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = {"futex": 0, "futex_number": 0, "yield": threads_module.host_functions()["yield"], "clock": 0, "clock_id": 0}
+    monkeypatch.setattr(threads_module, "host_functions", lambda: host)
+    executor = make(["work"], 2, work=lambda record, tid: 0)
+    executor.run()
+    with pytest.raises(UsageError, match=r"^Kernels can read no clock on this system \(.*\), so .* leave --pr"):
+        executor.start_profile()
 
 
 def test_the_profile_of_a_model(models: Path) -> None:

@@ -38,7 +38,14 @@ def measure(session: Session, probe: MachineProbe, cases: list[Case], repetition
     profile : bool
         Afterwards run each test once more with a clock per record.
     progress : callable, optional
+
+    Raises
+    ------
+    UsageError
+        A profile is wanted where records cannot be timed.
     """
+    if profile:
+        session.executor.check_clock()
     run = _Run(session, probe, progress, len(cases) * (repetitions + 1 + profile))
     rows, profiles = [], []
     for case in cases:

@@ -7,11 +7,12 @@ while a walk runs: this class starts it and waits.
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError
+from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError, UsageError
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.runner import Cancellation
 
@@ -150,9 +151,22 @@ class Executor:
     # -- profile -----------------------------------------------------------------------------------------------------
 
     def start_profile(self) -> None:
-        """Add up the time of each record from now on."""
+        """Add up the time of each record from now on.
+
+        Raises
+        ------
+        UsageError
+            This system has no clock that kernels can read.
+        """
+        self.check_clock()
         self._profile = np.zeros(len(self.program.records), np.int64)
-        self.set(abi.CTX_PROFILE, self._profile.ctypes.data if self.get(abi.CTX_HOST_CLOCK) else 0)
+        self.set(abi.CTX_PROFILE, self._profile.ctypes.data)
+
+    def check_clock(self) -> None:
+        """Raise `UsageError` where the time of records cannot be measured."""
+        if not self.get(abi.CTX_HOST_CLOCK):
+            raise UsageError(f"Kernels can read no clock on this system ({sys.platform}), so records cannot be timed; "
+                             "leave --profile out.")
 
     def stop_profile(self) -> NDArray[np.int64]:
         """Nanoseconds of each record since `start_profile`, of shape (n_records,)."""

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -29,14 +30,18 @@ _HEAD = abi.HEAD_BYTES >> 3
 
 
 def host_functions() -> dict[str, int]:
-    """Addresses and numbers for ctx: futex (Linux), yield, clock_gettime; 0 where the system has none."""
-    out = {"futex": 0, "futex_number": 0, "yield": 0, "clock": 0}
+    """Addresses and numbers for ctx: futex (Linux), yield, clock_gettime and the number of its monotonic clock.
+
+    0 where the system has none: Windows has no such clock.
+    """
+    out = {"futex": 0, "futex_number": 0, "yield": 0, "clock": 0, "clock_id": 0}
     if sys.platform == "win32":
         kernel32 = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
         out["yield"] = _address(kernel32.SwitchToThread)
         return out
     libc = ctypes.CDLL(None)
     out["yield"], out["clock"] = _address(libc.sched_yield), _address(libc.clock_gettime)
+    out["clock_id"] = time.CLOCK_MONOTONIC  # 1 on Linux, 6 on macOS
     number = FUTEX.get(platform.machine())
     if sys.platform.startswith("linux") and number:
         out["futex"], out["futex_number"] = _address(libc.syscall), number
@@ -90,7 +95,7 @@ class Pool:
         host = host_functions()
         for offset, value in ((abi.CTX_HOST_FUTEX, host["futex"]), (abi.CTX_FUTEX_NUMBER, host["futex_number"]),
                               (abi.CTX_HOST_YIELD, host["yield"]), (abi.CTX_HOST_CLOCK, host["clock"]),
-                              (abi.CTX_SPINS, spins(threads))):
+                              (abi.CTX_CLOCK_ID, host["clock_id"]), (abi.CTX_SPINS, spins(threads))):
             self.words[offset >> 3] = value
         # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended:
         # when the last program leaves, when the pool is forgotten, and when Python exits.
@@ -120,7 +125,7 @@ class Pool:
             self._users += 1
             head = np.zeros(_HEAD, np.int64)
             for offset in (abi.CTX_HOST_FUTEX, abi.CTX_FUTEX_NUMBER, abi.CTX_HOST_YIELD, abi.CTX_HOST_CLOCK,
-                           abi.CTX_SPINS):
+                           abi.CTX_CLOCK_ID, abi.CTX_SPINS):
                 head[offset >> 3] = self.words[offset >> 3]
             return head
 

@@ -26,6 +26,7 @@ from ..abi import (
     CTX_BEGIN,
     CTX_CANCEL,
     CTX_CLOCK,
+    CTX_CLOCK_ID,
     CTX_COUNTS,
     CTX_DONE,
     CTX_END,
@@ -162,7 +163,7 @@ def next_record(ctx, pc):
 def clock(ctx):
     """Nanoseconds since the last call; the time lies in ctx."""
     timespec = ctx + CTX_SCRATCH
-    call2(load_i64(ctx + CTX_HOST_CLOCK), 1, timespec)
+    call2(load_i64(ctx + CTX_HOST_CLOCK), load_i64(ctx + CTX_CLOCK_ID), timespec)
     now = load_i64(timespec) * 1000000000 + load_i64(timespec + 8)
     passed = now - load_i64(ctx + CTX_CLOCK)
     store_i64(ctx + CTX_CLOCK, now)
