@@ -189,3 +189,15 @@ def test_every_slot_of_the_context_can_be_used(path: Path) -> None:
         assert [len(sequence) for sequence in family] == [43] * 4
         with pytest.raises(RequestError, match=r"^1 tokens after 43 tokens do not fit the context of 43"):
             opened.decode([parent], [1])
+
+
+def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Session) -> None:
+    ids = tokens(37)
+    first = opened.new_sequence()
+    expected = opened.prefill(first, ids).copy()
+    for layer in opened.kv._layers:
+        layer[first.blocks] = 0xFF  # NaN, as values and as scales
+    opened.release(first)
+    again = opened.new_sequence()
+    np.testing.assert_array_equal(opened.prefill(again, ids), expected)
+    opened.release(again)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
+from edgeinfer.json_text import parse_json
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
 from edgeinfer.runner import Sequence
@@ -39,6 +40,7 @@ class KVCache:
         self._layers = [region[layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
                         for layer in plan.kv_layers.values()]
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
+        self._written = bytearray(plan.kv_blocks)
 
     # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
     # free while a block table names it; what was lost comes back when the pool is empty.
@@ -78,7 +80,12 @@ class KVCache:
         """A block of one's own; if none is free, those that no living sequence names are."""
         if not self.pool.n_free:
             self.pool.recount(sequence.blocks for sequence in self._living)
-        return self.pool.take()
+        block = self.pool.take()
+        if self._written[block]:  # what overflowed there must not reach others: a weight of 0 times NaN is NaN
+            for layer in self._layers:
+                layer[block] = 0
+        self._written[block] = 1
+        return block
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
@@ -193,10 +200,10 @@ class KVCache:
             raise BundleError(f"{path} is no prompt cache of edgeinfer.")
         size = struct.unpack("<Q", start[8:])[0]
         try:
-            header = json.loads(file.read(size) if size <= MAX_HEADER_BYTES else b"")
+            header = parse_json(file.read(size) if size <= MAX_HEADER_BYTES else b"")
             tokens, _ = header["tokens"], header["sha256"]
             good = isinstance(tokens, list) and all(type(t) is int and t >= 0 for t in tokens)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             good = False
         if not good:
             raise _damaged(path)
