@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CheckpointError
+from edgeinfer.json_text import parse_json
 
 CONFIG_FILE = "config.json"
 MAX_JSON_BYTES = 64 << 20
@@ -22,8 +22,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, too large for its purpose.")
     try:
-        data = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {str(error)[:120]}.") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} is no JSON object.")

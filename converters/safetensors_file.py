@@ -7,7 +7,6 @@ pages of a mapping would count as this process's memory.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
+from edgeinfer.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
@@ -113,8 +113,8 @@ class SafetensorsFile:
             raise self._bad(f"its header should have {length} bytes, but the file has {size}; it is truncated or no "
                             "safetensors file")
         try:
-            data = json.loads(self._file.read(length).decode("utf-8"))
-        except (ValueError, RecursionError):
+            data = parse_json(self._file.read(length))
+        except ValueError:
             raise self._bad("its header is not valid JSON") from None
         if not isinstance(data, dict):
             raise self._bad("its header is no JSON object")

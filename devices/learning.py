@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.json_text import parse_json
 
 from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
 from .classes import Constants, constants_of
@@ -172,10 +173,10 @@ def _read(path: Path, profile: DeviceProfile) -> _Runs:
     try:
         if path.stat().st_size > MOST_FILE_BYTES:
             return fresh
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
         base = {name: float(value) for name, value in data["base"].items()}
         runs = _Runs(data["probe"], base, _parsed(DecodeRun, data["decodes"]), _parsed(PromptRun, data["prompts"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return fresh
     return runs if runs.probe == profile.measured else fresh
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from edgeinfer.cache import cache_root
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
+from edgeinfer.json_text import check_depth
 
 from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
 
@@ -188,7 +189,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_FILE_BYTES:
             raise ProfileError(f"{path} has {path.stat().st_size} bytes; a profile has at most {MOST_FILE_BYTES}.")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        check_depth(table)
+        return table
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a number of thousands of digits

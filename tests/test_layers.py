@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {  # compared as strings
-    **dict.fromkeys(["errors", "sizes", "process", "cache", "lock", "demo", "lazy"], "0"),
+    **dict.fromkeys(["errors", "sizes", "process", "cache", "lock", "demo", "lazy", "json_text"], "0"),
     **dict.fromkeys(["quant"], "0b"),
     **dict.fromkeys(["config"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
@@ -27,7 +27,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
-CONVERTERS_MAY_IMPORT = {"errors", "lazy", "config", "bundle", "graph", "devices", "quant"}
+CONVERTERS_MAY_IMPORT = {"errors", "lazy", "json_text", "config", "bundle", "graph", "devices", "quant"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

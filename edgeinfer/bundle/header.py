@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from edgeinfer.errors import BundleError
+from edgeinfer.json_text import parse_json
 from edgeinfer.sizes import MAX_BYTES
 
 from .config_json import config_from_json
@@ -99,20 +100,11 @@ def checksum(data: dict[str, Any]) -> str:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name occurs twice in one object")
-        return result
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
     if len(text) > MAX_HEADER_BYTES:
         raise BundleError(f"{HEADER_FILE} has {len(text)} bytes; the limit is {MAX_HEADER_BYTES}.")
     try:
-        data = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text, unique=True)
+    except ValueError as error:
         raise BundleError(f"{HEADER_FILE} is not valid JSON ({str(error)[:120]}); the bundle is damaged.") from None
     if not isinstance(data, dict):
         raise BundleError(f"{HEADER_FILE} is no JSON object; the bundle is damaged.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from ..json_text import parse_json
 
 MAX_FILE_BYTES = 512_000_000
 """Far above the largest tokenizer in use (tens of megabytes), far below what would hurt a small machine for long."""
@@ -44,8 +44,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file; raises `TokenizerError` for damage and for any other JSON value."""
     text = read_text(path)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON ({error}); {REMEDY}.") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds a JSON {type(value).__name__}, not an object; {REMEDY}.")
