@@ -28,7 +28,7 @@ from .graph import (
     requested_types,
     supported_architectures,
 )
-from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id
+from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id, unknown_model
 from .quant import embedding_type
 
 if TYPE_CHECKING:
@@ -273,7 +273,5 @@ def _unknown(name: str) -> str:
         return f"There is no file or directory {name!r}."
     known = [DEMO, *builtin_shapes(), *KNOWN_NAMES]
     near = difflib.get_close_matches(Path(name).name.lower(), known, n=3, cutoff=0.5)
-    if near:
-        return f"Unknown model {name!r}: no such file and no known name; did you mean {' or '.join(map(repr, near))}?"
-    return (f"Unknown model {name!r}: no such file and no known name; give a bundle, a checkpoint, a config.json, a "
-            f"GGUF file, an id on the hub such as owner/name, or a built-in shape: {', '.join(builtin_shapes())}.")
+    return unknown_model(name, "file", near, known, "a bundle, a checkpoint, a config.json, a GGUF file, or an id on "
+                         "the hub such as owner/name")

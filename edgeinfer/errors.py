@@ -6,12 +6,37 @@ A message names the value, the limit and the remedy. The command line prints it 
 
 from __future__ import annotations
 
+import re
+
+LONG_MESSAGE, LONG_VALUE = 400, 100
+"""Characters from which on a message, and a value in it, is shortened."""
+_VALUES = re.compile(r"""(?<!\w)(['"])((?:(?!\1).)+)\1|[^\s'"]+""", re.DOTALL)
+"""Values as messages hold them: in quotes (no apostrophe, which stands behind a letter), or without a space in it."""
+
+
+def shortened(message: str) -> str:
+    """Return a message whose long values show only their ends: whatever was given, a person can read the sentence."""
+    if len(message) <= LONG_MESSAGE:
+        return message
+    text = _VALUES.sub(lambda found: _ends(found[0], LONG_VALUE), message)
+    return _ends(text, 4 * LONG_MESSAGE)
+
+
+def _ends(text: str, most: int) -> str:
+    """The beginning and the end of a text that is longer than `most`, and how long it is."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}[... {len(text) - most} characters ...]{text[-(most - most // 2):]}"
+
 
 class EdgeInferError(Exception):
     """Base of all errors that edgeinfer raises on purpose."""
 
     code = "failed"
     exit_code = 1
+
+    def __init__(self, message: object = ""):
+        super().__init__(shortened(str(message)))
 
 
 class UsageError(EdgeInferError):

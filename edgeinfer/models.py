@@ -7,14 +7,18 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import cache
 from .bundle import FORMAT_VERSION, Bundle, is_bundle
 from .errors import BundleError, DestinationError, ModelNotFoundError
 from .process import say
+
+if TYPE_CHECKING:
+    from .graph import Shape
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item); the stages are download, convert, compile and load."""
@@ -28,6 +32,8 @@ KNOWN_NAMES = {
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
 """Short names of models on the hub."""
+LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
+"""The command that lists all names, and how many a message has."""
 WEIGHTS, GROUP_SIZE = "q4", 32
 """How a checkpoint is stored when it is converted on the way; `edgeinfer convert` offers the others."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
@@ -206,20 +212,41 @@ def _plain_name(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
+    from .graph import builtin_shapes
+
+    shapes = builtin_shapes()
+    if shape := shapes.get(name.lower()):
+        return _shape_only(name, shape)
     path = Path(name).expanduser()
     candidates = {known: known for known in (DEMO, *KNOWN_NAMES)}
     if path.parent.is_dir():
         candidates |= {other: str(path.parent / other) for other in _model_directories(path.parent)}
     by_lower = {key.lower(): value for key, value in candidates.items()}
-    near = difflib.get_close_matches(path.name.lower(), by_lower, n=3, cutoff=0.5)
+    typed = path.name.lower()
+    near = difflib.get_close_matches(typed, by_lower, n=3, cutoff=0.7) or difflib.get_close_matches(
+        typed, [*by_lower, *shapes], n=3, cutoff=0.5)
+    return unknown_model(name, "directory", [by_lower.get(key, key) for key in near], (DEMO, *KNOWN_NAMES),
+                         "the directory of a bundle or checkpoint, or an id on the hub such as owner/name")
+
+
+def unknown_model(name: str, kind: str, near: Sequence[str], known: Sequence[str], what: str) -> str:
+    """Return what to say of a name that means no model: the nearest names, or a few and where all are."""
     if near:
-        names = " or ".join(repr(by_lower[key]) for key in near)
-        return f"Unknown model {name!r}: no such directory and no known name; did you mean {names}?"
-    known = ", ".join((DEMO, *KNOWN_NAMES))
-    return (
-        f"Unknown model {name!r}: no such directory and no known name; known names are {known}; or give "
-        "the directory of a bundle or checkpoint, or an id on the hub such as owner/name."
-    )
+        hint = f"did you mean {' or '.join(map(repr, near))}?"
+    else:
+        hint = f"known are {', '.join(known[:SHOWN_NAMES])} and others, which '{LISTING}' lists; or give {what}."
+    return f"Unknown model {name!r}: no such {kind} and no known name; {hint}"
+
+
+def _shape_only(name: str, shape: Shape) -> str:
+    """Return what to say of a model of which only the shape is known, where its weights are wanted."""
+    from .graph import read_outline
+
+    outline = read_outline(shape.config)
+    to_run = (f"To run it, give its checkpoint's directory, or its id on the hub, {shape.source}." if outline is None
+              else f"It cannot be run: edgeinfer cannot run {outline.family}, yet.")
+    return (f"Of {name!r} only the shape is known here, without weights: 'edgeinfer plan {name}' and 'edgeinfer "
+            f"estimate {name}' work. {to_run}")
 
 
 def _model_directories(parent: Path) -> list[str]:

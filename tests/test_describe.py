@@ -131,7 +131,8 @@ def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for name, sentence in [
         ("lama-2-7b", "Unknown model 'lama-2-7b': no such file and no known name; did you mean 'llama-2-7b'"),
-        ("zzz", r"Unknown model 'zzz': no such file and no known name; give a bundle, .* built-in shape: llama-2-7b, "),
+        ("zzz", r"Unknown model 'zzz': no such file and no known name; known are demo, llama-2-7b, .*"
+                "'edgeinfer plan --list' lists; or give a bundle, a checkpoint, a config.json"),
     ]:
         with pytest.raises(ModelNotFoundError, match=sentence):
             describe(name)

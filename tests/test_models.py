@@ -114,7 +114,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
     [
         ("dmeo", r"Unknown model 'dmeo': no such directory and no known name; did you mean 'demo'\?"),
         ("tinylama", r"did you mean 'tinyllama'\?"),
-        ("zzzzzz", "known names are demo, .*; or give the directory of a bundle or checkpoint, or an id on the hub"),
+        ("zzzzzz", "known are demo, .* and others, which 'edgeinfer plan --list' lists; or give the directory"),
         ("no/such/place", "Unknown model 'no/such/place'"),
         ("/no/such/place", "Unknown model '/no/such/place'"),
     ],

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import EdgeInferError, UsageError
+from ..errors import EdgeInferError, UsageError, shortened
 from . import bench, cache, convert, devices, estimate, eval, info, plan, run, verify, warmup
 from .output import alternative_object, print_json, say
 
@@ -96,6 +96,7 @@ def _failed(error: BaseException, as_json: bool, command: Any) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     code, message, exit_code = _described(error, command)
+    message = shortened(message)
     if as_json:
         _print_error(error, code, message)
     else:

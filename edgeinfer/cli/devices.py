@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,8 +124,10 @@ def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None,
     if plot is None:
         return
     check_plot(plot)
-    if not plot.absolute().parent.is_dir():
+    if not os.path.isdir(plot.absolute().parent):
         raise DestinationError(f"{plot} cannot be written: there is no directory {plot.absolute().parent}.")
+    with suppress(FileNotFoundError):
+        os.lstat(plot)  # a name that the file system refuses: before a minute of measurements, not after
 
 
 def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Path]:

@@ -11,7 +11,7 @@ from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
 from .output import alternative_object, print_json
-from .plan_report import JSON_FIELDS, print_report
+from .plan_report import JSON_FIELDS, print_names, print_report
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
@@ -30,13 +30,13 @@ DEVICE_MEMORY = "memory of"
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL", show_default=False,
             help="Bundle, checkpoint directory, config.json, GGUF file, built-in shape such as llama-2-7b, or hub id "
             "(only config.json is fetched).",
         ),
-    ],
+    ] = None,
     device: options.Device = None,
     ctx: options.Ctx = None,
     budget: options.Budget = None,
@@ -49,6 +49,9 @@ def plan(
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
+    ] = False,
     json: options.Json = False,
 ) -> int:
     """Say what a run needs, whether it fits and how fast it will be; nothing is loaded.
@@ -67,6 +70,11 @@ def plan(
     from ..describe import describe
     from ..devices import load_profile, local_profile
 
+    if listed:
+        print_names(json)
+        return 0
+    if model is None:
+        raise UsageError("Missing argument 'MODEL': a bundle, a checkpoint, or one of 'edgeinfer plan --list'.")
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit = None if budget is None else parse_size(budget)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..quant import WeightType
 from ..sizes import format_size
-from .output import folded, print_table, say, speed
+from .output import folded, print_json, print_table, say, speed
 
 JSON_FIELDS = {
     "plan": {
@@ -40,6 +40,8 @@ JSON_FIELDS = {
         "`decode_tok_per_s_empty`, `depth`, `device`, `basis`, `error_source`; null without a profile",
         "notes": "remarks",
         "error": "where it does not fit: `code`, `message`",
+        "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
+        "`family` (its model_type)",
     },
 }
 """Fields of the JSON object, by command."""
@@ -66,6 +68,23 @@ def print_report(report: dict[str, Any]) -> None:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
             print(f"fits: {change} ({format_size(option['total_bytes'])})")
         say(report["error"]["message"])
+
+
+def print_names(as_json: bool) -> None:
+    """Print the models that are known by name: shapes, which need no download, and short names of the hub."""
+    from ..graph import builtin_shapes
+    from ..models import KNOWN_NAMES
+
+    models = [{"name": shape.name, "source": shape.source, "parameters": shape.parameters,
+               "family": shape.config["model_type"]} for shape in builtin_shapes().values()]
+    if as_json:
+        print_json({"models": models})
+        return
+    print_table([("name", "parameters", "on the hub"),
+                 *((item["name"], _count(item["parameters"]), item["source"]) for item in models)],
+                right=[1])
+    runs = f"'edgeinfer run' takes demo, {', '.join(KNOWN_NAMES)}, and ids on the hub."
+    print("\n" + "\n".join(folded(f"'edgeinfer plan' and 'estimate' take these names, without a download. {runs}")))
 
 
 def _count(parameters: int) -> str:
