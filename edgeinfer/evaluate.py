@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import RequestError, UsageError
+from .checks import TEXT, checked, instance, integer
+from .errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +32,7 @@ OUTPUT_ROWS = 64
 BLOCK_LOGITS = 1 << 20
 """Logits handled at a time; each of the arrays made of them takes 8 MB."""
 Progress = Callable[[int, int, str], None]
+_SOME = integer(1, math.inf, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,24 @@ class Stream:
     """UTF-8 bytes of the counted tokens' text."""
 
 
-def token_stream(tokenizer: Tokenizer, text: str, separator: str = SEPARATOR, max_tokens: int | None = None) -> Stream:
+def token_stream(
+    tokenizer: Tokenizer, text: str, separator: str | None = None, max_tokens: int | None = None
+) -> Stream:
     """Tokenise the documents of a text; line breaks at their ends are left out.
 
     Parameters
     ----------
-    separator : between documents
+    separator : between documents, by default a form feed
     max_tokens : most tokens to count
 
     Raises
     ------
     UsageError
-        `max_tokens` is under 1, or the separator is empty.
+        `max_tokens` is no number above 0, or the separator is empty.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}; it must be 1 or more.")
-    if not separator:
-        raise UsageError("The separator of documents is empty; leave it out for form feeds.")
+    text = checked("text", text, instance(str, "text"))
+    max_tokens = None if max_tokens is None else checked("max_tokens", max_tokens, _SOME)
+    separator = SEPARATOR if separator is None else checked("separator", separator, TEXT)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids: list[int] = []
     counted: list[bool] = []
@@ -122,7 +125,7 @@ def evaluate(
     stream: Stream,
     *,
     reference: Runner | None = None,
-    window: int = 512,
+    window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
@@ -132,7 +135,7 @@ def evaluate(
     session : the model, opened with ``outputs=OUTPUT_ROWS`` to be fast
     stream : of `token_stream`, by the tokenizer of both models
     reference : the same model with more exact weights or KV cache
-    window : tokens fed at a time without a break
+    window : tokens fed at a time without a break, by default 512
     progress : called with (done, total, item) in tokens
 
     Raises
@@ -140,6 +143,7 @@ def evaluate(
     RequestError
         The text has no token to count, the window is longer than a context, or the vocabularies differ.
     """
+    window = 512 if window is None else checked("window", window, _SOME)
     _check(session, reference, window)
     total = sum(stream.counted)
     if not total:
@@ -158,8 +162,6 @@ def evaluate(
 
 
 def _check(session: Runner, reference: Runner | None, window: int) -> None:
-    if window < 1:
-        raise UsageError(f"The window is {window} tokens; it must be 1 or more.")
     for model in (session, reference):
         if model is not None and window > int(model.config.ctx or 0):
             ctx = model.config.ctx

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .checks import FLAG, FUNCTION, OBJECT, PATH, Rule, checked, shown, whole
 from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
-from .errors import RequestError
+from .errors import RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
+_BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
+    size if isinstance(size, str) else whole(size)))
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -38,19 +40,19 @@ class LLM:
         Most tokens of a prompt and its continuation; by default min(the model's, 4096).
     budget : int or str, optional
         Most memory of the whole process, in bytes or as ``"4GiB"``; by default what the system can give now.
-    kv : {'int8', 'f16', 'f32'}
-        Type of the KV cache.
+    kv : {'int8', 'f16', 'f32'}, optional
+        Type of the KV cache; by default int8.
     threads : int, optional
         Worker threads; by default the physical cores that this process may use.
-    prefill_chunk : int
-        Most prompt tokens processed at a time.
-    max_sequences : int
-        Samples of one prompt that may be generated together (the option `n` of requests).
-    mlock : bool
+    prefill_chunk : int, optional
+        Most prompt tokens processed at a time; by default 256.
+    max_sequences : int, optional
+        Samples of one prompt that may be generated together (the option `n` of requests); by default 1.
+    mlock : bool, optional
         Lock the weights into memory, so that the system cannot drop them when others need memory.
-    mmap : bool
-        Map the weights from their file; False copies them into memory of the process.
-    recipe : str or Recipe
+    mmap : bool, optional
+        Map the weights from their file, as by default; False copies them into memory of the process.
+    recipe : str or Recipe, optional
         The passes over the model's graph.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
@@ -74,7 +76,7 @@ class LLM:
     BudgetError
         It does not fit the budget; the message has alternatives that would.
     UsageError
-        A parameter is out of its range.
+        A parameter is of a wrong type or out of its range.
 
     Examples
     --------
@@ -88,22 +90,25 @@ class LLM:
         *,
         ctx: int | None = None,
         budget: int | str | None = None,
-        kv: str = "int8",
+        kv: str | None = None,
         threads: int | None = None,
-        prefill_chunk: int = 256,
-        max_sequences: int = 1,
-        mlock: bool = False,
-        mmap: bool = True,
+        prefill_chunk: int | None = None,
+        max_sequences: int | None = None,
+        mlock: bool | None = None,
+        mmap: bool | None = None,
         recipe: str | Recipe | None = None,
         progress: Progress | None = None,
     ):
-        config = RuntimeConfig(
-            ctx=ctx, kv=kv, threads=threads, budget_bytes=None if budget is None else parse_size(budget),
-            prefill_chunk=prefill_chunk, max_sequences=max_sequences, mlock=mlock, mmap=mmap,
-            recipe=Recipe.parse(recipe) if isinstance(recipe, str) else recipe or Recipe(),
-        )
-        self.name = os.fspath(model)
-        self.path = resolve(model, progress)
+        settings: dict[str, Any] = {  # of which each may be None, whatever its type
+            "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
+            "mlock": mlock, "mmap": mmap, "recipe": Recipe.parse(recipe) if isinstance(recipe, str) else recipe,
+            "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
+        }
+        config = RuntimeConfig(**settings)
+        self.name = checked("model", model, PATH)
+        if progress is not None:
+            checked("progress", progress, FUNCTION)
+        self.path = resolve(self.name, progress)
         from .bundle import Bundle
         from .engine import RequestQueue
         from .runtime import Session
@@ -150,7 +155,7 @@ class LLM:
         RequestError
             The prompt is empty, longer than the context, or holds a token id outside the vocabulary.
         UsageError
-            An option is unknown or out of its range.
+            An option is unknown, of a wrong type or out of its range. None stands for the default.
         ClosedError
             The model was closed.
         """
@@ -199,13 +204,13 @@ class LLM:
         TokenizerError
             The template refuses these messages.
         """
-        ids = self.chat_ids(messages, tools, **options.pop("template_options", {}))
-        return self._request(ids, {"reuse": True, **options}).finish().text
+        ids = self.chat_ids(messages, tools, **_template_options(options))
+        return self._request(ids, _reusing(options)).finish().text
 
     def chat_stream(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> Stream:
         """As `chat`, piece by piece."""
-        ids = self.chat_ids(messages, tools, **options.pop("template_options", {}))
-        return self._stream(ids, {"reuse": True, **options})
+        ids = self.chat_ids(messages, tools, **_template_options(options))
+        return self._stream(ids, _reusing(options))
 
     def chat_ids(self, messages: Messages, tools: Messages | None = None, **template_options: Any) -> list[int]:
         """Return the tokens of a conversation up to the beginning of the answer; raises as `chat`."""
@@ -236,27 +241,46 @@ class LLM:
         from .engine import Generation, Request
 
         options = dict(options)
-        reuse, cache = bool(options.pop("reuse", False)), options.pop("prompt_cache", None)
+        reuse, cache = options.pop("reuse", None), options.pop("prompt_cache", None)
         config = from_options(GenerationConfig, options)
+        reuse = reuse is not None and checked("reuse", reuse, FLAG)
+        cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._queue.check_open()
         generation = Generation(self._queue.runner, self._tokenizer, ids, config, self._eos_ids)
-        return Request(self._queue, generation, reuse, None if cache is None else Path(cache))
+        return Request(self._queue, generation, reuse, cache)
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from .engine import Stream
 
-        if options.get("n", 1) != 1:
+        if from_options(GenerationConfig, {"n": options.get("n")}).n != 1:
             raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
         return Stream(self._request(ids, options))
 
     def _ids(self, prompt: Prompt) -> Iterable[int]:
         if not isinstance(prompt, str):
-            if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)) or not hasattr(prompt, "__iter__") \
+                    or getattr(prompt, "shape", None) == ():
                 raise RequestError(f"The prompt is a {type(prompt).__name__}; it must be text or token ids.")
             return prompt
         if not prompt:
             raise RequestError("The prompt is empty; give some text or at least one token id.")
         return self.tokenizer.encode(prompt)
+
+
+def _reusing(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a chat, of which `reuse` is True unless it is given."""
+    return {**options, "reuse": True} if options.get("reuse") is None else options
+
+
+def _template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings of the template out of the options of a chat."""
+    given = options.pop("template_options", None)
+    named = {} if given is None else checked("template_options", given, OBJECT)
+    for name in named:
+        if not isinstance(name, str) or name in ("messages", "tools"):
+            raise UsageError(f"template_options names {shown(name)}; its names must be text, and neither messages nor "
+                             "tools, which are arguments of their own.")
+    return dict(named)
 
 
 def _open_tokenizer(bundle: Any) -> Tokenizer | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from edgeinfer.checks import shown, whole
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
 
@@ -73,6 +74,35 @@ class Segment(NamedTuple):
     parents: Items[int] | None = None
     """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
     comes before its children. None is a chain: each follows the one before."""
+
+
+def plain_segments(segments: Items[Segment]) -> Items[Segment]:
+    """Return segments whose numbers are Python's own: arrays and NumPy's integers are taken as well.
+
+    Raises
+    ------
+    RequestError
+        There are no segments, or what stands for tokens, outputs or parents is no list of integers.
+    """
+    if not isinstance(segments, (list, tuple)) or not all(isinstance(segment, Segment) for segment in segments):
+        raise RequestError(f"A walk takes a list of segments, and got {shown(segments)}.")
+    return [segment if all(map(_is_plain, segment[1:3])) and segment.parents is None else segment._replace(
+        ids=integers("ids", segment.ids), outputs=integers("outputs", segment.outputs),
+        parents=None if segment.parents is None else integers("parents", segment.parents)) for segment in segments]
+
+
+def _is_plain(items: Any) -> bool:
+    return type(items) in (list, tuple, range) and {int}.issuperset(map(type, items))
+
+
+def integers(name: str, items: Any) -> Items[int]:
+    """Return `items` as Python's integers; raises `RequestError` for anything else."""
+    if _is_plain(items):
+        return items
+    try:
+        return [whole(item) for item in items]
+    except (TypeError, OverflowError):
+        raise RequestError(f"The {name} of a segment are {shown(items)}; they must be integers.") from None
 
 
 class Cancellation:
@@ -170,6 +200,7 @@ class Runner(abc.ABC):
         float32 array of shape (vocab_size,)
             Logits after the last token, valid until the next walk.
         """
+        ids = integers("ids", ids)
         self.check(sequence, ids)
         step = self.config.prefill_chunk
         for start in range(0, len(ids) - step, step):
@@ -200,6 +231,7 @@ class Runner(abc.ABC):
         logits : float32 array of shape (rows, vocab_size)
             Valid until the next block.
         """
+        ids = integers("ids", ids)
         self.check(sequence, ids)
         step = min(self.config.outputs, self.config.prefill_chunk)
         for start in range(0, len(ids), step):
@@ -208,7 +240,7 @@ class Runner(abc.ABC):
 
     def check(self, sequence: Sequence, ids: Items[int]) -> None:
         """Raise `RequestError` for tokens that the model does not have or the context has no room for."""
-        if not ids:
+        if not len(ids):
             raise RequestError("The prompt is empty; give at least one token.")
         vocab_size, ctx = self.model.vocab_size, int(self.config.ctx or 0)
         if min(ids) < 0 or max(ids) >= vocab_size:

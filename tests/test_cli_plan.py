@@ -186,8 +186,8 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["llama-2-7b", "--ctx", "0"], 2, "ctx is 0; a context holds at least 1 token."),
-        (["llama-2-7b", "--ctx", "-5"], 2, "ctx is -5; a context holds at least 1 token."),
+        (["llama-2-7b", "--ctx", "0"], 2, "ctx is 0; it must be 1 or more."),
+        (["llama-2-7b", "--ctx", "-5"], 2, "ctx is -5; it must be 1 or more."),
         (["llama-2-7b", "--ctx", "1000000000"], 2, "ctx is 1000000000; no model has a context above 134217728 tokens."),
         (["llama-2-7b", "--ctx", "many"], 2, "Invalid value for '-c' / '--ctx'"),
         (["llama-2-7b", "--budget", "-4GiB"], 2, "Size '-4GiB' cannot be read; write a number and a unit"),

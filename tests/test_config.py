@@ -25,7 +25,7 @@ from edgeinfer.errors import BudgetError, UsageError
         ({"n": 0}, r"n is 0; it must be from 1 to 64\."),
         ({"logprobs": 101}, r"logprobs is 101; it must be from 0 to 100\."),
         ({"seed": -1}, r"seed is -1; it must be from 0 to 2\^63 - 1\."),
-        ({"stop": ("",)}, r"stop is \(\'\',\); it must be non-empty strings\."),
+        ({"stop": ("",)}, r"stop is \('',\); it must be text, or at most 1000 texts, none of them empty\."),
     ],
 )
 def test_a_generation_request_out_of_range(options: dict, sentence: str) -> None:
@@ -36,12 +36,12 @@ def test_a_generation_request_out_of_range(options: dict, sentence: str) -> None
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"ctx": 0}, r"ctx is 0; a context holds at least 1 token\."),
+        ({"ctx": 0}, r"ctx is 0; it must be 1 or more\."),
         ({"kv": "q4"}, r"kv is 'q4'; choose one of int8, f16, f32\."),
         ({"threads": 0}, r"threads is 0; it must be from 1 to 256\."),
         ({"prefill_chunk": 0}, r"prefill_chunk is 0; it must be from 1 to 4096\."),
         ({"max_sequences": 65}, r"max_sequences is 65; it must be from 1 to 64\."),
-        ({"budget_bytes": 0}, r"budget is 0 bytes; it must be positive\."),
+        ({"budget_bytes": 0}, r"budget_bytes is 0; it must be 1 or more\."),
     ],
 )
 def test_a_runtime_setting_out_of_range(options: dict, sentence: str) -> None:

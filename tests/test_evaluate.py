@@ -116,11 +116,11 @@ def test_what_cannot_be_evaluated(tokenizer: Tokenizer, sessions: tuple[Session,
     stream = token_stream(tokenizer, TEXT)
     with pytest.raises(UsageError, match="max_tokens is 0; it must be 1 or more"):
         token_stream(tokenizer, TEXT, max_tokens=0)
-    with pytest.raises(UsageError, match="The separator of documents is empty; leave it out for form feeds"):
+    with pytest.raises(UsageError, match="separator is ''; it must be text that is not empty"):
         token_stream(tokenizer, TEXT, "")
     with pytest.raises(RequestError, match="The text is too short: it has no token to predict"):
         evaluate(session, token_stream(tokenizer, ""), window=16)
-    with pytest.raises(UsageError, match="The window is 0 tokens; it must be 1 or more"):
+    with pytest.raises(UsageError, match="window is 0; it must be 1 or more"):
         evaluate(session, stream, window=0)
     with pytest.raises(RequestError, match="The window of 65 tokens is longer than the context of 64; lower it"):
         evaluate(session, stream, window=65)

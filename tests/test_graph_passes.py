@@ -163,7 +163,7 @@ def test_a_defect_of_a_pass_is_no_fault_of_the_recipe(passes: None) -> None:
         build(Recipe.parse("broken:n=2"))
 
 
-@pytest.mark.parametrize("recipe", ["none", None, 5, Recipe(("fuse_input",))])
+@pytest.mark.parametrize("recipe", ["none", 5, Recipe(("fuse_input",))])
 def test_what_is_no_recipe(recipe: Any) -> None:
     with pytest.raises(UsageError, match=r"^recipe is .*; give a Recipe of Steps"):
         RuntimeConfig(recipe=recipe)

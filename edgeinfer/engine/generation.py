@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown, whole
 from ..config import GenerationConfig
 from ..errors import CancelledError, RequestError
 from ..runner import Cancellation
@@ -254,23 +255,30 @@ class _Sample:
 
 def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
     """Return the prompt as a list of ids; raises `RequestError` for one that this runner cannot run."""
-    ids = []
-    for token_id in prompt_ids:
-        try:
-            ids.append(operator.index(token_id))
-        except TypeError:
-            raise RequestError(f"The prompt holds {token_id!r:.60}, which is no token id.") from None
     vocab_size, ctx = runner.model.vocab_size, int(runner.config.ctx or 0)
+    if isinstance(prompt_ids, (list, tuple, range)) and len(prompt_ids) > ctx:
+        raise too_long(f"has {len(prompt_ids)} tokens", len(prompt_ids), runner)
+    ids = list(islice(prompt_ids, ctx + 1))  # an iterator may have no end
     if not ids:
         raise RequestError("The prompt is empty; give some text or at least one token id.")
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
+    for i, token_id in enumerate(ids):
+        try:
+            ids[i] = token_id if type(token_id) is int else whole(token_id)
+        except (TypeError, OverflowError):
+            raise RequestError(f"The prompt holds {shown(token_id)}, which is no token id.") from None
+        if not 0 <= ids[i] < vocab_size:
             raise RequestError(
-                f"Token id {token_id} of the prompt is outside the vocabulary; ids are from 0 to {vocab_size - 1}."
+                f"Token id {shown(token_id)} of the prompt is outside the vocabulary; ids are from 0 to "
+                f"{vocab_size - 1}."
             )
     if len(ids) > ctx:
-        longest = runner.model.max_position_embeddings
-        larger = f"open the model with a larger context (--ctx, at most {longest})"
-        remedy = larger if len(ids) <= longest else f"the model takes {longest} at most, so shorten it"
-        raise RequestError(f"The prompt has {len(ids)} tokens, more than the context of {ctx}; {remedy}.")
+        raise too_long(f"has more than {ctx} tokens", ctx + 1, runner)
     return ids
+
+
+def too_long(what: str, n_tokens: int, runner: Runner) -> RequestError:
+    """Return the error for a prompt of at least `n_tokens` tokens."""
+    ctx, longest = int(runner.config.ctx or 0), runner.model.max_position_embeddings
+    larger = f"open the model with a larger context (--ctx, at most {longest})"
+    remedy = larger if n_tokens <= longest else f"the model takes {longest} at most, so shorten it"
+    return RequestError(f"The prompt {what}, more than the context of {ctx}; {remedy}.")

@@ -18,7 +18,16 @@ from edgeinfer.errors import EdgeInferError, RequestError
 from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
-from edgeinfer.runner import DECODE, PROMPT, Cancellation, Runner, Segment, Sequence
+from edgeinfer.runner import (
+    DECODE,
+    PROMPT,
+    Cancellation,
+    Runner,
+    Segment,
+    Sequence,
+    integers,
+    plain_segments,
+)
 from edgeinfer.sizes import round_up
 
 from .executor import Executor
@@ -115,6 +124,7 @@ class Session(Runner):
 
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.walk`."""
+        segments = plain_segments(segments)
         self._admit(segments)
         try:
             for segment in segments:
@@ -146,6 +156,7 @@ class Session(Runner):
         residual (tensor ``x.0``), which the caller keeps aside between the stages. All chunks lie in room that was made
         by `reserve`; their sequence has none of these tokens before `append`.
         """
+        (segment,) = plain_segments((segment,))
         self._admit((segment,))
         if offset < 0 or offset + len(segment.ids) > segment.sequence.reserved:
             raise RequestError(f"{len(segment.ids)} tokens {offset} behind the end do not fit the "
@@ -157,6 +168,7 @@ class Session(Runner):
 
     def append(self, sequence: Sequence, ids: Items[int]) -> None:
         """Take in reserved tokens that have gone through all records."""
+        ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
         sequence.tokens.extend(ids)

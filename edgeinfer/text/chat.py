@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks import FLAG, Rule, checked, shown
 from ..errors import RequestError, TokenizerError
 from .files import REMEDY, read_optional_object, read_text, token_content
 
@@ -15,6 +16,15 @@ MAX_TEMPLATE_BYTES = 1_000_000
 MAX_DEPTH = 64
 """How deep messages, tools and variables may nest."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _objects(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
+        raise TypeError
+    return list(value)
+
+
+_TOOLS = Rule("a list of JSON schemas, each a mapping", _objects)
 
 
 class ChatTemplate:
@@ -96,8 +106,9 @@ class ChatTemplate:
         """
         known: dict[str, Any] = {"documents": None, **self._tokens, **_plain(variables, "variables")}
         known["messages"] = _plain(_checked(messages), "messages")
-        known["tools"] = _plain(list(tools), "tools") if tools else None
-        known["add_generation_prompt"] = bool(add_generation_prompt)
+        tools = None if tools is None else checked("tools", tools, _TOOLS, RequestError)
+        known["tools"] = _plain(tools, "tools") if tools else None
+        known["add_generation_prompt"] = checked("add_generation_prompt", add_generation_prompt, FLAG)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise TokenizerError(
@@ -139,7 +150,8 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
                 f"Message {i} is a {type(message).__name__}; it must be an object with role and content."
             )
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise RequestError(f"Message {i} has the role {message.get('role')!r}; it must be text, such as 'user'.")
+            role = shown(message.get("role"))
+            raise RequestError(f"Message {i} has the role {role}; it must be text, such as 'user'.")
         content = message.get("content")
         parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
         if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
@@ -164,5 +176,5 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
 
 def _key(key: Any, name: str) -> str:
     if not isinstance(key, str):
-        raise RequestError(f"{name} holds the key {key!r}; keys must be text.")
+        raise RequestError(f"{name} holds the key {shown(key)}; keys must be text.")
     return "".join(key)

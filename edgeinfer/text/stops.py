@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import UsageError
+from ..checks import TEXTS, checked
 
 
 class StopStrings:
@@ -24,10 +24,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str] = ()):
-        self._stops = tuple(stops)
-        for stop in self._stops:
-            if not isinstance(stop, str) or not stop:
-                raise UsageError(f"Stop string {stop!r} must be a non-empty string.")
+        self._stops: tuple[str, ...] = checked("stop", stops, TEXTS)
         self._held = ""
         self._stopped = False
 
