@@ -15,7 +15,10 @@ _VALUES = re.compile(r"""(?<!\w)(['"])((?:(?!\1).)+)\1|[^\s'"]+""", re.DOTALL)
 
 
 def shortened(message: str) -> str:
-    """Return a message whose long values show only their ends: whatever was given, a person can read the sentence."""
+    """Return a message that a person can read, whatever was given: long values show their ends, and characters that a
+    terminal would obey or that cannot be written are spelt out."""
+    if not message.isprintable():
+        message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
     if len(message) <= LONG_MESSAGE:
         return message
     text = _VALUES.sub(lambda found: _ends(found[0], LONG_VALUE), message)

@@ -75,3 +75,7 @@ def test_an_unknown_name_gets_a_few_names_and_the_command_that_lists_all(
     shown = edgeinfer("plan", "--list").out.splitlines()
     assert {line.split()[0] for line in shown if line} > set(builtin_shapes()) and max(map(len, shown)) <= 90
     assert edgeinfer("plan").sentence.startswith("Missing argument 'MODEL'")
+
+
+def test_what_a_terminal_would_obey_is_spelt_out() -> None:
+    assert str(UsageError("name \x1b[2J\n\ud800 and ä is wrong.")) == "name \\x1b[2J\\n\\ud800 and ä is wrong."
