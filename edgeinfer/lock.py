@@ -1,98 +1,107 @@
-"""One writer per destination: a lock file with the writer's process, so that a dead writer's lock is recognised."""
+"""One writer per destination: a lock that the system gives back when its process ends, in whichever container."""
 
 from __future__ import annotations
 
-import os
+import errno
 import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import DestinationError
+from .process import say
 
-UNFINISHED_SECONDS = 10.0
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+TICK_SECONDS = 0.5
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class DestinationLock:
     """The exclusive right to write one destination; `acquire` it, and `release` it whatever happens.
 
+    The lock is on a hidden file beside the destination. What the file holds and who left it there does not matter: a
+    process that was killed holds nothing any more. A file system without locks is named once on standard error and
+    gives none: writers use names of their own and rename, so that two at once do the work twice and neither is mixed
+    with the other.
+
     Parameters
     ----------
     destination : Path
-        What is going to be written. The lock is a hidden file beside it.
+        What is going to be written.
     """
 
     def __init__(self, destination: Path):
         self._destination = destination
         self.path = destination.with_name(f".{destination.name}.lock")
-        self.held = False
+        self._lock: BaseFileLock | None = None
 
-    def acquire(self) -> None:
-        """Create the lock file, taking over one whose process has ended.
+    @property
+    def held(self) -> bool:
+        """Whether it is ours."""
+        return self._lock is not None
+
+    def acquire(self, waiting: Callable[[], object] | None = None) -> bool:
+        """Take the lock; return whether the file system has locks.
+
+        Parameters
+        ----------
+        waiting : callable, optional
+            Called twice a second while another process holds it, for as long as that takes; it may raise.
 
         Raises
         ------
         DestinationError
-            If another process that is still alive writes this destination.
+            Without `waiting`: if another process writes this destination.
+        OSError
+            If the lock file cannot be made.
         """
-        for _ in range(3):  # a stale lock may be taken over by somebody else between two of our steps
+        import filelock
+
+        lock = filelock.FileLock(self.path, thread_local=False)
+        while True:
             try:
-                file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            except FileExistsError:
-                self._remove_if_stale()
-                continue
-            self.held = True
-            with os.fdopen(file, "w") as stream:
-                stream.write(_identity(os.getpid()))
-            return
-        raise DestinationError(f"{self._destination} is being written by another process; wait until it has finished.")
+                with warnings.catch_warnings():  # it would fall back to a lock by process ids
+                    warnings.simplefilter("ignore")
+                    lock.acquire(timeout=0)
+                break
+            except filelock.Timeout:
+                if waiting is None:
+                    raise DestinationError(f"{self._destination} is being written by another process; wait until it "
+                                           "has finished.") from None
+                waiting()
+                time.sleep(TICK_SECONDS)
+            except (OSError, NotImplementedError) as error:
+                if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                    raise
+                return self._without(lock)
+        if type(lock).__name__ == "SoftFileLock":  # what it has made of itself
+            return self._without(lock)
+        self._lock = lock
+        return True
 
     def release(self) -> None:
-        """Remove the lock file if it is ours."""
-        if self.held:
-            self.path.unlink(missing_ok=True)
-            self.held = False
+        """Give the lock back and remove its file, if it is ours."""
+        if self._lock is not None:
+            # While it is held, so that nobody else's goes; who waits sees that the file has gone and makes a new one.
+            # Older versions of the library remove it themselves, and Windows lets nobody remove an open file.
+            if _keeps_files():
+                with suppress(OSError):
+                    self.path.unlink()
+            self._lock.release()
+            self._lock = None
 
-    def _remove_if_stale(self) -> None:
-        text = _read(self.path)
-        if text is None:  # released in the meantime
-            return
-        if self._alive(text):
-            raise DestinationError(
-                f"{self._destination} is being written by another process (lock file {self.path}); "
-                "wait until it has finished, or delete the lock file if no edgeinfer is running."
-            )
-        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return
-        if _read(aside) == text:
-            aside.unlink()
-        else:  # between reading and renaming, somebody else took the stale lock over: give theirs back
-            os.rename(aside, self.path)
-
-    def _alive(self, text: str) -> bool:
-        """Whether the writer of this lock still runs; an unfinished lock file counts as alive for a moment."""
-        pid = text.split(" ")[0]
-        if pid.isdigit():
-            return _identity(int(pid)) == text
-        try:
-            return time.time() - self.path.stat().st_mtime < UNFINISHED_SECONDS
-        except FileNotFoundError:
-            return False
+    def _without(self, lock: BaseFileLock) -> bool:
+        lock.release()
+        say(f"The file system of {self.path.parent} has no locks: other processes are not waited for, and may do the "
+            "same work at the same time.")
+        return False
 
 
-def _identity(pid: int) -> str:
-    """The process id with its start time, because ids are used again."""
-    import psutil
+def _keeps_files() -> bool:
+    from filelock import __version__
 
-    try:
-        return f"{pid} {psutil.Process(pid).create_time():.2f}"
-    except (psutil.Error, ValueError, OverflowError):
-        return ""
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
+    return int(__version__.split(".")[0]) >= 4

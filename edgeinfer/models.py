@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from . import cache
 from .bundle import FORMAT_VERSION, Bundle, is_bundle
 from .errors import BundleError, DestinationError, ModelNotFoundError
+from .lock import DestinationLock
 from .process import say
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
     of_format_1, name = _digest(str(path), WEIGHTS, str(GROUP_SIZE), "1"), _plain_name(path.name)
     changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]
     return cached_bundle(str(path), f"{name}-{origin}-{stamps}", lambda target: _convert(path, target, progress),
-                         convert, f"{name}-{of_format_1}-{stamps}", changed)
+                         convert, f"{name}-{of_format_1}-{stamps}", changed, progress)
 
 
 def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
@@ -133,14 +134,16 @@ def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
         _convert(fetch(repo_id, progress=progress and partial(progress, "download")), target, progress)
 
     name = f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
-    return cached_bundle(repo_id, name, make, convert, format_1=name)
+    return cached_bundle(repo_id, name, make, convert, format_1=name, progress=progress)
 
 
 def cached_bundle(
     model: str, name: str, make: Callable[[Path], None], may_make: bool = True, format_1: str = "",
-    changed: Iterable[str] = (),
+    changed: Iterable[str] = (), progress: Progress | None = None,
 ) -> Path:
     """Return a bundle in the user's cache; make it where it is absent or this version cannot open it.
+
+    Of several processes that need it at once, one makes it and the others wait for it.
 
     Parameters
     ----------
@@ -150,6 +153,7 @@ def cached_bundle(
     may_make : False finds what can be opened, of an older format too
     format_1 : the directory's name in format 1, where that was another
     changed : patterns of the names of bundles that a new one replaces, for they were made of other files
+    progress : told while another process makes it
 
     Raises
     ------
@@ -159,30 +163,63 @@ def cached_bundle(
     directory = cache.cache_root() / "bundles"
     target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
     older += [directory / format_1] if format_1 else []
-    for path in filter(is_bundle, (target, *older)):
-        try:
-            with Bundle.open(path) as bundle:
-                if path == target or not may_make:
-                    return path
-                reason = f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
-        except BundleError as error:
-            reason = f"was converted before, but: {str(error).rstrip('.')}"
-        if may_make:
-            say(f"{model} {reason}; it is converted again.")
-            break
+    usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1)
+    if usable:
+        return usable
     if not may_make:
         raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
+    turn = DestinationLock(directory / f"{target.name}.making")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        turn.acquire(_Waiting(model, progress))
     except OSError as error:
         raise DestinationError(
             f"The cache {directory} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
             "directory, or convert the checkpoint with edgeinfer convert."
         ) from error
-    make(target)
-    for path in {*older, *(path for pattern in changed for path in directory.glob(pattern))} - {target}:
-        shutil.rmtree(path, ignore_errors=True)
+    try:
+        usable, reason = _usable((target, *older), 1)  # another process may have made it meanwhile
+        if usable:
+            return usable
+        if reason:
+            say(f"{model} {reason}; it is converted again.")
+        make(target)
+        for path in {*older, *(path for pattern in changed for path in directory.glob(pattern))} - {target}:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        turn.release()
     return target
+
+
+def _usable(paths: tuple[Path, ...], n_allowed: int) -> tuple[Path | None, str]:
+    """Return the first bundle if it can be opened and is among the first n, and otherwise why it is not taken."""
+    for number, path in enumerate(paths):
+        if not is_bundle(path):
+            continue
+        try:
+            with Bundle.open(path) as bundle:
+                if number < n_allowed:
+                    return path, ""
+                return None, f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
+        except BundleError as error:
+            reason = f"was converted before, but: {str(error).rstrip('.')}"
+            if n_allowed == 1:
+                return None, reason
+    return None, ""
+
+
+class _Waiting:
+    """Tells that another process makes what this one needs: a sentence once, then progress."""
+
+    def __init__(self, model: str, progress: Progress | None):
+        self._model, self._progress, self._told = model, progress, False
+
+    def __call__(self) -> None:
+        if not self._told:
+            say(f"Another process makes the bundle of {self._model}; this one waits for it.")
+            self._told = True
+        if self._progress:
+            self._progress("wait", 0, 0, "")
 
 
 def _convert(source: Path, target: Path, progress: Progress | None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -212,8 +214,8 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None
     path.write_text("the one before")
     (tmp_path / "link.svg").symlink_to("a.svg")
 
-    def full(self: object, part: Path) -> None:
-        part.write_text("<svg")
+    def full(self: object, file: BinaryIO, **_: object) -> None:
+        file.write(b"<svg")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(DestinationError, match="cannot be written: No space left"):
@@ -256,3 +258,15 @@ def test_it_answers_within_half_a_second_and_compiles_nothing() -> None:
         assert json.loads(done.stdout)["decode_tok_per_s"] > 0
     assert min(times) < 0.5, times
     assert subprocess.run([*PYTHON, *LLAMA], capture_output=True, cwd=ROOT, env=environment(), check=True).stdout
+
+
+@needs_matplotlib
+def test_a_planted_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path, monkeypatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    monkeypatch.setattr("secrets.token_hex", lambda n: "guessed")
+    for name in (".a.guessed.svg", f".a.{os.getpid()}.svg"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(DestinationError, match=r"The picture .*a\.svg cannot be written: File exists"):
+        save_plot(Chart("t", "x", "y", [Line("l", [1, 2], [3, 4])]), tmp_path / "a.svg")
+    assert victim.read_text() == "kept"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from edgeinfer.errors import DestinationError, ModelNotFoundError
 from edgeinfer.models import checkpoint_path, demo_path, resolve
 from tests.bundles import alter_header, as_format_1
 from tests.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +183,40 @@ def test_the_cache_is_listed_and_cleared(tmp_path: Path, cache: Path, monkeypatc
         clear_cache(entries)
     monkeypatch.delenv("EDGEINFER_CACHE")
     assert cache_root().name == "edgeinfer"
+
+
+FIRST_RUN = """
+import sys, time
+from pathlib import Path
+from edgeinfer.models import cached_bundle
+from tests.bundles import write_bundle
+
+def make(target):
+    print("makes", flush=True)
+    time.sleep(1.0)
+    write_bundle(target, overwrite=True)
+
+told = []
+path = cached_bundle("m", "m", make, progress=lambda *args: told.append(args))
+print(path, sorted(set(told)))
+"""
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, count: int) -> None:
+    """Each in a PID namespace of its own where that is possible: their process ids mean nothing to each other."""
+    command = [sys.executable, "-c", FIRST_RUN]
+    alone = ["unshare", "--pid", "--fork"]
+    if sys.platform == "linux" and subprocess.run([*alone, "true"], capture_output=True).returncode == 0:
+        command = [*alone, *command]
+    environment = os.environ | {"EDGEINFER_CACHE": str(tmp_path)}
+    running = [subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE) for _ in range(count)]
+    answers = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [0] * count, answers
+    made = [out for out, _ in answers if out.startswith("makes\n")]
+    waited = [out for out, _ in answers if "('wait', 0, 0, '')" in out]
+    assert len(made) == 1 and len(waited) == count - 1
+    said = [err for _, err in answers if err]
+    assert said == ["edgeinfer: Another process makes the bundle of m; this one waits for it.\n"] * (count - 1)
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["m-v2"]

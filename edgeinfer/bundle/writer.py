@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,7 +67,7 @@ class BundleWriter:
         self._quantisation = quantisation
         self._overwrite = overwrite
         self._source = source
-        self._partial = self.destination.with_name(f".{self.destination.name}.partial")
+        self._partial = self._beside("partial")
         self._lock = DestinationLock(self.destination)
         self._file: BinaryIO | None = None
         self._offset = 0
@@ -77,9 +79,9 @@ class BundleWriter:
         try:
             with self._writing():
                 self.destination.parent.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire()
+                if self._lock.acquire():
+                    self._clear_remains()
                 self._refuse_existing()  # another process may have finished while we looked
-                shutil.rmtree(self._partial, ignore_errors=True)  # left by a process that was killed; the lock is ours
                 self._partial.mkdir()
                 self._file = open(self._partial / WEIGHTS_FILE, "wb")
         except BaseException:
@@ -194,15 +196,34 @@ class BundleWriter:
         if not self.destination.exists():
             os.rename(self._partial, self.destination)
             return
-        old = self.destination.with_name(f".{self.destination.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        old = self._beside("old")
         os.rename(self.destination, old)
         try:
             os.rename(self._partial, self.destination)
         except BaseException:
             os.rename(old, self.destination)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        gone = self._beside("partial")
+        os.rename(old, gone)  # half of it is nothing to put back
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _beside(self, kind: str) -> Path:
+        """A hidden name beside the destination that nobody else has, in whichever container."""
+        return self.destination.with_name(f".{self.destination.name}.{secrets.token_hex(8)}.{kind}")
+
+    def _clear_remains(self) -> None:
+        """Remove what writers of this destination left that were killed: nobody else writes it, for the lock is ours.
+
+        One that was killed while it replaced a bundle has left none in its place; that one goes back first.
+        """
+        ours = re.compile(rf"\.{re.escape(self.destination.name)}(\.[0-9a-f]{{16}})?\.(partial|old)")
+        for path in sorted(self.destination.parent.iterdir()):
+            if ours.fullmatch(path.name):
+                whole = path.suffix == ".old" and (path / HEADER_FILE).is_file()
+                if whole and not os.path.lexists(self.destination):
+                    os.rename(path, self.destination)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _abandon(self) -> None:
         """Close and remove whatever is not part of a complete bundle."""
@@ -210,8 +231,7 @@ class BundleWriter:
             with suppress(OSError):  # a full disk refuses the buffered rest, which nobody needs any more
                 self._file.close()
             self._file = None
-        if self._lock.held:
-            shutil.rmtree(self._partial, ignore_errors=True)
+        shutil.rmtree(self._partial, ignore_errors=True)
         self._lock.release()
 
     def _refuse_existing(self) -> None:

@@ -171,7 +171,7 @@ def find_bundle(model: str | None, shape: str | None, weights: str, group_size: 
     config, told = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")
     stored = WeightType.of(weights, group_size).suffix.replace("_", "-")
     return cached_bundle(f"the random model {shape}", f"random-{shape}-{stored}", lambda target: write_random_bundle(
-        config, target, weights, group_size, overwrite=True, progress=told))
+        config, target, weights, group_size, overwrite=True, progress=told), progress=progress)
 
 
 def run_tests(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,10 @@ def save_plot(chart: Chart, path: Path) -> None:
 
     try:
         target = Path(os.path.realpath(path))
-        part = target.with_name(f".{target.stem[:32]}.{os.getpid()}{path.suffix}")
-        try:
-            with rc_context({"svg.fonttype": "none"}):  # words stay words
-                draw(chart).savefig(part)
+        part = target.with_name(f".{target.stem[:32]}.{secrets.token_hex(8)}{path.suffix}")
+        try:  # x: a file of our own, never what somebody has put there
+            with open(part, "xb") as file, rc_context({"svg.fonttype": "none"}):  # words stay words
+                draw(chart).savefig(file, format=path.suffix[1:].lower())
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)

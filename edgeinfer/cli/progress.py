@@ -11,6 +11,7 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
+    "wait": "waiting",
     "evaluate": "evaluating", "write": "writing random weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
     "calibration": "running random models", "full load": "working at full load",
