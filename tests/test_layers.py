@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {  # compared as strings
-    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "lock", "demo", "lazy", "json_text"], "0"),
-    **dict.fromkeys(["quant"], "0b"),
+    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text"], "0"),
+    **dict.fromkeys(["quant", "lock"], "0b"),
     **dict.fromkeys(["config"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
     **dict.fromkeys(["graph"], "2a"),
