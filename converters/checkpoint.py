@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
 
+from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
 from .uses import Use, check_uses
@@ -22,8 +23,9 @@ GENERATION_FILE = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TRAVELLING = re.compile(
-    r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json"
-    r"|vocab\.json|merges\.txt|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}|README\.md"
+    r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json"
+    r"|merges\.txt|generation_config\.json|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}"
+    r"|README\.md"
 )
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
 HEAD = "lm_head.weight"
@@ -37,7 +39,9 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     files: dict[str, SafetensorsFile]
-    """The safetensors file of each tensor, by the tensor's name."""
+    """The safetensors file of each stored tensor, by the tensor's name."""
+    aliases: dict[str, str]
+    """Further names of stored tensors."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -55,11 +59,11 @@ class Checkpoint:
             raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
-        if not (path / CONFIG_FILE).is_file():
+        config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
+        if config_file is None:
             raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
-        generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else None
-        config = read_config(read_json(path / CONFIG_FILE), generation)
-        return cls(path, config, open_shards(path))
+        config = read_config(read_json(config_file), read_json(generation_file) if generation_file else None)
+        return cls(path, config, *open_shards(path))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -72,13 +76,17 @@ class Checkpoint:
         for file in self.files.values():
             file.close()
 
+    def stored(self, name: str) -> str:
+        """Name under which a tensor is stored: its own, or that of the one that it shares its elements with."""
+        return self.aliases.get(name, name)
+
     def tensor(self, name: str) -> SourceTensor:
         """Type and shape of one tensor."""
-        return self.files[name].tensors[name]
+        return self.files[self.stored(name)].tensors[self.stored(name)]
 
     def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
         """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""
-        return self.files[name].read(name, starts, count)
+        return self.files[self.stored(name)].read(self.stored(name), starts, count)
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a tensor as float32 of shape (rows, elements per row)."""
@@ -88,7 +96,8 @@ class Checkpoint:
     @property
     def travelling_files(self) -> list[Path]:
         """Tokenizer, chat template, licence and card, sorted by name."""
-        return sorted(p for p in self.path.iterdir() if TRAVELLING.fullmatch(p.name) and p.is_file())
+        names = sorted(p.name for p in self.path.iterdir() if TRAVELLING.fullmatch(p.name) and not p.is_dir())
+        return [path for name in names if (path := checkpoint_file(self.path, name))]
 
     def check(self, graph: Graph) -> list[str]:
         """Compare the tensors with what the graph needs.
@@ -104,6 +113,7 @@ class Checkpoint:
             If a tensor is missing or has another shape, if it or a part of it belongs to no part of the model, or a
             part to two that do not say so.
         """
+        self._follow_tie(graph)
         uses: dict[str, list[Use]] = {}
         for weight in graph.weights:
             for source in weight.sources:
@@ -111,9 +121,9 @@ class Checkpoint:
                     self._check_shape(weight, part)
                     uses.setdefault(part.name, []).append((weight.name, part, part.shared or part is not source))
         for name, found in uses.items():
-            check_uses(found, self.files[name].path, self.config.model_type)
+            check_uses(found, self.files[self.stored(name)].path, self.config.model_type)
         remarks = []
-        for name in sorted(set(self.files) - set(uses)):
+        for name in sorted(set(self.files) - set(map(self.stored, uses))):
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the config says
                 continue
             if name == HEAD and self.config.tie_word_embeddings:
@@ -127,22 +137,35 @@ class Checkpoint:
             )
         return remarks
 
+    def _follow_tie(self, graph: Graph) -> None:
+        """Where head and embedding are one matrix, the checkpoint may have it under the head's name alone."""
+        embedding = next((weight.sources[0].name for weight in graph.weights if weight.kind == "embedding"), HEAD)
+        if self.config.tie_word_embeddings and self.stored(embedding) not in self.files and HEAD in self.files:
+            self.aliases[embedding] = HEAD
+
     def _check_shape(self, weight: Weight, source: Source) -> None:
         name, shape = source.name, source.stored
-        if name not in self.files:
-            raise CheckpointError(f"{self.path} lacks the tensor {name}.")
-        have = self.tensor(name).shape
+        if self.stored(name) not in self.files:
+            tie = name == HEAD and "; if the head is the embedding, set tie_word_embeddings to true in " + CONFIG_FILE
+            raise CheckpointError(f"{self.path} lacks the tensor {name}{self._missing_alias(name) or tie or ''}.")
+        have, file = self.tensor(name).shape, self.files[self.stored(name)]
         if have == shape:
             return
         if weight.kind in ("embedding", "head") and len(have) == 2 and have[1] == shape[1]:
             raise CheckpointError(
-                f"{CONFIG_FILE} says vocab_size {shape[0]}, but {name} in {self.files[name].path} has {have[0]} rows; "
-                "they must agree."
+                f"{CONFIG_FILE} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; they must "
+                "agree."
             )
         raise CheckpointError(
-            f"The tensor {name} in {self.files[name].path} has shape {list(have)}, "
-            f"but {CONFIG_FILE} needs {list(shape)}."
+            f"The tensor {name} in {file.path} has shape {list(have)}, but {CONFIG_FILE} needs {list(shape)}."
         )
+
+    def _missing_alias(self, name: str) -> str:
+        """What the files say that a missing tensor is, in words; empty where they say nothing."""
+        for file in self.files.values():
+            if other := file.aliases.get(name):
+                return f", which {file.path} calls another name of {other:.80}, and that is not stored there"
+        return ""
 
     def _same(self, a: str, b: str) -> bool:
         if self.tensor(a).shape != self.tensor(b).shape:
@@ -155,16 +178,16 @@ class Checkpoint:
         return True
 
 
-def open_shards(path: Path) -> dict[str, SafetensorsFile]:
-    """Open model.safetensors, or all files that the index names; each tensor's file by name."""
-    if (path / INDEX_FILE).is_file():
+def open_shards(path: Path) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
+    """Open model.safetensors, or all files that the index names; each tensor's file by name, and further names."""
+    if checkpoint_file(path, INDEX_FILE):
         index = shard_index(path)
         names = sorted(set(index.values()))
-    elif (path / SINGLE_FILE).is_file():
+    elif checkpoint_file(path, SINGLE_FILE, anywhere=True):
         index, names = {}, [SINGLE_FILE]
     else:
         raise no_weights(path)
-    if missing := [name for name in names if not (path / name).is_file()]:
+    if missing := [name for name in names if checkpoint_file(path, name, anywhere=True) is None]:
         raise CheckpointError(f"{path / INDEX_FILE} names the file {missing[0]}, which is missing; download it again.")
     files: dict[str, SafetensorsFile] = {}
     opened: list[SafetensorsFile] = []
@@ -176,15 +199,36 @@ def open_shards(path: Path) -> dict[str, SafetensorsFile]:
                     raise CheckpointError(f"The tensor {tensor} is both in {files[tensor].path} and in {path / name}.")
                 files[tensor] = opened[-1]
         for tensor, name in index.items():
-            if tensor not in files or files[tensor].path != path / name:
+            shared = any(file.aliases.get(tensor) in files for file in opened)
+            if files[tensor].path != path / name if tensor in files else not shared:
                 raise CheckpointError(
                     f"{path / INDEX_FILE} says that {name} holds the tensor {tensor}, but it does not."
                 )
+        return files, further_names(files)
     except BaseException:
         for file in opened:
             file.close()
         raise
-    return files
+
+
+def further_names(files: dict[str, SafetensorsFile]) -> dict[str, str]:
+    """Names that the files' metadata give to stored tensors; one that is stored itself keeps its own elements.
+
+    Tensors that share their elements are saved once, and the metadata say which name stands for which
+    (``safetensors.torch.save_model``). Everything else in there is left alone.
+
+    Raises
+    ------
+    CheckpointError
+        Two files disagree.
+    """
+    aliases: dict[str, str] = {}
+    for file in dict.fromkeys(files.values()):
+        for name, other in file.aliases.items():
+            if name not in files and other in files and aliases.setdefault(name, other) != other:
+                raise CheckpointError(f"{file.path} calls {name:.80} another name of {other:.80}, but another file of "
+                                      f"the checkpoint one of {aliases[name]:.80}; download it again.")
+    return aliases
 
 
 def shard_index(path: Path) -> dict[str, str]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import BundleWriter, Quantisation
-from edgeinfer.errors import CheckpointError
+from edgeinfer.bundle import BundleWriter, Quantisation, weights_file_bytes
+from edgeinfer.errors import CheckpointError, TokenizerError
 from edgeinfer.graph import Graph, Weight, WeightType, build_graph, requested_types
 from edgeinfer.quant import layouts, quantise
+from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .checkpoint import Checkpoint
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
 F16_MAX = 65504.0
-OTHER_BYTES = 64 << 20
-"""Room asked for beside the weights: gaps, tokenizer, header."""
+ENTRY_BYTES = 1024
+"""Room asked for per tensor and file, for its line in the header and the rest of its last block on the disk."""
 
 
 def convert(
@@ -67,6 +68,8 @@ def convert(
     ------
     CheckpointError, UnsupportedModelError
         If the checkpoint cannot be read or its model is not supported.
+    TokenizerError
+        If running could not open its tokenizer or chat template.
     DestinationError
         If the destination exists, is being written by another process, or its disk is full.
     UsageError
@@ -77,22 +80,23 @@ def convert(
     with Checkpoint.open(source) as checkpoint:
         graph = build_graph(checkpoint.config, type_of)
         remarks = checkpoint.check(graph)
-        if not any(path.name.startswith(("tokenizer", "vocab")) for path in checkpoint.travelling_files):
-            remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
+        files = checkpoint.travelling_files
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []
         asked = quantisation_of(type_of, weights, group_size)
         name = Path(source).resolve().name
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite, source=name) as writer:
-            writer.reserve(graph_bytes(graph) + OTHER_BYTES)
+            writer.reserve(bundle_bytes(graph, files))
+            for path in files:
+                writer.copy_file(path)
+            if not open_texts(writer.folder, [path.name for path in files], checkpoint):
+                remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
             for weight in graph.weights:
                 stored = graph.types[weight.name]
                 sums: list[quantise.ErrorSums] = []
                 entry = writer.add(weight.name, stored, weight.shape, packed(reading, weight, stored, sums))
                 errors = sum(sums, quantise.ErrorSums())
                 tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors))
-            for path in checkpoint.travelling_files:
-                writer.copy_file(path)
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
@@ -108,6 +112,28 @@ def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group
 def graph_bytes(graph: Graph) -> int:
     """Bytes of all weights as stored."""
     return sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights)
+
+
+def bundle_bytes(graph: Graph, files: Sequence[Path]) -> int:
+    """Bytes on the disk of a bundle with these files, gaps and header included; a little more than less."""
+    weights = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    return weights + sum(path.stat().st_size for path in files) + ENTRY_BYTES * (len(graph.weights) + 4 * len(files))
+
+
+def open_texts(folder: Path, names: Collection[str], checkpoint: Checkpoint) -> bool:
+    """Open copied tokenizer and chat template as running does, so that what converts also runs; False without one.
+
+    Raises
+    ------
+    TokenizerError
+        Running could not open them; the message names the file of the checkpoint.
+    """
+    try:
+        found = Tokenizer.of_model(folder, names, checkpoint.config) is not None
+        ChatTemplate.open(folder)
+    except TokenizerError as error:
+        raise TokenizerError(str(error).replace(str(folder), str(checkpoint.path))) from None
+    return found
 
 
 class _Reading(SourceReader):

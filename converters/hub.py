@@ -14,8 +14,8 @@ from .json_file import CONFIG_FILE
 
 PATTERNS = [
     "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
 ]
 Progress = Callable[[int, int, str], None]
 

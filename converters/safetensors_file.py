@@ -49,6 +49,8 @@ class SafetensorsFile:
     ----------
     path : Path
     tensors : dict of str to SourceTensor
+    aliases : dict of str to str
+        The header's metadata, where a name of a tensor may lead to that of another one, which has its elements.
 
     Raises
     ------
@@ -118,10 +120,18 @@ class SafetensorsFile:
             raise self._bad("its header is not valid JSON") from None
         if not isinstance(data, dict):
             raise self._bad("its header is no JSON object")
-        data.pop("__metadata__", None)
+        self.aliases = self._metadata(data.pop("__metadata__", None))
         tensors = {name: self._tensor(name, entry, 8 + length) for name, entry in data.items()}
         self._check_offsets(tensors, 8 + length, size)
         return tensors
+
+    def _metadata(self, found: Any) -> dict[str, str]:
+        """Texts by name, as the format has it; who wrote anything else did not write safetensors."""
+        if found is None:
+            return {}
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise self._bad("its __metadata__ is no table of texts")
+        return found
 
     def _tensor(self, name: str, entry: Any, base: int) -> SourceTensor:
         """One header entry with its size checked against type and shape."""

@@ -32,7 +32,8 @@ class SourceReader:
     def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: Progress | None):
         self._checkpoint = checkpoint
         self._progress = progress
-        names = {part.name for weight in graph.weights for source in weight.sources for part in source.parts}
+        parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)
+        names = {checkpoint.stored(part.name) for part in parts}
         self._left = {name: checkpoint.tensor(name).nbytes for name in names}
         self.total = sum(self._left.values())
         self._done = 0
@@ -88,6 +89,7 @@ class SourceReader:
 
     def _count(self, name: str, elements: int) -> None:
         """Elements of a tensor were read, perhaps not for the first time."""
+        name = self._checkpoint.stored(name)
         tensor = self._checkpoint.tensor(name)
         new = min(elements * (tensor.nbytes // prod(tensor.shape)), self._left[name])
         self._left[name] -= new

@@ -23,7 +23,6 @@ Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
 _BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class LLM:
@@ -112,11 +111,11 @@ class LLM:
         from .bundle import Bundle
         from .engine import RequestQueue
         from .runtime import Session
-        from .text import ChatTemplate
+        from .text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
         try:
-            self._tokenizer = _open_tokenizer(self._bundle)
+            self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
             self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"),
                                             loading=progress and partial(progress, "load"))
@@ -281,13 +280,3 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and neither messages nor "
                              "tools, which are arguments of their own.")
     return dict(named)
-
-
-def _open_tokenizer(bundle: Any) -> Tokenizer | None:
-    """Open the bundle's tokenizer; None if it has none."""
-    from .text import Tokenizer
-
-    if not any(bundle.file(name) for name in _TOKENIZER_FILES):
-        return None
-    ids = {"eos_token_id": list(bundle.config.eos_token_ids), "bos_token_id": bundle.config.bos_token_id}
-    return Tokenizer.open(bundle.path, ids)

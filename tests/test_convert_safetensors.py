@@ -116,7 +116,7 @@ def test_a_file_that_may_not_be_read(source: Path) -> None:
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").mkdir()
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    assert "names the file model.safetensors, which is missing" in refused(source)
+    assert "model.safetensors is a directory instead of a plain file" in refused(source)
 
 
 def alter_index(source: Path, change: Callable[[dict[str, Any]], object]) -> None:

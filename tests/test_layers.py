@@ -27,7 +27,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
-CONVERTERS_MAY_IMPORT = {"errors", "lazy", "json_text", "config", "bundle", "graph", "devices", "quant"}
+CONVERTERS_MAY_IMPORT = {"errors", "lazy", "json_text", "config", "bundle", "graph", "devices", "quant", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

@@ -273,9 +273,9 @@ def test_a_bundle_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
 def test_a_damaged_tokenizer_is_found_when_the_model_is_opened(tmp_path: Path) -> None:
     from edgeinfer.converters import convert
 
-    source = make_checkpoint(tmp_path / "checkpoint")
-    (source / "tokenizer.json").write_text("{")
-    convert(source, tmp_path / "bundle")
+    convert(make_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle")
+    file = tmp_path / "bundle" / "tokenizer.json"
+    file.write_text("{" * file.stat().st_size)
     with pytest.raises(TokenizerError, match=r"tokenizer.json is not a usable tokenizer"):
         LLM(tmp_path / "bundle")
 

@@ -155,6 +155,11 @@ class BundleWriter:
         return self._add_file(name, [content], part)
 
     @property
+    def folder(self) -> Path:
+        """Where its files lie until it is complete."""
+        return self._partial
+
+    @property
     def _weights(self) -> BinaryIO:
         if self._file is None:
             raise BundleError(f"the bundle {self.destination} is not open for writing.")

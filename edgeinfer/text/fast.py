@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import TokenizerError
 from .files import REMEDY, read_bytes, read_object, read_text
+from .libraries import library_errors
 from .pieces import rules_of_decoder
 
 _QWEN2_SPLIT = (
@@ -26,6 +27,7 @@ class FastTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._source = source
         self._lock = threading.Lock()
         decoder = tokenizer.decoder
         self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
@@ -39,8 +41,9 @@ class FastTokenizer:
     def prefix_ids(self) -> list[int]:
         """Return the ids that the file's post-processor puts before every text."""
         probe = "a"
-        plain = self._tokenizer.encode(probe, add_special_tokens=False).ids
-        full = self._tokenizer.encode(probe).ids
+        with library_errors(self._source):
+            plain = self._tokenizer.encode(probe, add_special_tokens=False).ids
+            full = self._tokenizer.encode(probe).ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return full[:start]
@@ -48,7 +51,8 @@ class FastTokenizer:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of the text, without any added in front."""
-        with self._lock:  # the library keeps this switch in the tokenizer, and threads may share it
+        # the library keeps this switch in the tokenizer, and threads may share it
+        with self._lock, library_errors(self._source):
             self._tokenizer.encode_special_tokens = not parse_special
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -72,9 +76,8 @@ def open_tokenizer_json(path: Path) -> FastTokenizer:
     data = read_bytes(path)
     from tokenizers import Tokenizer
 
-    with _library_errors(path):
-        tokenizer = Tokenizer.from_buffer(data)
-    return FastTokenizer(tokenizer, path)
+    with library_errors(path):
+        return FastTokenizer(Tokenizer.from_buffer(data), path)
 
 
 def open_vocab_and_merges(directory: Path, settings: Mapping[str, Any]) -> FastTokenizer:
@@ -93,7 +96,7 @@ def open_vocab_and_merges(directory: Path, settings: Mapping[str, Any]) -> FastT
 
     vocab_path = directory / "vocab.json"
     vocab, merges = read_object(vocab_path), _read_merges(directory / "merges.txt")
-    with _library_errors(vocab_path):
+    with library_errors(vocab_path):
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     if kind == "Qwen2Tokenizer":
         tokenizer.normalizer = normalizers.NFC()
@@ -145,18 +148,3 @@ def added_tokens(settings: Mapping[str, Any], source: Path) -> dict[int, dict[st
         if not isinstance(token.get("content"), str) or not token["content"] or token_id < 0:
             raise TokenizerError(f"{source}: added token {token_id} has no text; {REMEDY}.")
     return dict(sorted(added.items()))
-
-
-class _library_errors:
-    """Turn whatever the library raises (a Rust panic is a BaseException) into a `TokenizerError` naming the file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
-        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TokenizerError(f"{self._path} is not a usable tokenizer ({reason}); {REMEDY}.") from error

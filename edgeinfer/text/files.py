@@ -12,7 +12,7 @@ from ..json_text import parse_json
 MAX_FILE_BYTES = 512_000_000
 """Far above the largest tokenizer in use (tens of megabytes), far below what would hurt a small machine for long."""
 
-REMEDY = "copy it again from the checkpoint"
+REMEDY = "copy or download it again"
 
 
 def read_bytes(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import TokenizerError
 from .fast import added_tokens
 from .files import REMEDY, read_bytes, read_optional_object
+from .libraries import library_errors
 from .pieces import SPACE_MARK, PieceRules
 
 _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
@@ -88,7 +89,8 @@ class SentencePieceTokenizer:
             token = self._added.get(ids[-1], {}) if ids else {}
             part = part.lstrip() if token.get("rstrip") is True else part
             if part:
-                ids += self._with_prefix(i == 0 or (not parts[0] and i == 2)).encode(part)
+                with library_errors(self._path):
+                    ids += self._with_prefix(i == 0 or (not parts[0] and i == 2)).encode(part)
         return ids
 
     def _with_prefix(self, at_start: bool) -> Any:
@@ -115,6 +117,12 @@ class SentencePieceTokenizer:
         if self._processor.is_byte(token_id):
             return bytes([int(piece[3:5], 16)])
         return self.rules.to_bytes(piece)
+
+
+def open_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> SentencePieceTokenizer:
+    """Open a tokenizer.model with the settings of tokenizer_config.json; raises `TokenizerError`."""
+    with library_errors(path):
+        return SentencePieceTokenizer(path, settings)
 
 
 def _pattern(texts: Any) -> re.Pattern[str] | None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import RequestError, TokenizerError
 from .files import REMEDY, read_optional_object, token_content
+from .libraries import held_back_stderr
 from .pieces import PieceRules
 from .stream import StreamDecoder
+
+if TYPE_CHECKING:
+    from ..graph import ModelConfig
+
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Any of these makes a tokenizer."""
+PROBES = ("Once upon a time", "3 crows,\n\tein \u00fcbler Fuchs", "\u4e2d\u6587", "\U0001f98a", " ", "\0\x01")
+"""Texts that every tokenizer must take: words, digits, spaces, characters of one to four bytes, and control ones."""
 
 
 class Backend(Protocol):
@@ -59,6 +69,17 @@ class Tokenizer:
         self._plain_bytes = lru_cache(maxsize=None)(self._bytes)  # bounded by the vocabulary
 
     @classmethod
+    def of_model(cls, directory: Path, names: Collection[str], model: ModelConfig) -> Tokenizer | None:
+        """Open the tokenizer of a bundle as running does, None where no file of that `names` makes one.
+
+        Raises `TokenizerError` as `open`.
+        """
+        if not any(name in names for name in FILES):
+            return None
+        ids = {"eos_token_id": list(model.eos_token_ids), "bos_token_id": model.bos_token_id}
+        return cls.open(directory, ids)
+
+    @classmethod
     def open(cls, directory: Path | str, config: Mapping[str, Any] | None = None) -> Tokenizer:
         """Open the tokenizer files of a bundle or checkpoint directory.
 
@@ -76,8 +97,12 @@ class Tokenizer:
         directory = Path(directory)
         paths = [directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config")]
         settings: list[tuple[Path, Mapping[str, Any]]] = [(path, read_optional_object(path)) for path in paths]
-        backend = _open_backend(directory, settings[0][1])
-        return cls(backend, [*settings, (directory / "config.json", config or {})])
+        with held_back_stderr():
+            backend = _open_backend(directory, settings[0][1])
+            tokenizer = cls(backend, [*settings, (directory / "config.json", config or {})])
+            for text in PROBES:  # what such a text meets is a fault of the file, not of a prompt
+                tokenizer.decode(tokenizer.encode(text, parse_special=True))
+        return tokenizer
 
     def _named_id(self, named: tuple[Path, str, Mapping[str, Any]]) -> int | None:
         path, key, values = named
@@ -184,9 +209,9 @@ def _open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
 
         return open_tokenizer_json(directory / "tokenizer.json")
     if (directory / "tokenizer.model").exists():
-        from .spm import SentencePieceTokenizer
+        from .spm import open_tokenizer_model
 
-        return SentencePieceTokenizer(directory / "tokenizer.model", settings)
+        return open_tokenizer_model(directory / "tokenizer.model", settings)
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
         from .fast import open_vocab_and_merges
 

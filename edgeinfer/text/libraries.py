@@ -1,0 +1,74 @@
+"""Faults inside the tokenizer libraries: one sentence instead of a panic, and nothing of theirs on standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..errors import EdgeInferError, TokenizerError
+from .files import REMEDY
+
+_REDIRECTING = threading.Lock()
+
+
+@contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Turn whatever a library raises (a Rust panic is a BaseException) into a `TokenizerError` naming the file."""
+    try:
+        yield
+    except (EdgeInferError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise TokenizerError(f"{path} is not a usable tokenizer ({reason.rstrip('.')}); {REMEDY}.") from error
+
+
+@contextmanager
+def held_back_stderr() -> Iterator[None]:
+    """Keep standard error from the system's descriptor 2, and pass it on afterwards unless a `TokenizerError` came.
+
+    Rust tells of a panic there, and SentencePiece of its errors, before Python hears of them; the sentence of the error
+    says it all. To be used while a tokenizer is opened, not while texts are encoded: it holds for the whole process.
+    """
+    with _REDIRECTING, _scratch_file() as scratch:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed: nobody reads it
+            yield
+            return
+        with suppress(AttributeError, OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(scratch, 2)
+        wanted = True
+        try:
+            yield
+        except TokenizerError:
+            wanted = False
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.lseek(scratch, 0, os.SEEK_SET)
+            while wanted and (text := os.read(scratch, 1 << 16)):
+                with suppress(OSError):
+                    os.write(2, text)
+
+
+@contextmanager
+def _scratch_file() -> Iterator[int]:
+    """Give the descriptor of a file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("edgeinfer")
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+        return
+    from tempfile import TemporaryFile
+
+    with TemporaryFile() as file:
+        yield file.fileno()
