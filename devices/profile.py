@@ -102,6 +102,13 @@ class DeviceProfile:
     """Further figures of the probe, such as ``frequency_share``; of some GPUs ``clock_ghz``."""
     aliases: tuple[str, ...] = ()
     """Other names that it goes by, for example in published tables."""
+    memory_gib: tuple[int, ...] = ()
+    """Capacities that it exists with, in GiB; none where whoever builds it chooses."""
+    programs: Mapping[str, float] = field(default_factory=dict)
+    """What decoding was seen to draw by program, in GB/s, where several were measured; that of effective_gbs is among
+    them."""
+    versions: Mapping[str, float] = field(default_factory=dict)
+    """Vendor's peak of the memory, in GB/s, of versions that share its name, by what is different."""
 
 
 TABLE_KEYS = tuple(key for key in DeviceProfile.__dataclass_fields__ if key != "name")
@@ -150,6 +157,11 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
                         for key, value in check.table("curves", table.get("curves", {})).items()}
     values["figures"] = {key: check.number(f"figures.{key}", value, MOST_OPERATIONS, zero=True)
                          for key, value in check.table("figures", table.get("figures", {})).items()}
+    values["memory_gib"] = tuple(check.whole("a capacity in memory_gib", item, MOST_BYTES >> 30, "GiB")
+                                 for item in check.items("memory_gib", table.get("memory_gib", [])))
+    for key in ("programs", "versions"):
+        values[key] = {check.name(f"a name in {key}", label): check.number(f"{key}.{label}", value, MOST_GBS)
+                       for label, value in check.table(key, table.get(key, {})).items()}
     effective = values.setdefault("effective_gbs", None)
     if effective is not None and effective > values["bandwidth_gbs"]:
         check.fail("effective_gbs", effective, f"it cannot exceed bandwidth_gbs, {values['bandwidth_gbs']:g}")
@@ -192,10 +204,13 @@ class _Checker:
             self.fail(name, value, "it must be on one line and without control characters")
         return text
 
-    def texts(self, name: str, value: object) -> tuple[str, ...]:
+    def items(self, name: str, value: object, what: str = "whole numbers") -> list[Any]:
         if not isinstance(value, list | tuple):
-            self.fail(name, value, "it must be a list of texts")
-        return tuple(self.name(name, item) for item in value)
+            self.fail(name, value, f"it must be a list of {what}")
+        return list(value)
+
+    def texts(self, name: str, value: object) -> tuple[str, ...]:
+        return tuple(self.name(name, item) for item in self.items(name, value, "texts"))
 
     def choice(self, name: str, value: object, choices: tuple[str, ...]) -> str:
         if value not in choices:

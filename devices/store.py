@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from edgeinfer.cache import cache_root
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
 from edgeinfer.json_text import check_depth
 
+from .names import Key, keys_of, nearest, taken_apart, with_memory
 from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
 
 LOCAL = "local"
@@ -41,38 +41,35 @@ def profiles() -> dict[str, DeviceProfile]:
 
 
 @cache
-def _by_any_name() -> dict[str, str]:
-    """Names by themselves, by titles and by aliases, without case and punctuation."""
-    known = profiles().values()
-    words = {_simple(alias): p.name for p in known for alias in (p.title, *p.aliases)}
-    return words | {_simple(p.name): p.name for p in known}
-
-
-def _simple(text: str) -> str:
-    return "".join(letter for letter in text.lower() if letter.isalnum())
+def _by_any_name() -> dict[Key, str]:
+    """Devices by all that they may be called."""
+    return {key: profile.name for profile in profiles().values() for key in keys_of(profile)}
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
     """Return a profile: a known name, ``local`` (what the probe saved for this machine), or a TOML file.
 
-    Case and punctuation of names do not matter, and titles and aliases name a device, too.
+    Names are read as people type them: titles and aliases count, makers and cases do not matter, and a stated amount of
+    memory is the profile's then.
 
     Raises
     ------
     UsageError
-        There is no such name or file, or this machine was not probed.
+        There is no such name or file, the device does not exist with that memory, or this machine was not probed.
     ProfileError
         The file is no valid profile.
     """
     text = str(name_or_path)
     if text.lower() == LOCAL:
         return local_profile() or _not_probed()
-    if name := _by_any_name().get(_simple(text)):
-        return profiles()[name]
+    typed, names = taken_apart(text), _by_any_name()
+    if name := names.get(typed.key) or names.get(typed.whole):
+        found = profiles()[name]
+        return found if typed.memory_gib is None else with_memory(found, typed.memory_gib)
     path = Path(name_or_path)
-    if path.suffix == ".toml" or os.sep in text or path.is_file():
+    if path.suffix == ".toml" or os.sep in text or os.path.isfile(path):
         return _from_file(path, path.stem)
-    raise UsageError(f"There is no device {text!r}; {_nearest(text)}")
+    raise UsageError(f"There is no device {text!r}; {nearest(typed, names)}")
 
 
 def local_profile() -> DeviceProfile | None:
@@ -175,7 +172,7 @@ def _value(value: Any) -> str:
 
 
 def _from_file(path: Path, name: str) -> DeviceProfile:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"There is no profile {str(path)!r}; give a file, or a name that 'edgeinfer devices' lists.")
     return parse_profile(name, read_toml(path), str(path))
 
@@ -196,17 +193,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise ProfileError(f"{path} is no TOML file: {error}; mend it, or probe again.") from error
-
-
-def _nearest(text: str) -> str:
-    """Known names near a wrong one."""
-    words, typed = _by_any_name(), _simple(text)
-    near = difflib.get_close_matches(typed, words, n=4, cutoff=0.6)
-    near += [word for word in words if len(typed) > 2 and typed in word]
-    names = list(dict.fromkeys(words[word] for word in near))[:3]
-    if names:
-        return f"did you mean {' or '.join(repr(name) for name in names)}?"
-    return "'edgeinfer devices' lists the known ones, and a TOML file is given by its path."
 
 
 def _not_probed() -> DeviceProfile:

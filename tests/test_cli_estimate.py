@@ -129,7 +129,7 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--device", "rpi55"), "There is no device 'rpi55'; did you mean 'rpi5'"),
+    (("--device", "rpi55"), "There is no device 'rpi55'; the names next to it, 'rpi5'"),
     (("--device", "rpi5", "--ctx", "0"), "--ctx 0 is out of range; it must be from 1 to 16777215 tokens"),
     (("--device", "rpi5", "--ctx", "-5"), "--ctx -5 is out of range"),
     (("--device", "rpi5", "--ctx", "many"), "Input should be a valid integer"),

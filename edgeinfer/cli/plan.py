@@ -169,7 +169,7 @@ class _Planned:
         elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
             notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
                          f"{self.config.threads}.")
-        if self.budget_source.startswith(DEVICE_MEMORY):
+        if self.budget_source.startswith(DEVICE_MEMORY) and self.device and len(self.device.memory_gib) != 1:
             notes.append("The budget is all the memory of the device's largest common version: --budget says that "
                          "yours has less, or leaves room for the system and other programs.")
         if not self.config.mlock:
