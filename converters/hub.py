@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
+from edgeinfer.graph import builtin_shapes
+from edgeinfer.process import say
 
 from .json_file import CONFIG_FILE
 
@@ -18,10 +22,15 @@ PATTERNS = [
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
 ]
 Progress = Callable[[int, int, str], None]
+ATTEMPT_SECONDS = 5.0
+"""For the one question whether the hub answers; the client by itself would try again for half a minute."""
 
 
 def fetch(repo_id: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download a model of the hub into its cache, or find it there; HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured.
+    """Download a model of the hub into its cache, or find it there.
+
+    HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured. With HF_HUB_OFFLINE, or where the hub does not answer one short
+    question, the copy in its cache is taken.
 
     Parameters
     ----------
@@ -46,9 +55,10 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
     """
     import huggingface_hub
 
-    with _asking(repo_id, revision):
+    with _asking(repo_id, revision) as cached:
         folder = Path(huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id)
+            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id),
+            local_files_only=cached, etag_timeout=ATTEMPT_SECONDS,
         ))
     if not (folder / CONFIG_FILE).is_file():
         raise _no_config(repo_id)
@@ -59,19 +69,28 @@ def fetch_config(repo_id: str, revision: str | None = None) -> Path:
     """Download only the config.json of a model of the hub, or find it in the hub's cache; raises as `fetch`."""
     import huggingface_hub
 
-    with _asking(repo_id, revision):
-        return Path(huggingface_hub.hf_hub_download(repo_id, CONFIG_FILE, revision=revision))
+    with _asking(repo_id, revision) as cached:
+        return Path(huggingface_hub.hf_hub_download(
+            repo_id, CONFIG_FILE, revision=revision, local_files_only=cached, etag_timeout=ATTEMPT_SECONDS
+        ))
 
 
 @contextmanager
-def _asking(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Say in one sentence what the hub refuses."""
-    from huggingface_hub import errors
+def _asking(repo_id: str, revision: str | None) -> Iterator[bool]:
+    """Say in one sentence what the hub refuses; gives whether its cache is all there is."""
+    from huggingface_hub import constants, errors
 
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", repo_id):
         raise ModelNotFoundError(f"{repo_id!r} is no name of a model on the hub; names look like owner/model.")
+    offline = bool(constants.HF_HUB_OFFLINE)
+    why = "" if offline else _silence(repo_id, revision or "main")
+    log = logging.getLogger("huggingface_hub")  # it tells of each new attempt; an error is told here, once
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
-        yield
+        yield offline or bool(why)
+        if why:
+            say(f"the hub cannot be reached ({why}); {repo_id} is the copy in its cache")
     except errors.GatedRepoError:
         raise ModelNotFoundError(
             f"The model {repo_id} may only be read with permission: accept its terms on the hub, then log in with "
@@ -84,13 +103,51 @@ def _asking(repo_id: str, revision: str | None) -> Iterator[None]:
             f"The hub has no model {repo_id}, or it is private: check the name, or log in."
         ) from None
     except errors.LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"The model {repo_id} is not in the cache and the hub cannot be reached: connect, or give a directory."
-        ) from None
+        reason = "HF_HUB_OFFLINE forbids to ask the hub: unset it" if offline else (
+            f"the hub cannot be reached{why and f' ({why})'}: connect")
+        raise CheckpointError(f"The model {repo_id} is not in the hub's cache, and {reason}, or give a directory"
+                              f"{_shape(repo_id)}.") from None
     except errors.EntryNotFoundError:
         raise _no_config(repo_id) from None
     except Exception as error:  # of the HTTP library, which is another one in each version of the client
         raise CheckpointError(f"Cannot download {repo_id}: {str(error).splitlines()[0][:200]}.") from None
+    finally:
+        log.setLevel(level)
+
+
+def _silence(repo_id: str, revision: str) -> str:
+    """Ask the hub once, and return why it does not answer; empty where it does.
+
+    In a thread, because looking up a name takes as long as the system likes.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import get_session
+
+    url, answers = hf_hub_url(repo_id, CONFIG_FILE, revision=revision), []
+
+    def ask() -> None:
+        try:
+            status = get_session().head(url, timeout=ATTEMPT_SECONDS).status_code
+            answers.append("" if status < 500 else f"it answers with the error {status}")
+        except Exception as error:  # of the HTTP library, which is another one in each version of the client
+            kind = type(error).__name__
+            answers.append(f"no answer within {ATTEMPT_SECONDS:g} s" if "Timeout" in kind else "no connection")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ATTEMPT_SECONDS + 1)
+    return answers[0] if answers else f"no answer within {ATTEMPT_SECONDS:g} s"
+
+
+def _shape(repo_id: str) -> str:
+    """What can be done without the hub where the shape of the model is built in; it goes behind a remedy."""
+    name = repo_id.rpartition("/")[2].lower()
+    known = [shape.name for shape in builtin_shapes().values()
+             if shape.source.lower() == repo_id.lower() or f"{name}-".startswith(f"{shape.name}-")]
+    if not known:
+        return ""
+    shape = max(known, key=len)
+    return f"; its shape is built in: edgeinfer plan {shape}, edgeinfer estimate {shape}"
 
 
 def _no_config(repo_id: str) -> CheckpointError:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgeinfer.converters import convert, fetch
+from edgeinfer.converters.hub import _shape
 from edgeinfer.errors import ModelNotFoundError
+from edgeinfer.graph import builtin_shapes
 from tests.checkpoints import make_checkpoint
 from tests.hub_server import COMMIT, Hub, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 FETCH = """
 import json, sys
-from edgeinfer.converters import fetch
+from edgeinfer.converters import fetch, hub
 from edgeinfer.errors import EdgeInferError
 
 calls = []
+hub.ATTEMPT_SECONDS = 1.0
 try:
     path = fetch(sys.argv[1], *sys.argv[2:], progress=lambda *call: calls.append(call))
     print(json.dumps({"path": str(path), "calls": calls}))
@@ -44,14 +50,14 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def fetched(hub: Hub, home: Path, *arguments: str, offline: bool = False) -> dict[str, Any]:
     """`fetch` in a process of its own, because the hub's client reads the environment when it is imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment.update(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1")
+    environment.update(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", no_proxy="*")
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     command = [sys.executable, "-c", FETCH, *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return {**result, **({"said": done.stderr} if done.stderr else {})}
 
 
 def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
@@ -88,7 +94,8 @@ def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
          "The model some/model may only be read with permission: accept its terms on the hub, then log in with "
          "`hf auth login` or set HF_TOKEN."),
         (["some/model"], (500, "", "broken"), "CheckpointError",
-         "The model some/model is not in the cache and the hub cannot be reached: connect, or give a directory."),
+         "The model some/model is not in the hub's cache, and the hub cannot be reached (it answers with the error "
+         "500): connect, or give a directory."),
     ],
 )
 def test_refusals(
@@ -100,10 +107,84 @@ def test_refusals(
 
 def test_offline_and_not_in_the_cache(hub: Hub, tmp_path: Path) -> None:
     result = fetched(hub, tmp_path / "home", "some/model", offline=True)
-    assert result["message"].startswith("The model some/model is not in the cache and the hub cannot be reached")
-    hub.url = "http://127.0.0.1:9"  # nobody listens there
-    result = fetched(hub, tmp_path / "home", "some/model")
-    assert result["message"].startswith("The model some/model is not in the cache and the hub cannot be reached")
+    assert result == {"error": "CheckpointError", "message": "The model some/model is not in the hub's cache, and "
+                      "HF_HUB_OFFLINE forbids to ask the hub: unset it, or give a directory."}
+    assert hub.requests == []
+
+
+@contextmanager
+def silent_server(how: str) -> Iterator[tuple[str, list[socket.socket]]]:
+    """An address where nobody answers, and the connections that it got."""
+    connections: list[socket.socket] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        if how != "closed":
+            listener.listen(0 if how == "no connection is made" else 50)
+        if how == "accepts and says nothing":
+
+            def accept() -> None:
+                with suppress(OSError):
+                    while True:
+                        connections.append(listener.accept()[0])
+
+            threading.Thread(target=accept, daemon=True).start()
+        elif how == "no connection is made":  # the queue of connections is full: packets are dropped
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
+        listener.close()
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("closed", "no connection"), ("accepts and says nothing", "no answer within 1 s"),
+     pytest.param("no connection is made", "no answer within 1 s",
+                  marks=pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse connections")),
+     ("no such name", "no connection")],
+)
+def test_without_a_hub_one_attempt_and_one_sentence(hub: Hub, tmp_path: Path, how: str, why: str) -> None:
+    with silent_server(how) as (url, connections):
+        hub.url = "http://nowhere.invalid" if how == "no such name" else url
+        result = fetched(hub, tmp_path / "home", "Qwen/Qwen2.5-0.5B-Instruct")
+        if how == "no such name" and "no answer" in result["message"]:
+            why = "no answer within 1 s"  # a resolver may take long to say so
+        assert result == {
+            "error": "CheckpointError",
+            "message": f"The model Qwen/Qwen2.5-0.5B-Instruct is not in the hub's cache, and the hub cannot be reached "
+                       f"({why}): connect, or give a directory; its shape is built in: edgeinfer plan qwen2.5-0.5b, "
+                       "edgeinfer estimate qwen2.5-0.5b.",
+        }
+        assert len(connections) == (how == "accepts and says nothing")
+
+
+def test_what_is_in_the_cache_is_used_without_a_hub(hub: Hub, tmp_path: Path) -> None:
+    path = fetched(hub, tmp_path / "home", "some/model")["path"]
+    with silent_server("accepts and says nothing") as (url, connections):
+        hub.url = url
+        result = fetched(hub, tmp_path / "home", "some/model")
+        assert len(connections) == 1
+        assert result["path"] == path and result["said"] == (
+            "edgeinfer: the hub cannot be reached (no answer within 1 s); some/model is the copy in its cache\n"
+        )
+        assert fetched(hub, tmp_path / "home", "some/model", offline=True) == {"path": path, "calls": result["calls"]}
+        assert len(connections) == 1
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "shape"),
+    [("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b"), ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+     ("someone/qwen3-8b", "qwen3-8b"), ("some/model", ""), ("some/llama-2-70b-x", "llama-2-70b")],
+)
+def test_the_shape_of_the_same_name(repo_id: str, shape: str) -> None:
+    if shape and shape not in builtin_shapes():
+        pytest.skip("no such shape")
+    want = shape and f"; its shape is built in: edgeinfer plan {shape}, edgeinfer estimate {shape}"
+    assert _shape(repo_id) == want
 
 
 def test_a_model_without_config(hub: Hub, tmp_path: Path) -> None:
@@ -113,6 +194,8 @@ def test_a_model_without_config(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_other_failures_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.converters.hub._silence", lambda *_: "")
+
     def broken(*_: object, **__: object) -> str:
         raise ValueError("the pipe is\nbroken")
 

@@ -27,7 +27,8 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
-CONVERTERS_MAY_IMPORT = {"errors", "lazy", "json_text", "config", "bundle", "graph", "devices", "quant", "text"}
+CONVERTERS_MAY_IMPORT = {"errors", "lazy", "json_text", "process", "config", "bundle", "graph", "devices", "quant",
+                         "text"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
