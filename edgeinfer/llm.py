@@ -42,7 +42,7 @@ class LLM:
     kv : {'int8', 'f16', 'f32'}, optional
         Type of the KV cache; by default int8.
     threads : int, optional
-        Worker threads; by default the physical cores that this process may use.
+        Worker threads; by default the physical cores that this process may use, or one in small models.
     prefill_chunk : int, optional
         Most prompt tokens processed at a time; by default 256.
     max_sequences : int, optional

@@ -67,51 +67,61 @@ CTX_END = 416
 """Index behind the last record of a walk."""
 CTX_PROFILE = 424
 """Address of int64 nanoseconds per record, or 0."""
-CTX_HOST_FUTEX = 432
-"""Address of libc's `syscall` where futex exists (Linux), else 0."""
-CTX_FUTEX_NUMBER = 440
-CTX_HOST_YIELD = 448
-"""Address of `sched_yield` (or the like): gives the core away where there is no futex."""
-CTX_HOST_CLOCK = 456
-"""Address of `clock_gettime`, or 0: no profile."""
-CTX_BEGIN = 464
+CTX_BEGIN = 432
 """Index of the first record of a walk: a walk may be a range of the program."""
-CTX_SPINS = 472
-"""Turns of the spin loop before a thread sleeps."""
-CTX_CLOCK = 480
-"""Nanoseconds at the last barrier (profile only)."""
-CTX_FIRST = 488
+CTX_FIRST = 440
 """Index of the record that a walk begins with; -2 - index where that has a ticket."""
-CTX_CLOCK_ID = 496
-"""What `clock_gettime` calls its monotonic clock; systems number their clocks differently."""
+CTX_CLOCK = 448
+"""Nanoseconds at the last barrier (profile only)."""
 HEAD_BYTES = 512
 """Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
+# What never changes while the threads live.
+CTX_HOST_FUTEX = 512
+"""Address of libc's `syscall` where futex exists (Linux), else 0."""
+CTX_FUTEX_NUMBER = 520
+CTX_HOST_YIELD = 528
+"""Address of `sched_yield` (or the like): gives the core away."""
+CTX_HOST_CLOCK = 536
+"""Address of `clock_gettime`, or 0: no profile."""
+CTX_CLOCK_ID = 544
+"""What `clock_gettime` calls its monotonic clock; systems number their clocks differently."""
+CTX_HOST_SLEEP = 552
+"""Address of `nanosleep` (or the like), for threads without work where there is no futex."""
+CTX_NAP = 560
+"""What to call it with."""
+CTX_SPINS = 568
+"""Turns of the spin loop before a thread sleeps."""
+CTX_NAP_TIME = 576
+"""The timespec that CTX_NAP may point to."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
-CTX_CANCEL = 512
+CTX_CANCEL = 640
 """Set by who waits for the walk; read at barriers by the last thread to arrive, and by threads that want more work."""
-CTX_ERROR = 576
+CTX_ERROR = 704
 """Set by a kernel that returns non-zero; ABANDONED after a cancellation within a record, TICKET_FAILED - its index for
 a record whose data will not come."""
-CTX_ARRIVED = 640
-CTX_GENERATION = 704
-"""Counts barriers; the word that waiting threads watch."""
-CTX_PC = 768
-"""Index of the record to run, published at the barrier; -1 = the walk has ended."""
+CTX_STOP = 768
+"""Non-zero: no walk begins or goes on; the threads return once their gates hold -1."""
 CTX_WORK = 832
 """Next chunk of the running record; threads claim chunks by atomic addition."""
 CTX_EPOCH = 896
-"""Counts walks; idle threads watch it."""
-CTX_DONE = 960
-"""Epoch of the last finished walk; the main thread watches it."""
-CTX_STOP = 1024
-"""Non-zero: threads return."""
-CTX_SLEEPERS = 1088
-"""Threads asleep at the barrier."""
-CTX_PARKED = 1152
-"""Threads asleep between walks."""
-CTX_SCRATCH = 1216
-"""Per-thread 64 bytes of timespec and the like, for up to 256 threads."""
-CTX_BYTES = 1216 + 64 * 257
+"""Number of the last walk that was begun."""
+CTX_ACTIVE = 904
+"""Threads of the walk that the helper was asked for."""
+CTX_ARRIVED = 960
+"""Threads that have come to the barrier."""
+GATE_SLEEPERS = 64
+"""A gate is a word that threads wait for to change and, at this offset, how many of them sleep."""
+CTX_GENERATION = 1024
+"""Gate of the barrier: low half, counts barriers; high half, index of the record to run, or -1 = the walk has ended."""
+CTX_CREW = 1152
+"""Gate of threads 1 and up: the last walk that all threads take part in."""
+CTX_HELPER = 1280
+"""Gate of the helper, which is thread 0 of walks whose caller waits outside: the last such walk."""
+CTX_DONE = 1408
+"""Gate of who waits for a walk: the last one that has ended."""
+CTX_SCRATCH = 1536
+"""64 bytes of timespec."""
+CTX_BYTES = 1536 + 64
 
 ABANDONED, TICKET_FAILED = -1, -2
 """CTX_ERROR of a walk whose record was left half done; the highest of those whose data did not come."""

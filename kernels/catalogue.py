@@ -55,7 +55,7 @@ FAMILIES = (
            ("weights", "f", "out", "list", "scratch", "bias", "sums"), NEURON_DOWN),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
            why_no_twin="probes measure the machine; their tests compute what they must leave"),
-    Family("walk", ("worker", "submit", "wait"),
+    Family("walk", ("worker", "submit", "wait", "spin"),
            why_no_twin="these run the program and are no step of it; their proof stands in ops/walk.py"),
 )
 

@@ -44,7 +44,7 @@ NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
 
 def prepare(work: Path) -> None:
     """Compile, write the models and what this machine says."""
-    expected, names = {}, {"worker", "submit", "wait", *NEURON}
+    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
             names.update(opened.program.kernels)

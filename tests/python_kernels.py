@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,23 @@ Make = Callable[..., Executor]
 @functools.cache
 def real() -> Kernels:
     return Kernels(choose())
+
+
+class AnyWay:
+    """Stands in for Pace: any walk by one thread or by all of them, with the caller or with the helper."""
+
+    choose = False
+
+    def __init__(self, threads: int, seed: int = 0):
+        self.threads, self._random = threads, random.Random(seed)
+        self.planned = (threads, False)
+
+    def plan(self, tokens: int) -> tuple[int, bool]:
+        self.planned = (self._random.choice((1, self.threads)), self._random.random() < 0.5)
+        return self.planned
+
+    def took(self, tokens: int, ns: int) -> None:
+        pass
 
 
 class PythonKernels:

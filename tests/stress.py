@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import CancelledError, EdgeInferError
-from edgeinfer.kernels import Kernels, choose
+from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.runner import Cancellation, Sequence
 from edgeinfer.runtime import Program, Record, Session
 from edgeinfer.runtime.executor import Executor
+from tests.python_kernels import AnyWay
 from tests.sessions import free_blocks, logits_of, session, tokens
 
 SECONDS = 5.0
@@ -47,9 +48,9 @@ class Sums:
         )
         self.executor = Executor(Program(records), kernels(), threads, {"weights": self.data, "scratch": self.out})
 
-    def run(self) -> None:
-        self.out[:] = 255
-        self.executor.run()
+    def run(self, cancel: Cancellation | None = None) -> None:
+        self.out[:] = 0
+        self.executor.run(cancel=cancel)
         sums = self.out.view(np.int32).reshape(N_RECORDS, -1, 16)[:, :, 0].sum(axis=1, dtype=np.int32)
         expected = self.data.view(np.int32).sum(dtype=np.int32)
         assert (sums == expected).all(), f"{sums} instead of {expected}"
@@ -73,6 +74,45 @@ def walks(bundle: Path) -> None:
             if time.perf_counter() > end:
                 break
         sums.executor.close()
+
+
+def ways(bundle: Path) -> None:
+    """Walks by one thread and by all, with the caller and with the helper, in any order; some are cancelled.
+
+    On more threads than cores, while other threads take the cores away: whoever is slow to leave the last barrier of a
+    walk must not take part in the next one.
+    """
+    stop, hogs = threading.Event(), kernels().function("spin")
+    idle = aligned(abi.CTX_BYTES)
+    rng = np.random.default_rng(2)
+
+    def hog() -> None:
+        while not stop.is_set():
+            hogs(20_000, idle.ctypes.data, 0, 1)
+            time.sleep(1e-4)
+
+    busy = [threading.Thread(target=hog) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    for threads in (2, 3, 5, 8):
+        sums, end, cancelled, done = Sums(threads), time.perf_counter() + SECONDS / 6, 0, 0
+        sums.executor.pace = AnyWay(threads)  # type: ignore[assignment]
+        while time.perf_counter() < end:
+            cancellation = Cancellation()
+            timer = threading.Timer(rng.uniform(0, 3e-4), cancellation.cancel)
+            if done % 4 == 0:
+                timer.start()
+            try:
+                sums.run(cancellation)
+            except CancelledError:
+                cancelled += 1
+            done += 1
+            timer.cancel()
+        sums.executor.close()
+        print(f"{threads} threads: {done} walks, {cancelled} cancelled")
+    stop.set()
+    for thread in busy:
+        thread.join()
 
 
 def open_close(bundle: Path) -> None:
@@ -284,7 +324,7 @@ def _open(bundle: Path, **options: Any) -> Session:
     return Session(Bundle.open(bundle), RuntimeConfig(**options))
 
 
-MODES = {f.__name__: f for f in (walks, open_close, drop, leave, fork, interrupts, ctrl_c, flow)}
+MODES = {f.__name__: f for f in (walks, ways, open_close, drop, leave, fork, interrupts, ctrl_c, flow)}
 
 if __name__ == "__main__":
     MODES[sys.argv[1]](Path(sys.argv[2]))

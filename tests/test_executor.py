@@ -217,7 +217,9 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["walks", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c", "flow"])
+@pytest.mark.parametrize(
+    "mode", ["walks", "ways", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c", "flow"]
+)
 def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
     """See tests/stress.py: a barrier that strands a thread shows as a timeout, memory that is gone as a crash."""
     if mode == "flow" and not Path("/proc/self/status").exists():
@@ -345,7 +347,7 @@ def test_kernels_read_the_clock_of_that_number(make: Make, monkeypatch: pytest.M
 
 
 def test_where_kernels_have_no_clock_nothing_is_profiled(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = {"futex": 0, "futex_number": 0, "yield": threads_module.host_functions()["yield"], "clock": 0, "clock_id": 0}
+    host = threads_module.host_functions() | {"futex": 0, "clock": 0, "clock_id": 0}
     monkeypatch.setattr(threads_module, "host_functions", lambda: host)
     executor = make(["work"], 2, work=lambda record, tid: 0)
     executor.run()

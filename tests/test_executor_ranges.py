@@ -27,6 +27,7 @@ def make() -> Iterator[Make]:
 
 def with_ticket(executor: Executor, record: int, ticket: int = 3) -> Executor:
     executor.program.words.view(np.int32)[record, abi.REC_TICKET // 4] = 1 + ticket
+    executor.joins = False  # as for a program that has tickets from the beginning
     return executor
 
 

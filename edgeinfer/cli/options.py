@@ -28,7 +28,8 @@ Ctx = Annotated[int | None, option(
     "-c", "--ctx", metavar="TOKENS",
     help="Most tokens of prompt and answer together.  [default: the model's, at most 4096]")]
 Threads = Annotated[int | None, option(
-    "-t", "--threads", metavar="N", help="Worker threads.  [default: physical cores that this process may use]")]
+    "-t", "--threads", metavar="N",
+    help="Worker threads.  [default: physical cores that this process may use, or one in small models]")]
 Kv = Annotated[str, option("--kv", metavar="|".join(KV_TYPES), help="Type of the KV cache.")]
 Budget = Annotated[str | None, option(
     "--budget", metavar="SIZE",

@@ -1,13 +1,14 @@
 """The executor: one linked program, its memory and its part of ctx, walked by a pool of threads without the GIL.
 
 The inner half is kernels/ops/walk.py, which also says why the threads cannot lose each other. Nothing is allocated
-while a walk runs: this class starts it and waits.
+while a walk runs: this class takes part in it or, where it will last, waits for it in Python's reach.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,13 @@ from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, Kernel
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.runner import Cancellation
 
+from .pace import Pace
 from .program import Program
 from .threads import Pool
 
 WAIT_SECONDS = 0.02
 """Longest wait before Python looks at signals and cancellations again (a signal ends the wait at once)."""
+_TOKENS = abi.CTX_COUNTS // 8 + abi.COUNT_TOKENS
 _CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
 
 
@@ -37,6 +40,13 @@ class Executor:
         Memory of each region, by the names of abi.REGIONS.
     pool : Pool, optional
         Of another executor with the same number of threads. It lives until the last of them is closed.
+    pace : Pace, optional
+        Chooses how many of the threads walk; by default all of them.
+
+    Attributes
+    ----------
+    joins : bool
+        Whether the caller may be one of the threads: not where a record may have to wait for its ticket.
 
     Raises
     ------
@@ -45,11 +55,13 @@ class Executor:
     """
 
     def __init__(self, program: Program, kernels: Kernels, threads: int, regions: dict[str, NDArray[np.uint8]],
-                 pool: Pool | None = None):
+                 pool: Pool | None = None, pace: Pace | None = None):
         self.program, self.kernels, self.threads, self.regions = program, kernels, threads, regions
         self.check = os.environ.get("EDGEINFER_CHECK") == "1"
         program.check({name: len(memory) for name, memory in regions.items()})
         program.link(kernels.addresses(program.kernels))
+        self.joins = not program.words.view(np.int32)[:, abi.REC_TICKET // 4].any()
+        self.pace = pace or Pace(threads)
         self._timespec = np.array([0, int(WAIT_SECONDS * 1e9)], np.int64)
         self._timeout = self._timespec.ctypes.data
         self._profile: NDArray[np.int64] | None = None
@@ -138,15 +150,23 @@ class Executor:
 
     def _walk(self, cancel: Cancellation | None) -> None:
         words, wait, ctx, timeout = self.pool.words, self.pool.wait, self.pool.ctx, self._timeout
+        tokens = int(words[_TOKENS])
+        threads, inside = self.pace.plan(tokens)
+        began = time.perf_counter_ns()
         try:
-            self.pool.submit(0, ctx, 0, 0)
-            while not wait(timeout, ctx, 0, 0):  # back in Python: signal handlers run here
+            over = self.pool.submit(inside and self.joins, ctx, 0, threads)
+            while not over:
+                over = wait(timeout, ctx, 0, 0)  # back in Python: signal handlers run here
                 if self.ended(cancel):
                     words[_CANCEL] = 1
         except BaseException:
             words[_CANCEL] = 1  # no call into Python before the threads are done: a second Ctrl-C could be raised there
             wait(0, ctx, 0, 0)
             raise
+        if self.ended(cancel):
+            words[_CANCEL] = 1
+        elif not words[_ERROR]:
+            self.pace.took(tokens, time.perf_counter_ns() - began)
 
     # -- profile -----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from edgeinfer.sizes import round_up
 from .executor import Executor
 from .lowering import Lowering
 from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
+from .pace import SMALL_BYTES, Pace
 from .sequence import KVCache
 from .tables import Tables
 
@@ -68,7 +69,9 @@ class Session(Runner):
                  loading: Callable[[int, int, str], None] | None = None, host: Session | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
-        self.config = resolve(_with_threads_of(host, config or RuntimeConfig()), self.model)
+        config = config or RuntimeConfig()
+        free = config.threads is None and (host is None or host.executor.pace.choose)
+        self.config = resolve(_with_threads_of(host, config), self.model)
         self.graph = build_graph(self.model, expected_types(bundle.types), self.config.recipe)
         bundle.check({w.name: w.shape for w in self.graph.weights})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
@@ -90,8 +93,9 @@ class Session(Runner):
             self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
             self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
             self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
-            self.executor = Executor(self.program, kernels, self.plan.request.threads, regions,
-                                     host.executor.pool if host else None)
+            threads = self.plan.request.threads
+            self.executor = Executor(self.program, kernels, threads, regions, host.executor.pool if host else None,
+                                     Pace(threads, free, bundle.weights_bytes <= SMALL_BYTES))
             opened.callback(self.executor.close)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
                                 (abi.CTX_OUTPUTS, self._tables.outputs)):

@@ -21,8 +21,11 @@ from .memory import allocate
 
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """Linux system call numbers of futex."""
-SPINS, SPINS_CROWDED = 1000, 50
-"""Turns of the spin loop before sleeping: with a core per thread, and with more threads than cores."""
+SPIN_NS, CROWDED_NS = 50_000, 2_000
+"""Time that threads spin before they sleep: with a core for each, longer than waking one takes; with more threads than
+cores, because whoever is waited for may need this very core, next to nothing."""
+NAP_NS = 200_000
+"""Time that threads without work sleep at once where there is no futex."""
 Entry = Callable[[int, int, int, int], int]
 """A kernel as Python calls it: record, ctx, thread, threads."""
 _CANCEL, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_STOP >> 3
@@ -30,17 +33,18 @@ _HEAD = abi.HEAD_BYTES >> 3
 
 
 def host_functions() -> dict[str, int]:
-    """Addresses and numbers for ctx: futex (Linux), yield, clock_gettime and the number of its monotonic clock.
+    """Addresses and numbers for ctx: futex (Linux), yield, sleep, clock_gettime and the number of its monotonic clock.
 
     0 where the system has none: Windows has no such clock.
     """
-    out = {"futex": 0, "futex_number": 0, "yield": 0, "clock": 0, "clock_id": 0}
+    out = {"futex": 0, "futex_number": 0, "yield": 0, "sleep": 0, "clock": 0, "clock_id": 0}
     if sys.platform == "win32":
         kernel32 = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
-        out["yield"] = _address(kernel32.SwitchToThread)
+        out["yield"], out["sleep"] = _address(kernel32.SwitchToThread), _address(kernel32.Sleep)
         return out
     libc = ctypes.CDLL(None)
     out["yield"], out["clock"] = _address(libc.sched_yield), _address(libc.clock_gettime)
+    out["sleep"] = _address(libc.nanosleep)
     out["clock_id"] = time.CLOCK_MONOTONIC  # 1 on Linux, 6 on macOS
     number = FUTEX.get(platform.machine())
     if sys.platform.startswith("linux") and number:
@@ -48,10 +52,15 @@ def host_functions() -> dict[str, int]:
     return out
 
 
-def spins(threads: int) -> int:
-    """Turns before sleeping for so many threads on this machine."""
+def spins(kernels: Kernels, threads: int) -> int:
+    """Turns before sleeping for so many threads on this machine: a turn takes 1 to 70 ns, which is measured here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return SPINS if threads <= cores else SPINS_CROWDED
+    spin, idle, turns, taken = kernels.function("spin"), allocate(abi.CTX_BYTES), 500, []
+    for _ in range(3):
+        began = time.perf_counter_ns()
+        spin(turns, idle.ctypes.data, 0, 1)
+        taken.append(time.perf_counter_ns() - began)
+    return (SPIN_NS if threads <= cores else CROWDED_NS) * turns // max(1, min(taken))
 
 
 def _address(function: object) -> int:
@@ -60,6 +69,8 @@ def _address(function: object) -> int:
 
 class Pool:
     """Long-lived threads and the ctx block that they watch. Programs take turns on it, each with a head of its own.
+
+    Thread 0 is the helper, which walks in the caller's place where that has to stay in Python; see kernels/ops/walk.py.
 
     Parameters
     ----------
@@ -93,9 +104,12 @@ class Pool:
         self._loaded: NDArray[np.int64] | None = None
         self._users = 0
         host = host_functions()
+        self.words[abi.CTX_NAP_TIME // 8 + 1] = NAP_NS
+        nap = 1 if sys.platform == "win32" else self.ctx + abi.CTX_NAP_TIME  # a millisecond, or a timespec
         for offset, value in ((abi.CTX_HOST_FUTEX, host["futex"]), (abi.CTX_FUTEX_NUMBER, host["futex_number"]),
                               (abi.CTX_HOST_YIELD, host["yield"]), (abi.CTX_HOST_CLOCK, host["clock"]),
-                              (abi.CTX_CLOCK_ID, host["clock_id"]), (abi.CTX_SPINS, spins(threads))):
+                              (abi.CTX_CLOCK_ID, host["clock_id"]), (abi.CTX_HOST_SLEEP, host["sleep"]),
+                              (abi.CTX_NAP, nap), (abi.CTX_SPINS, spins(kernels, threads))):
             self.words[offset >> 3] = value
         # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended:
         # when the last program leaves, when the pool is forgotten, and when Python exits.
@@ -106,10 +120,9 @@ class Pool:
 
     def _start(self) -> None:
         worker = self.kernels.function("worker")
-        epoch = int(self.words[abi.CTX_EPOCH >> 3])
         try:
             for tid in range(self.threads):
-                thread = threading.Thread(target=worker, args=(epoch, self.ctx, tid, self.threads), daemon=True,
+                thread = threading.Thread(target=worker, args=(0, self.ctx, tid, self.threads), daemon=True,
                                           name=f"edgeinfer-{tid}")
                 thread.start()
                 self.workers.append(thread)
@@ -118,16 +131,12 @@ class Pool:
             raise EdgeInferError(f"The system refuses {self.threads} threads ({error}); lower --threads.") from None
 
     def join(self) -> NDArray[np.int64]:
-        """Return a head for one more program: what a walk reads of ctx, with the words that are the same for all."""
+        """Return a head for one more program: what it and its next walk need of ctx."""
         with self.turn:
             if not self._end.alive:
                 raise ClosedError("The model whose threads are to be shared was closed; open it again.")
             self._users += 1
-            head = np.zeros(_HEAD, np.int64)
-            for offset in (abi.CTX_HOST_FUTEX, abi.CTX_FUTEX_NUMBER, abi.CTX_HOST_YIELD, abi.CTX_HOST_CLOCK,
-                           abi.CTX_CLOCK_ID, abi.CTX_SPINS):
-                head[offset >> 3] = self.words[offset >> 3]
-            return head
+            return np.zeros(_HEAD, np.int64)
 
     def load(self, head: NDArray[np.int64]) -> None:
         """Make ctx that of the program which is to walk next; by the holder of the turn, between walks."""
@@ -173,9 +182,8 @@ def _end_threads(
     if process != os.getpid():  # forked: the threads are not here
         return
     ctx = words.ctypes.data
-    words[_CANCEL] = 1
+    words[_CANCEL] = words[_STOP] = 1  # from here on no walk begins
     wait(0, ctx, 0, 0)
-    words[_STOP] = 1
     submit(0, ctx, 0, 0)
     for thread in workers:
         thread.join()

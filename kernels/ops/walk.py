@@ -1,33 +1,45 @@
-"""The executor's inner half: N threads walk the program together, without the GIL and without Python.
+"""The executor's inner half: threads walk the program together, without the GIL and without Python.
 
-`worker` is each thread's life: sleep until the epoch changes, run the record that `CTX_FIRST` names, meet at the
-barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end) and says so in `CTX_PC`.
-`submit` starts a walk, `wait` waits for its end with a time limit, so that Python stays able to see Ctrl-C. Threads
-spin for at most CTX_SPINS turns, then sleep in a futex; where there is none they give the core away.
+Thread 0 of a walk is its caller, within `submit`, or the helper, while the caller waits in `wait` with a time limit, so
+that Python stays able to see Ctrl-C. The others are the crew, who take part in all walks but those of one thread.
+`worker` is the life of helper and crew: wait at the gate for the next walk, run the record that CTX_FIRST names, meet
+at the barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end).
+
+Who waits at a gate spins for CTX_SPINS turns, then sleeps in a futex. The turns are always the same: they last longer
+than waking a thread takes, so whoever is on the way is met awake. (Turns that were halved whenever they had been in
+vain made a slow mode that fed itself: every barrier slept, waking took longer than the next spin, and so on.) Where
+there is no futex, threads give the core away within a walk and take naps between walks.
 
 Why no thread is stranded and none runs a record twice:
 
-* EPOCH counts the walks that have a record to run. FIRST is written before it and stays until that walk is over, which
-  takes every thread: so each thread takes part in each epoch exactly once, however late it looks.
-* PC is written by the last thread at a barrier only, while all others wait there, and not again before every thread has
-  come to the next barrier, for which it must have read PC. `submit` leaves it alone: a thread that is slow to leave the
-  last barrier of a walk reads -1 even when the next walk has begun, and then finds a new epoch.
-* DONE is written after PC = -1, and `submit` comes after DONE, so ctx and tables change only while nobody reads them.
+* CREW changes once for each walk of all threads. FIRST is written before it and stays until that walk is over, which
+  takes the whole crew: so each takes part in each such walk exactly once, however late it looks. The same goes for
+  HELPER and the helper.
+* GENERATION holds the number of the barrier and what comes after it in one word, written by the last thread at the
+  barrier while all others wait there. While a walk lasts, nobody who takes part can miss a barrier. A thread that is
+  slow to leave the last one may: the helper, after which the caller has become thread 0 of the next walk. It finds
+  another number than the next and so knows that its walk is over. Walks of one thread leave GENERATION alone.
+* DONE is written after GENERATION; the next `submit` comes after DONE, also where the caller takes part, so ctx and
+  tables change only while nobody reads them and no thread that was slow to write DONE takes it back.
 * A thread that waits counts itself as a sleeper, looks at the word again, and sleeps if the futex finds it unchanged
   too; whoever changes the word looks at the sleepers after that. One of the two sees the other: no wake-up is lost.
-* Plain stores (tables, counts, FIRST, PC, WORK, ARRIVED) come before an atomic store (EPOCH, GENERATION, DONE) that
-  their readers load first, which orders them on ARM as well.
+* `submit` writes EPOCH, then looks at STOP; who ends the threads writes STOP, then (in `wait`, behind an atomic
+  addition) looks at EPOCH. Either no walk begins or its end is waited for, and only then the gates get their -1.
+* Plain stores (tables, counts, FIRST, ACTIVE, WORK, ARRIVED) come before an atomic store (CREW, HELPER, GENERATION,
+  DONE) that their readers load first, which orders them on ARM as well.
 """
 
 from __future__ import annotations
 
 from ..abi import (
+    CTX_ACTIVE,
     CTX_ARRIVED,
     CTX_BEGIN,
     CTX_CANCEL,
     CTX_CLOCK,
     CTX_CLOCK_ID,
     CTX_COUNTS,
+    CTX_CREW,
     CTX_DONE,
     CTX_END,
     CTX_EPOCH,
@@ -35,19 +47,20 @@ from ..abi import (
     CTX_FIRST,
     CTX_FUTEX_NUMBER,
     CTX_GENERATION,
+    CTX_HELPER,
     CTX_HOST_CLOCK,
     CTX_HOST_FUTEX,
+    CTX_HOST_SLEEP,
     CTX_HOST_YIELD,
-    CTX_PARKED,
-    CTX_PC,
+    CTX_NAP,
     CTX_PROFILE,
     CTX_PROGRAM,
     CTX_SCRATCH,
-    CTX_SLEEPERS,
     CTX_SPINS,
     CTX_STOP,
     CTX_TICKETS,
     CTX_WORK,
+    GATE_SLEEPERS,
     REC_KERNEL,
     REC_PREDICATES,
     REC_TICKET,
@@ -61,6 +74,8 @@ from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call4
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 _EVERYONE = 2**31 - 1
+_LOW = 0xFFFFFFFF
+"""What a futex compares: the low half of a word."""
 
 
 @inline
@@ -68,38 +83,39 @@ def sleep_on(ctx, word, seen, timeout):
     """Sleep while the word still holds `seen`; timeout = address of a timespec or 0. May return early."""
     futex = load_i64(ctx + CTX_HOST_FUTEX)
     if futex:
-        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), word, FUTEX_WAIT_PRIVATE, seen & 0xFFFFFFFF, timeout, 0)
-    else:
+        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), word, FUTEX_WAIT_PRIVATE, seen & _LOW, timeout, 0)
+    elif word == ctx + CTX_GENERATION:
         call2(load_i64(ctx + CTX_HOST_YIELD), 0, 0)
+    else:
+        call2(load_i64(ctx + CTX_HOST_SLEEP), load_i64(ctx + CTX_NAP), 0)
 
 
 @inline
-def wake_all(ctx, word):
-    """Wake whoever sleeps on the word."""
-    futex = load_i64(ctx + CTX_HOST_FUTEX)
-    if futex:
-        call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), word, FUTEX_WAKE_PRIVATE, _EVERYONE, 0, 0)
-
-
-@inline
-def await_change(ctx, word, seen, sleepers, turns):
-    """Wait until the word no longer holds `seen`: spin `turns` times, then sleep, counted in the word `sleepers`.
-
-    Returns the turns for the next time: fewer if spinning was in vain (the thread that is waited for may need this very
-    core), more if it was not.
-    """
-    left = turns
-    while atomic_load(word) == seen:
+def await_change(ctx, gate, seen):
+    """Wait until the gate no longer holds `seen`; returns what it holds then."""
+    left = load_i64(ctx + CTX_SPINS)
+    value = atomic_load(gate)
+    while value == seen:
         if left > 0:
             left -= 1
             pause()
         else:
-            atomic_add(sleepers, 1)  # before the last look at the word: whoever changes it looks here after
-            if atomic_load(word) == seen:
-                sleep_on(ctx, word, seen, 0)
-            atomic_add(sleepers, -1)
-    most = load_i64(ctx + CTX_SPINS)
-    return min(2 * turns, most) if left > 0 else max(turns >> 1, most >> 6)
+            atomic_add(gate + GATE_SLEEPERS, 1)  # before the last look: whoever changes the word looks here after
+            if atomic_load(gate) == seen:
+                sleep_on(ctx, gate, seen, 0)
+            atomic_add(gate + GATE_SLEEPERS, -1)
+        value = atomic_load(gate)
+    return value
+
+
+@inline
+def change(ctx, gate, value):
+    """Give the gate another value and wake whoever sleeps there."""
+    atomic_store(gate, value)
+    if atomic_load(gate + GATE_SLEEPERS):
+        futex = load_i64(ctx + CTX_HOST_FUTEX)
+        if futex:
+            call6(futex, load_i64(ctx + CTX_FUTEX_NUMBER), gate, FUTEX_WAKE_PRIVATE, _EVERYONE, 0, 0)
 
 
 @inline
@@ -172,85 +188,113 @@ def clock(ctx):
 
 @inline
 def advance(ctx, pc):
-    """Publish what comes after record `pc`; called by the last thread at the barrier."""
+    """Decide what comes after record `pc`, or -1; called by one thread while the others wait."""
     profile = load_i64(ctx + CTX_PROFILE)
     if profile:
         passed = clock(ctx)
         if pc >= 0:
             store_i64(profile + 8 * pc, load_i64(profile + 8 * pc) + passed)
     store_i64(ctx + CTX_WORK, 0)
-    following = next_record(ctx, pc)
-    store_i64(ctx + CTX_PC, following)
+    return next_record(ctx, pc)
+
+
+@inline
+def meet(ctx, pc, n_threads):
+    """Wait for all threads to end record `pc`; returns what comes next, which the last to arrive decides."""
+    if n_threads == 1:
+        following, epoch = advance(ctx, pc), load_i64(ctx + CTX_EPOCH)
+    else:
+        seen = atomic_load(ctx + CTX_GENERATION)
+        number = (seen + 1) & _LOW
+        if atomic_add(ctx + CTX_ARRIVED, 1) < n_threads - 1:
+            value = await_change(ctx, ctx + CTX_GENERATION, seen)
+            return value >> 32 if value & _LOW == number else -1
+        store_i64(ctx + CTX_ARRIVED, 0)
+        following, epoch = advance(ctx, pc), load_i64(ctx + CTX_EPOCH)
+        change(ctx, ctx + CTX_GENERATION, following << 32 | number)
+    if following < 0:
+        change(ctx, ctx + CTX_DONE, epoch)
     return following
 
 
 @inline
-def barrier(ctx, pc, n_threads, turns):
-    """Wait for all threads; the last to arrive decides what comes next. Takes and gives turns as `await_change`."""
-    generation = atomic_load(ctx + CTX_GENERATION)
-    if atomic_add(ctx + CTX_ARRIVED, 1) == n_threads - 1:
-        store_i64(ctx + CTX_ARRIVED, 0)
-        epoch = load_i64(ctx + CTX_EPOCH)
-        following = advance(ctx, pc)
-        atomic_store(ctx + CTX_GENERATION, generation + 1)
-        if atomic_load(ctx + CTX_SLEEPERS):
-            wake_all(ctx, ctx + CTX_GENERATION)
-        if following < 0:
-            atomic_store(ctx + CTX_DONE, epoch)
-            wake_all(ctx, ctx + CTX_DONE)
-        return turns
-    return await_change(ctx, ctx + CTX_GENERATION, generation, ctx + CTX_SLEEPERS, turns)
+def walk(ctx, tid, n_threads):
+    """Take part in a walk until its end."""
+    pc = load_i64(ctx + CTX_FIRST)
+    if pc < 0:  # its ticket is waited for as at a barrier, not by `submit`: Python would not see Ctrl-C meanwhile
+        pc = meet(ctx, -3 - pc, n_threads)
+    while pc >= 0:
+        record = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
+        status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
+        if status:
+            atomic_store(ctx + CTX_ERROR, status)
+        pc = meet(ctx, pc, n_threads)
 
 
 @kernel("worker")
 def worker(rec, ctx, tid, n_threads):
-    """A thread's life; `rec` is the epoch at which it starts waiting. Returns when CTX_STOP is set."""
-    seen = rec
-    between_walks = between_records = load_i64(ctx + CTX_SPINS)
+    """The life of the helper (thread 0) or of one of the crew; returns when its gate holds -1."""
+    gate, seen = ctx + (CTX_CREW if tid else CTX_HELPER), 0
     while True:
-        between_walks = await_change(ctx, ctx + CTX_EPOCH, seen, ctx + CTX_PARKED, between_walks)
-        seen = atomic_load(ctx + CTX_EPOCH)
-        if atomic_load(ctx + CTX_STOP):
+        seen = await_change(ctx, gate, seen)
+        if seen < 0:
             return 0
-        pc = load_i64(ctx + CTX_FIRST)
-        if pc < 0:  # its ticket is waited for as at a barrier, not by `submit`: Python would not see Ctrl-C meanwhile
-            between_records = barrier(ctx, -3 - pc, n_threads, between_records)
-            pc = load_i64(ctx + CTX_PC)
-        while pc >= 0:
-            record = load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc
-            status = call4(load_i64(record + REC_KERNEL), record, ctx, tid, n_threads)
-            if status:
-                atomic_store(ctx + CTX_ERROR, status)
-            between_records = barrier(ctx, pc, n_threads, between_records)
-            pc = load_i64(ctx + CTX_PC)
+        walk(ctx, tid, n_threads if tid else load_i64(ctx + CTX_ACTIVE))
 
 
 @kernel("submit")
 def submit(rec, ctx, tid, n_threads):
-    """Start a walk (or, with CTX_STOP set, the threads' end); called when the last walk is over."""
-    stop = atomic_load(ctx + CTX_STOP)
-    if not stop:
+    """Start a walk of 1 or all threads; called when the last walk is over. With CTX_STOP set, end the threads.
+
+    With `rec` the caller is thread 0. Returns 1 if the walk has ended, 0 if it is to be waited for.
+    """
+    epoch = load_i64(ctx + CTX_EPOCH) + 1
+    if not atomic_load(ctx + CTX_STOP):
         if load_i64(ctx + CTX_PROFILE):
             clock(ctx)
         first = runnable(ctx, load_i64(ctx + CTX_BEGIN) - 1)
         if first < 0 or halted(ctx):
-            return 0  # nothing to run: the threads need not know
+            return 1  # nothing to run: the threads need not know
         store_i64(ctx + CTX_FIRST, -2 - first if ticket(ctx, first) else first)
-    atomic_add(ctx + CTX_EPOCH, 1)
-    if stop:  # an epoch without a walk is over at once
-        atomic_add(ctx + CTX_DONE, 1)
-    if atomic_load(ctx + CTX_PARKED):
-        wake_all(ctx, ctx + CTX_EPOCH)
-    return 0
+        store_i64(ctx + CTX_ACTIVE, n_threads)
+        atomic_store(ctx + CTX_EPOCH, epoch)
+        if not atomic_load(ctx + CTX_STOP):
+            if n_threads > 1:
+                change(ctx, ctx + CTX_CREW, epoch)
+            if not rec:
+                change(ctx, ctx + CTX_HELPER, epoch)
+                return 0
+            walk(ctx, 0, n_threads)
+            done = atomic_load(ctx + CTX_DONE)
+            while done != epoch:
+                done = await_change(ctx, ctx + CTX_DONE, done)
+            return 1
+        change(ctx, ctx + CTX_DONE, epoch)
+        return 1
+    change(ctx, ctx + CTX_CREW, -1)
+    change(ctx, ctx + CTX_HELPER, -1)
+    return 1
 
 
 @kernel("wait")
 def wait(rec, ctx, tid, n_threads):
     """Wait for the end of the walk, at most the timespec at `rec` (0: no limit); returns 1 if it has ended."""
-    epoch, done = atomic_load(ctx + CTX_EPOCH), atomic_load(ctx + CTX_DONE)
+    gate = ctx + CTX_DONE
+    atomic_add(gate + GATE_SLEEPERS, 1)
+    epoch, done = atomic_load(ctx + CTX_EPOCH), atomic_load(gate)
     while done != epoch:
-        sleep_on(ctx, ctx + CTX_DONE, done, rec)
-        done = atomic_load(ctx + CTX_DONE)
+        sleep_on(ctx, gate, done, rec)
+        done = atomic_load(gate)
         if rec:
             break
+    atomic_add(gate + GATE_SLEEPERS, -1)
     return 1 if done == epoch else 0
+
+
+@kernel("spin")
+def spin(rec, ctx, tid, n_threads):
+    """Spin `rec` turns at a gate that does not change, so that their time can be taken."""
+    while rec > 0 and atomic_load(ctx + CTX_DONE) >= 0:
+        rec -= 1
+        pause()
+    return 0

@@ -1,0 +1,101 @@
+"""How many threads walk next, and whether the caller is one of them: decided by how long such walks took before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CALLER_NS = 20_000_000
+"""Walks expected to be longer leave the caller in Python's reach: it sees Ctrl-C and cancellations only outside."""
+TRIED_NS = 1_000_000
+"""Walks that take longer are not tried with one thread: all barriers of a program together cost a tenth of that."""
+SMALL_BYTES = 4 << 20
+"""Weights that one core reads from its cache within TRIED_NS: walks over them begin with one thread."""
+TRIAL, UNCOUNTED = 8, 4
+"""Walks of a trial, and how many of them do not count: threads are woken, and their caches have none of the weights."""
+INTERVAL, LONGEST_INTERVAL = 64, 1024
+"""Walks until the next trial: at first, and after some in vain."""
+GAIN, LOSS = 0.95, 1.3
+"""A trial is kept if it takes less than that of the other way's time; from that on the other is tried at once."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of walks with about the same number of tokens; index 0: one thread, 1: all of them."""
+
+    way: int
+    ns: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Recent time of each way; 0 = unknown."""
+    last: float = 0.0
+    uncounted: int = 1
+    """The next walks that do not count, but for a first idea of the way."""
+    trial: bool = False
+    left: int = TRIAL
+    interval: int = INTERVAL
+
+    def turn(self) -> None:
+        """Begin a trial of the other way, or end one: go back unless it was faster."""
+        if not self.trial:
+            self.trial = self.ns[self.way] < TRIED_NS
+            self.left = TRIAL if self.trial else self.interval
+            if self.trial:
+                self._switch()
+            return
+        self.trial = False
+        if self.ns[self.way] < GAIN * self.ns[1 - self.way]:
+            self.interval = INTERVAL
+        else:
+            self._switch()
+            self.interval = min(4 * self.interval, LONGEST_INTERVAL)
+        self.left = self.interval
+
+    def _switch(self) -> None:
+        self.way, self.uncounted = 1 - self.way, UNCOUNTED
+
+    def took(self, ns: float) -> None:
+        """Take note of a walk; one outlier moves the figure by a quarter at most."""
+        way, before, other = self.way, self.ns[self.way], self.ns[1 - self.way]
+        self.last, self.left = ns, self.left - 1
+        if self.uncounted:
+            self.uncounted -= 1
+            self.ns[way] = before if before and not self.trial else ns
+            return
+        first = before == 0 or (self.trial and self.left == TRIAL - UNCOUNTED - 1)
+        self.ns[way] = ns if first else before + (min(ns, 2 * before) - before) / 4
+        if other and self.ns[way] > LOSS * other:
+            self.left = 0
+
+
+class Pace:
+    """Chooses for each walk: one thread or all, and whether the caller is thread 0 or waits for the helper.
+
+    Both change nothing but time. Where barriers cost more than other threads save depends on the model, on the cores
+    and on who else uses them, so it is measured: short walks now and then go the other way.
+
+    Parameters
+    ----------
+    threads : int
+        All that there are.
+    choose : bool
+        False: all of them take part in every walk.
+    small : bool
+        Begin with one thread.
+    """
+
+    def __init__(self, threads: int, choose: bool = False, small: bool = False):
+        self.threads, self.choose = threads, choose
+        self._first = 0 if small else 1
+        self._choosing = choose and threads > 1
+        self._kinds: dict[int, _Kind] = {}
+
+    def plan(self, tokens: int) -> tuple[int, bool]:
+        """Return the threads of a walk over so many tokens, and whether the caller is one of them."""
+        kind = self._kinds.get(tokens.bit_length())
+        if kind is None:
+            kind = self._kinds[tokens.bit_length()] = _Kind(self._first if self._choosing else 1)
+        if self._choosing and kind.left <= 0:
+            kind.turn()
+        return self.threads if kind.way else 1, 0 < kind.last < CALLER_NS
+
+    def took(self, tokens: int, ns: int) -> None:
+        """Take note of how long the walk took that was planned last."""
+        self._kinds[tokens.bit_length()].took(ns)

@@ -1,0 +1,278 @@
+"""Who walks: the caller or the helper, one thread or all; how long threads spin; what happens without a futex."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
+from edgeinfer.errors import CancelledError
+from edgeinfer.kernels import abi
+from edgeinfer.models import demo_path
+from edgeinfer.runner import Cancellation
+from edgeinfer.runtime import Session
+from edgeinfer.runtime import threads as threads_module
+from edgeinfer.runtime.pace import CALLER_NS, LONGEST_INTERVAL, TRIAL, TRIED_NS, Pace
+from tests.python_kernels import AnyWay, Make, executors, real
+from tests.sessions import logits_of, session, tokens, write_model
+
+UNLIMITED = 10**12
+SIX = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with executors() as build:
+        yield build
+
+
+class CountedFutex:
+    """The system's futex, which notes the words that are slept on and woken."""
+
+    def __init__(self) -> None:
+        self._real = ctypes.CDLL(None).syscall
+        self._real.argtypes = [ctypes.c_int64] * 6
+        self.calls: list[tuple[int, bool]] = []
+        self._entry = SIX(self._call)
+        self.address = ctypes.cast(self._entry, ctypes.c_void_p).value or 0
+
+    def _call(self, number: int, word: int, operation: int, value: int, timeout: int, zero: int) -> int:
+        self.calls.append((word, operation == 128))
+        return int(self._real(number, word, operation, value, timeout, zero))
+
+
+@pytest.fixture
+def futex(monkeypatch: pytest.MonkeyPatch) -> CountedFutex:
+    """The futex of all pools that are made in the test."""
+    host = threads_module.host_functions()
+    if not host["futex"]:
+        pytest.skip("needs Linux's futex")
+    counted = CountedFutex()
+    monkeypatch.setattr(threads_module, "host_functions", lambda: host | {"futex": counted.address})
+    return counted
+
+
+# -- spinning ----------------------------------------------------------------------------------------------------------
+
+
+def test_turns_last_longer_than_a_wake_up() -> None:
+    """Whatever a turn takes here; half of it for a clock that has changed since."""
+    turns = threads_module.spins(real(), 1)
+    ctx = np.zeros(abi.CTX_BYTES // 8, np.int64)
+    spin, taken = real().function("spin"), []
+    for _ in range(20):
+        began = time.perf_counter_ns()
+        spin(turns, ctx.ctypes.data, 0, 1)
+        taken.append(time.perf_counter_ns() - began)
+    assert min(taken) > threads_module.SPIN_NS / 2
+    assert threads_module.spins(real(), 10_000) < turns
+
+
+def test_spinning_in_vain_leaves_no_trace(make: Make, futex: CountedFutex) -> None:
+    """Threads that had to sleep at some barriers spin at the next ones as long as before."""
+    slow = [True]
+
+    def work(record: int, tid: int) -> None:
+        if slow[0] and tid == record % 2:
+            time.sleep(2e-3)
+
+    executor = make(["work"] * 20, 2, work=work)
+    generation = executor.pool.ctx + abi.CTX_GENERATION
+    executor.set(abi.CTX_SPINS, 10)
+    executor.run()
+    assert (generation, True) in futex.calls
+    executor.set(abi.CTX_SPINS, UNLIMITED)
+    slow[0] = False
+    executor.run()
+    futex.calls.clear()
+    for _ in range(5):
+        executor.run()
+    assert generation not in [word for word, _ in futex.calls]
+    executor.set(abi.CTX_SPINS, 10)  # whoever spins now gets out of it by one more walk
+    executor.run()
+
+
+def test_a_walk_of_one_thread_wakes_nobody(make: Make, futex: CountedFutex) -> None:
+    ran: list[int] = []
+    executor = make(["work"] * 3, 4, work=lambda record, tid: ran.append(tid))
+    executor.pace = one = AnyWay(4)  # type: ignore[assignment]
+    one.plan = lambda tokens: (1, True)  # type: ignore[method-assign]
+    time.sleep(0.05)  # the threads fall asleep
+    futex.calls.clear()
+    for _ in range(10):
+        executor.run()
+    assert ran == [0] * 30 and not futex.calls
+
+
+def test_without_a_futex_threads_take_naps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and Windows: the same bits, and next to nothing to do for those who wait for a request."""
+    path, ids = write_model(models), tokens(40)
+    with session(path, threads=3) as opened:
+        expected = logits_of(opened, ids, n_decoded=3).tobytes()
+    host = threads_module.host_functions()
+    monkeypatch.setattr(threads_module, "host_functions", lambda: host | {"futex": 0})
+    with session(path, threads=3) as opened:
+        assert logits_of(opened, ids, n_decoded=3).tobytes() == expected
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.25, "they give the core away, and get it back at once"
+
+
+# -- one thread or all, caller or helper -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("threads", [2, 3, 6])
+def test_any_order_of_ways_runs_every_record_once(make: Make, threads: int) -> None:
+    """Threads dawdle; a walk of one thread is thread 0's, and the next one of all begins with all of them."""
+    log: list[tuple[str, int, int]] = []
+    pauses = random.Random(threads)
+
+    def work(record: int, tid: int) -> None:
+        log.append(("begin", record, tid))
+        if pauses.random() < 0.2:
+            time.sleep(2e-4)
+        log.append(("end", record, tid))
+
+    executor = make(["work"] * 4, threads, work=work)
+    executor.pace = ways = AnyWay(threads, seed=threads)  # type: ignore[assignment]
+    for _ in range(60):
+        log.clear()
+        executor.run()
+        active = ways.planned[0]
+        assert len(log) == 2 * 4 * active
+        for record in range(4):
+            part = log[2 * active * record : 2 * active * (record + 1)]
+            for what in ("begin", "end"):
+                assert sorted(x for x in part if x[0] == what) == [(what, record, tid) for tid in range(active)]
+
+
+def test_the_way_changes_no_bit(models: Path) -> None:
+    path, ids = write_model(models), tokens(60)
+    with session(path, threads=1) as opened:
+        expected = logits_of(opened, ids, n_decoded=30).tobytes()
+    with session(path, threads=3) as opened:
+        opened.executor.pace = AnyWay(3)  # type: ignore[assignment]
+        for _ in range(3):
+            assert logits_of(opened, ids, n_decoded=30).tobytes() == expected
+
+
+def test_short_walks_are_the_callers(make: Make) -> None:
+    """Long ones, and the first of a kind, are the helper's, so that Python sees signals meanwhile."""
+    import threading
+
+    walkers: list[int] = []
+    pause = [0.0]
+
+    def work(record: int, tid: int) -> None:
+        if tid == 0:
+            walkers.append(threading.get_ident())
+        time.sleep(pause[0])
+
+    executor = make(["work"], 2, work=work)
+    me = threading.get_ident()
+    for pause[0], caller in ((0.0, False), (0.05, None), (0.05, False), (0.0, False)):
+        executor.run()
+        assert caller is None or (walkers[-1] == me) == caller
+    executor.pace.took(0, 1000)  # whatever this machine takes: a short one
+    executor.run()
+    assert walkers[-1] == me
+    executor.pace.took(0, 1000)
+    executor.joins = False
+    executor.run()
+    assert walkers[-1] != me
+
+
+def test_a_cancellation_during_the_callers_walk_counts(make: Make) -> None:
+    cancellation = Cancellation()
+    executor = make(["work"], 2, work=lambda record, tid: cancellation.cancel())
+    executor.pace.took = lambda tokens, ns: None  # type: ignore[method-assign]
+    executor.pace.plan = lambda tokens: (2, True)  # type: ignore[method-assign]
+    with pytest.raises(CancelledError):
+        executor.run(cancel=cancellation)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def walked(pace: Pace, alone: Callable[[int], float], together: Callable[[int], float], n: int) -> list[int]:
+    """Threads of n walks over one token which take as long as the functions say, in us."""
+    chosen = []
+    for i in range(n):
+        threads, _ = pace.plan(1)
+        pace.took(1, int(1000 * (alone if threads == 1 else together)(i)))
+        chosen.append(threads)
+    return chosen
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_faster_way_is_found_and_kept(small: bool) -> None:
+    noise = random.Random(1)
+    for alone, together in ((100, 150), (345, 190), (120, 900)):
+        pace = Pace(2, choose=True, small=small)
+        chosen = walked(pace, lambda i: alone * noise.uniform(0.9, 1.1),  # noqa: B023
+                        lambda i: together * noise.uniform(0.9, 1.1), 5000)  # noqa: B023
+        best = 1 if alone < together else 2
+        assert chosen[:TRIAL] == [1 if small else 2] * TRIAL
+        assert chosen.count(best) > 0.99 * len(chosen)
+        assert chosen[2 * TRIAL :].count(best) > 0.99 * (len(chosen) - 2 * TRIAL)
+
+
+def test_the_way_follows_the_machine() -> None:
+    """Another program takes a core away and gives it back."""
+    pace = Pace(2, choose=True)
+    chosen = walked(pace, lambda i: 300, lambda i: 900 if 3000 <= i < 6000 else 200, 12_000)
+    assert set(chosen[3010 : 3010 + 50]) == {1}
+    assert chosen[3010:6000].count(1) > 0.98 * 2990
+    assert chosen[6000 + LONGEST_INTERVAL + 2 * TRIAL :].count(2) > 0.98 * (6000 - LONGEST_INTERVAL - 2 * TRIAL)
+
+
+def test_an_outlier_changes_nothing() -> None:
+    pace = Pace(2, choose=True)
+    chosen = walked(pace, lambda i: 300, lambda i: 50_000 if i == 2000 else 200, 2300)
+    assert chosen[1990:].count(2) > len(chosen[1990:]) - 2 * TRIAL
+
+
+def test_long_walks_are_not_tried_with_one_thread() -> None:
+    pace = Pace(2, choose=True)
+    assert set(walked(pace, lambda i: 1, lambda i: TRIED_NS / 1000 + 1, 3000)) == {2}
+
+
+@pytest.mark.parametrize(("threads", "choose"), [(1, True), (1, False), (4, False)])
+def test_asked_for_threads_are_taken(threads: int, choose: bool) -> None:
+    pace = Pace(threads, choose, small=True)
+    assert set(walked(pace, lambda i: 1, lambda i: 100, 500)) == {threads}
+
+
+def test_kinds_of_walks_are_told_apart_by_their_length() -> None:
+    pace = Pace(2)
+    assert pace.plan(1) == (2, False)
+    pace.took(1, 1000)
+    assert pace.plan(1) == (2, True)
+    assert pace.plan(100) == (2, False)
+    pace.took(100, CALLER_NS)
+    assert pace.plan(100) == (2, False) and pace.plan(70) == (2, False)
+    assert pace.plan(1) == (2, True)
+
+
+def test_sessions_choose_unless_they_are_told() -> None:
+    for threads in (None, 2):
+        with session(demo_path(), ctx=64, threads=threads) as opened:
+            guest = Session(Bundle.open(demo_path()), RuntimeConfig(ctx=64), host=opened)
+            try:
+                for one in (opened, guest):
+                    assert one.executor.pace.choose == (threads is None)
+                    assert one.executor.pace.plan(1)[0] == (threads or 1), "the demo begins with one thread"
+            finally:
+                guest.close()
