@@ -86,9 +86,9 @@ def imports_numba(environment: Mapping[str, str]) -> bool:
     """Whether a run imports Numba."""
     code = (
         "import contextlib, io, sys\n"
-        f"sys.argv = ['edgeinfer', 'run', 'demo', {PROMPT!r}, '-n', '1', '--temp', '0', '--json']\n"
         "from edgeinfer.cli import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    main()\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    main(['run', 'demo', {PROMPT!r}, '-n', '1', '--temp', '0', '--json'])\n"
         "print('numba' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=dict(environment), capture_output=True, text=True)

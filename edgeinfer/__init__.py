@@ -1,15 +1,16 @@
 """edgeinfer: run language models on laptops and ARM boards, and know first whether they fit and how fast they are."""
 
-from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import os.path as _path
 
-if _TYPE_CHECKING:
+TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+if TYPE_CHECKING:
     from .config import GenerationConfig
     from .errors import EdgeInferError
     from .llm import LLM
 
-if not (_Path(__file__).parent / "kernels").is_dir():  # a checkout: the parts lie beside this folder
-    __path__.append(str(_Path(__file__).parent.parent))
+_here = _path.dirname(_path.abspath(__file__))
+if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts lie beside this folder
+    __path__.append(_path.dirname(_here))
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EdgeInferError", "GenerationConfig", "__version__"]

@@ -8,8 +8,9 @@ import time
 
 
 def say(sentence: str) -> None:
-    """Print a sentence about the program's own doings on standard error."""
-    print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
+    """Print a sentence about the program's own doings on standard error, where there is one."""
+    if sys.stderr is not None:  # print would take standard output instead
+        print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
 
 
 def peak_rss_bytes() -> int | None:

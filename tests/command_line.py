@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def environment(**variables: str) -> dict[str, str]:
     if "EDGEINFER_CACHE" in os.environ:
         kept["EDGEINFER_CACHE"] = os.environ["EDGEINFER_CACHE"]
     return kept | {"PYTHONPATH": str(ROOT), **variables}
+
+
+def listening() -> None:
+    """Let a child hear Ctrl-C although the suite may be deaf to it, as in the background of a shell (`preexec_fn`)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def process(*arguments: object, stdin: bytes = b"", **variables: str) -> Outcome:

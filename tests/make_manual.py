@@ -25,7 +25,9 @@ files change), a known name (`demo` is embedded), or the id of a model on the hu
 converted once). A directory goes before a name. Sizes are a number and a unit: `4GiB`, `500MB`.
 
 Exit codes: 0 done; 1 failed, or interrupted with Ctrl-C; 2 wrong usage; 3 does not fit the memory budget (the plan is
-printed).
+printed); 130 Ctrl-C before a command began, 143 SIGTERM. A signal that was ignored when the program started, as Ctrl-C
+is in the background of a shell, stays ignored. An answer that standard output could not take, closed or full, is a
+failure; what standard error cannot take is lost, and the exit code stays that of the command.
 
 With `--json` standard output gets one JSON object and nothing else; everything else, progress and statistics too,
 goes to standard error. Times are milliseconds, sizes bytes, shares 0 to 1. An error is

@@ -18,7 +18,7 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.kernels import choose, find_set
 from tests.checkpoints import make_checkpoint
-from tests.command_line import PYTHON, environment
+from tests.command_line import PYTHON, environment, listening
 from tests.slow_model import CTX, write_slow_bundle
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
@@ -59,6 +59,7 @@ class Terminal:
             import termios
 
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            listening()
 
         return make
 
@@ -214,7 +215,8 @@ def test_ctrl_c_ends_a_run_with_what_there_is(slow_bundle: Path, during: str) ->
     command = [*PYTHON, "run", str(slow_bundle), "-n", str(CTX), "-c", str(CTX), "--json", "-t", "1"]
     command += ["--logit-bias", NEVER_ENDS]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        preexec_fn=listening,
     ) as child:
         assert child.stdin and child.stdout and child.stderr
         child.stdin.write(prompt.encode())

@@ -14,6 +14,7 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.errors import DestinationError
 from tests.checkpoints import make_checkpoint
+from tests.command_line import listening
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDING = "model.embed_tokens.weight"
@@ -43,7 +44,7 @@ except KeyboardInterrupt:
 def slow_conversion(source: Path, tmp_path: Path) -> Any:
     """A conversion in another process that has begun to write."""
     command = [sys.executable, "-c", SLOWLY, str(source), str(tmp_path / "bundle")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=listening)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == EMBEDDING
     yield process

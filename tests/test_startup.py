@@ -54,8 +54,8 @@ needs_command_line = pytest.mark.skipif(not has_command_line(), reason="edgeinfe
 def test_help_loads_nothing_heavy() -> None:
     assert (
         loaded(
-            "import edgeinfer.cli, contextlib\nwith contextlib.suppress(SystemExit):\n    import sys\n"
-            "    sys.argv = ['edgeinfer', '--help']\n    edgeinfer.cli.main()"
+            "import edgeinfer.cli, contextlib\nwith contextlib.suppress(SystemExit):\n"
+            "    edgeinfer.cli.main(['--help'])"
         )
         == set()
     )

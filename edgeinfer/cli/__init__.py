@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Sequence
+
+TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -12,15 +17,27 @@ GARBAGE_OBJECTS = 50_000
 """New objects after which Python looks for cycles; its own 700 cost a short run time in each import."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and leave the process with its exit code.
 
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; by default what this process was started with.
+        What follows the program's name. By default what this process was started with; then the process is the
+        program's own, from its standard streams to its end, and otherwise its caller's, who gets a `SystemExit`.
     """
     gc.set_threshold(GARBAGE_OBJECTS)
+    if arguments is not None:
+        from .app import execute
+
+        sys.exit(execute(list(arguments)))
+    try:
+        from .program import leave, open_streams, watch_signals
+
+        watch_signals()
+    except KeyboardInterrupt:  # Ctrl-C before our handler was there
+        os._exit(128 + 2)
+    open_streams()
     from .app import execute
 
-    sys.exit(execute(list(sys.argv[1:] if arguments is None else arguments)))
+    leave(execute(sys.argv[1:]))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import signal
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import EdgeInferError, UsageError, shortened
-from . import bench, cache, convert, devices, estimate, eval, info, plan, run, verify, warmup
+from ..errors import DestinationError, EdgeInferError, UsageError, shortened
 from .output import alternative_object, print_json, say
+from .program import SENTENCES, Terminated, interruptible
+from .values import read_plainly
 
+COMMANDS = {
+    "run": "run", "convert": "convert", "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench",
+    "info": "info", "verify": "verify", "eval": "evaluate", "warmup": "warmup", "cache": "app",
+}
+"""What each module of a command calls it: a function, or a group of commands."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
 TYPER_INTERRUPTED = 130
 """What newer versions of typer make of Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
@@ -32,24 +42,19 @@ Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the m
 """
 
 
-def make_app() -> typer.Typer:
-    """Return the application with all its commands."""
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Return the application with its commands, or with some of them: each module takes its time to import."""
     app = typer.Typer(
         name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=False, rich_markup_mode=None,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_program)
-    app.command("run")(run.run)
-    app.command("convert")(convert.convert)
-    app.command("plan")(plan.plan)
-    app.command("estimate")(estimate.estimate)
-    app.command("devices")(devices.devices)
-    app.command("bench")(bench.bench)
-    app.command("info")(info.info)
-    app.command("verify")(verify.verify)
-    app.command("eval")(eval.evaluate)
-    app.command("warmup")(warmup.warmup)
-    app.add_typer(cache.app, name="cache")
+    for name in names:
+        command = getattr(import_module(f".{name}", __package__), COMMANDS[name])
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 
@@ -71,14 +76,15 @@ def _program(
 
 def execute(arguments: list[str]) -> int:
     """Run the command that the arguments name and return its exit code."""
-    command = typer.main.get_command(make_app())
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character must not end the answer
-        sys.stdout.reconfigure(errors="replace")
+    command: Any = None
     try:
-        result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
-        sys.stdout.flush()
-        if result == TYPER_INTERRUPTED:
-            raise KeyboardInterrupt
+        with interruptible():
+            command = typer.main.get_command(make_app([name for name in arguments[:1] if name in COMMANDS] or COMMANDS))
+            read_plainly(command)
+            result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
+            sys.stdout.flush()
+            if result == TYPER_INTERRUPTED:
+                raise KeyboardInterrupt
     except BaseException as error:
         if os.environ.get("EDGEINFER_DEBUG") == "1" and not isinstance(error, SystemExit):
             import traceback
@@ -91,14 +97,16 @@ def execute(arguments: list[str]) -> int:
 def _failed(error: BaseException, as_json: bool, command: Any) -> int:
     """Report an error and return its exit code."""
     if isinstance(error, SystemExit):
+        if isinstance(error, Terminated):
+            say(SENTENCES[signal.SIGTERM])
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     if isinstance(error, BrokenPipeError):  # whoever read the output has left, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     code, message, exit_code = _described(error, command)
     message = shortened(message)
     if as_json:
-        _print_error(error, code, message)
+        with contextlib.suppress(DestinationError, OSError):  # it may be standard output that failed
+            _print_error(error, code, message)
     else:
         _print_plan(error)
     say(message)

@@ -190,7 +190,8 @@ def encode(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
 def cancelling(llm: LLM) -> Iterator[threading.Event]:
     """Let Ctrl-C end the running request; the event says whether it did. A second Ctrl-C ends the program."""
     cancelled = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only that one receives signals
+    deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as after nohup: it stays so
+    if deaf or threading.current_thread() is not threading.main_thread():  # only that one receives signals
         yield cancelled
         return
 
