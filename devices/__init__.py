@@ -6,14 +6,26 @@ tokens per second over a plain record of traffic. It knows no model.
 
 from .calibration import DecodeRun, PromptRun, solve_constants
 from .classes import Constants, classes, constants_of
-from .estimator import Estimate, decode_terms, estimate
+from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
 from .learning import fit_errors, learn, may_learn, with_runs
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
 from .random_reads import BreakEven, break_even, smallest_row
-from .store import load_profile, local_path, local_profile, machine_name, profile_table, profiles, save_profile
+from .store import (
+    load_profile,
+    local_path,
+    local_profile,
+    machine_name,
+    processor_of,
+    profile_table,
+    profiles,
+    save_profile,
+)
 from .traffic import Traffic
 
-__all__ = ["CLASSES", "CONSTANTS", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile", "Estimate",
-           "PromptRun", "Traffic", "break_even", "classes", "constants_of", "decode_terms", "estimate", "fit_errors",
-           "learn", "load_profile", "local_path", "local_profile", "machine_name", "may_learn", "parse_profile",
-           "profile_table", "profiles", "save_profile", "smallest_row", "solve_constants", "with_runs"]
+__all__ = [
+    "CLASSES", "CONSTANTS", "DRAFT_SHARE", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile",
+    "Estimate", "PromptRun", "Traffic", "break_even", "classes", "constants_of", "decode_terms", "estimate",
+    "fit_errors", "learn", "load_profile", "local_path", "local_profile", "machine_name", "may_learn",
+    "parse_profile", "processor_of", "profile_table", "profiles", "save_profile", "smallest_row",
+    "solve_constants", "with_runs",
+]

@@ -38,6 +38,8 @@ class Constants:
     """Share of the peak that attention reaches in prompts."""
     activation_cost: float = 0.0
     """Operations of the peak that take as long as the work on one value between the matrices of a prompt."""
+    program: str = "some program"
+    """Whose speed the constants give."""
     peak: str = "int8"
     """Which peak mfu refers to: int8 or f32."""
     error: float = 0.0
@@ -92,8 +94,10 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
         source = table["error_source"]
         if known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
-    return Constants(**values, peak=table["peak"], error=error, prefill_error=prefill_error, basis=basis,
-                     error_source=source)
+    program = next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
+                   table.get("program", Constants.program))
+    return Constants(**values, program=program, peak=table["peak"], error=error, prefill_error=prefill_error,
+                     basis=basis, error_source=source)
 
 
 def _calibrated_error(profile: DeviceProfile, figure: str, least: float) -> float:

@@ -11,18 +11,23 @@ class (classes.toml says what each was fitted to). A roofline in the sense of Wi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from edgeinfer.errors import UsageError
 
 from .classes import Constants, constants_of
+from .names import unit_in_words, unit_of
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
 from .traffic import Traffic
 
 LAYERS = 32
 """Layers that t0_ms is stated for."""
+
+
+DRAFT_SHARE = 0.1
+"""Assumed time of drafting a token, as a share of a token of the model, where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Estimate:
     low: float
     high: float
     ceiling_tok_per_s: float | None
-    """Pure bandwidth: 4 bits for every weight and a byte for every key and value, with no other time; None if the
-    traffic does not say how many there are."""
+    """Pure bandwidth: the bits of the weights' type and of the KV cache's without scales, with no other time; None if
+    the traffic does not say how many there are."""
     prefill_tok_per_s: float | None
     """None where the device's peak is not known."""
     prefill_low: float | None
@@ -44,7 +49,7 @@ class Estimate:
     bytes_per_token: float
     """Weights, keys and values read from memory for one token."""
     terms: Mapping[str, float]
-    """Milliseconds of one token: overhead, weights, sparse_ffn, kv, flash; of the prompt: prefill_overhead,
+    """Milliseconds of one pass: overhead, weights, sparse_ffn, kv, flash, draft; of the prompt: prefill_overhead,
     prefill_matrices, prefill_activations, prefill_attention."""
     basis: str
     """'this machine, calibrated', 'class NAME' or 'unknown'."""
@@ -54,10 +59,19 @@ class Estimate:
     """Where the band comes from."""
     depth: int
     prompt: int
+    program: str
+    """Whose speed it is."""
+    unit: str
+    """What that program runs on: cpu, gpu or npu; `unit_words` for people."""
+    unit_words: str
+    others: Mapping[str, float]
+    """Tokens per second with other programs, and on other versions of the device, by what is different; the band
+    reaches to them."""
 
 
 def estimate(
-    profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0
+    profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0,
+    draft_cost: float | None = None,
 ) -> Estimate:
     """Estimate the speed of a model on a device.
 
@@ -70,32 +84,63 @@ def estimate(
     prompt : int
         Tokens of the prompt.
     accepted : float
-        Mean tokens that one pass yields (speculative decoding); 1 without. The draft's own time is the caller's.
+        Mean tokens that one pass yields (speculative decoding); 1 without.
+    draft_cost : float, optional
+        Time of drafting for one pass, as a share of a token of the model; by default DRAFT_SHARE for each token beyond
+        the first.
 
     Raises
     ------
     UsageError
-        A negative depth, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a device
-        whose random reads are not known.
+        A negative depth or cost, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a
+        device whose random reads are not known.
     """
     if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
         raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
                          "the prompt at least 1 token, and a pass yields at least 1 token.")
-    constants = constants_of(profile)
-    terms = decode_terms(profile, traffic, constants, depth)
+    drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
+    if not (math.isfinite(drafting) and drafting >= 0):
+        raise UsageError(f"A draft cost of {drafting} is impossible; it is a share of a token's time, 0 or more.")
+
+    def passing(profile: DeviceProfile) -> dict[str, float]:
+        terms = decode_terms(profile, traffic, constants_of(profile), depth)
+        return {**terms, **({"draft": drafting * math.fsum(terms.values())} if drafting else {})}
+
+    constants, terms = constants_of(profile), passing(profile)
     speed = 1000 * accepted / math.fsum(terms.values())
+    others = {name: 1000 * accepted / math.fsum(passing(other).values()) for name, other in _others(profile)}
+    low = min([speed * (1 - constants.error), *others.values()])
+    high = max([speed * (1 + constants.error), *others.values()])
     prefill = prefill_terms(profile, traffic, constants, depth, prompt)
     ttft = math.fsum(prefill.values()) if prefill else None
     prefill_speed = 1000 * prompt / ttft if ttft else None
     off = constants.prefill_error
     return Estimate(
-        decode_tok_per_s=speed, low=speed * (1 - constants.error), high=speed * (1 + constants.error),
+        decode_tok_per_s=speed, low=low, high=high,
         ceiling_tok_per_s=ceiling(profile, traffic, depth),
         prefill_tok_per_s=prefill_speed, prefill_low=prefill_speed * (1 - off) if prefill_speed else None,
         prefill_high=prefill_speed * (1 + off) if prefill_speed else None, ttft_ms=ttft,
         bytes_per_token=read_bytes(traffic, depth), terms={**terms, **prefill}, basis=constants.basis,
-        error=constants.error, error_source=constants.error_source, depth=depth, prompt=prompt,
+        error=constants.error, error_source=_reaching(constants, speed, others), depth=depth, prompt=prompt,
+        program=constants.program, unit=unit_of(profile), unit_words=unit_in_words(profile), others=others,
     )
+
+
+def _others(profile: DeviceProfile) -> Iterator[tuple[str, DeviceProfile]]:
+    """Yield the device with other programs, and its other versions, by what is different."""
+    for name, gbs in profile.programs.items():
+        if gbs != profile.effective_gbs:
+            yield name, replace(profile, effective_gbs=gbs)
+    for name, gbs in profile.versions.items():
+        drawn = profile.effective_gbs
+        yield name, replace(profile, bandwidth_gbs=gbs, effective_gbs=drawn and drawn * gbs / profile.bandwidth_gbs)
+
+
+def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -> str:
+    """Where the band comes from, and what it was widened for."""
+    beyond = [name for name, other in others.items() if abs(other / speed - 1) > constants.error]
+    said = [name if name.startswith(("with ", "on ")) else f"with {name}" for name in beyond]
+    return constants.error_source + (f"; it reaches to the speed {' and '.join(said)}" if said else "")
 
 
 def read_bytes(traffic: Traffic, depth: int) -> float:
@@ -141,12 +186,12 @@ def prefill_terms(
 
 
 def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int) -> float | None:
-    """Tokens per second of pure bandwidth: 4 bits for each weight, a byte for each key and value, no scales.
+    """Tokens per second of pure bandwidth: the bits of their types for weights, keys and values, no scales.
 
     The bandwidth is what decoding was seen to draw from the device, else its peak.
     """
     if not traffic.parameters:
         return None
     seen = traffic.kv_bytes_at(depth) / traffic.kv_bytes_at(1) if depth and traffic.kv_bytes_at(1) else 0.0
-    nbytes = traffic.parameters / 2 + traffic.kv_values * seen
+    nbytes = traffic.parameters * traffic.pure_bits / 8 + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
     return (profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes

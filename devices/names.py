@@ -58,6 +58,13 @@ def unit_of(profile: DeviceProfile) -> str:
     return _UNITS.get(profile.isa, "cpu")
 
 
+def unit_in_words(profile: DeviceProfile) -> str:
+    """Return the unit as a sentence names it, such as the GPU (Metal)."""
+    unit = unit_of(profile)
+    language = {"cuda": "CUDA", "metal": "Metal", "vulkan": "Vulkan", "sycl": "SYCL"}.get(profile.isa)
+    return f"the {unit.upper()} ({language})" if language else f"the {unit.upper()}"
+
+
 def taken_apart(text: str) -> Typed:
     """Take a name apart."""
     text = _SCREEN.sub(" ", text[:MOST_CHARACTERS].lower().replace("_", " "))

@@ -19,7 +19,7 @@ from edgeinfer.cache import cache_root
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
 from edgeinfer.json_text import check_depth
 
-from .names import Key, keys_of, nearest, taken_apart, with_memory
+from .names import Key, keys_of, nearest, taken_apart, unit_of, with_memory
 from .profile import TABLE_KEYS, Curve, DeviceProfile, parse_profile
 
 LOCAL = "local"
@@ -82,6 +82,13 @@ def local_profile() -> DeviceProfile | None:
     """
     path = local_path()
     return _from_file(path, LOCAL) if path.is_file() else None
+
+
+def processor_of(profile: DeviceProfile) -> DeviceProfile | None:
+    """Return the processor beside a GPU or a neural unit, where it has a profile of its own."""
+    name = profile.name.removesuffix("-igpu").removesuffix("-npu")
+    others = (profiles().get(other) for other in (name, f"{name}-cpu"))
+    return next((other for other in others if other is not None and unit_of(other) == "cpu"), None)
 
 
 def local_path() -> Path:

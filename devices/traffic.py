@@ -44,9 +44,13 @@ class Traffic:
     them."""
     parameters: float = 0.0
     """Weights of the model, embedding and head included (of a mixture those active for a token): the pure figure of the
-    ceiling takes 4 bits for each. 0 where unknown."""
+    ceiling takes `pure_bits` for each. 0 where unknown."""
+    pure_bits: float = 4.0
+    """Bits of a weight's code, without scales."""
     kv_values: float = 0.0
-    """Keys and values per position, all layers: the pure figure takes a byte for each. 0 where unknown."""
+    """Keys and values per position, all layers: the pure figure takes `pure_kv_bits` for each. 0 where unknown."""
+    pure_kv_bits: float = 8.0
+    """Bits of a key's or a value's code, without scales."""
     ffn_bytes: float = 0.0
     """Part of `weight_bytes` whose rows may be skipped (a sparse feed-forward network)."""
     active_share: float = 1.0

@@ -29,7 +29,8 @@ from .graph import (
     supported_architectures,
 )
 from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id, unknown_model
-from .quant import embedding_type
+from .quant import KV_TYPES as STORED_KV
+from .quant import TYPES, embedding_type
 
 if TYPE_CHECKING:
     from .devices import Traffic
@@ -144,7 +145,9 @@ class ModelDescription:
             prefill_weight_bytes=self.all_bytes_per_walk,
             activation_values=self.graph.activation_values,
             parameters=self.active_parameters,
+            pure_bits=TYPES[self.quantisation.weights].bits,
             kv_values=self.kv_values_per_position,
+            pure_kv_bits=STORED_KV[kv].bits,
             ffn_bytes=self.ffn_bytes,
         )
 

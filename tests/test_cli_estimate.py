@@ -68,8 +68,13 @@ def test_more_bytes_are_slower_and_accepted_tokens_multiply() -> None:
     speeds = [edgeinfer(*LLAMA, "--json", "--weights", kind).json["decode_tok_per_s"] for kind in ("q4", "int8", "f16")]
     assert speeds[0] > 1.3 * speeds[1] > 1.3 * speeds[2]
     assert edgeinfer(*LLAMA, "--json", "--kv", "f16").json["decode_tok_per_s"] < speeds[0]
-    twice = edgeinfer(*LLAMA, "--json", "--accepted", 2).json["decode_tok_per_s"]
-    assert twice == pytest.approx(2 * speeds[0])
+    twice = edgeinfer(*LLAMA, "--json", "--accepted", 2, "--draft-cost", 0.25).json
+    assert twice["decode_tok_per_s"] == pytest.approx(2 / 1.25 * speeds[0]) and not twice["draft_cost_assumed"]
+    assumed = edgeinfer(*LLAMA, "--json", "--accepted", 3).json
+    assert assumed["decode_tok_per_s"] == pytest.approx(3 / 1.2 * speeds[0]) and assumed["draft_cost_assumed"]
+    shown = " ".join(edgeinfer(*LLAMA, "--accepted", 3).out.split())
+    assert "A pass yields 3 tokens; it is assumed that drafting takes 20% of a token's time for each pass" in shown
+    assert "yields" not in edgeinfer(*LLAMA).out and "draft" not in edgeinfer(*LLAMA, "--json").json["terms_ms"]
 
 
 def test_a_person_reads_both_figures_and_the_basis() -> None:
@@ -139,6 +144,7 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
     (("--device", "rpi5", "--weights", "q3"), "q3"),
     (("--device", "rpi5", "--group-size", "48"), "48"),
     (("--device", "rpi5", "--accepted", "0.5"), "--accepted 0.5 is out of range; a pass yields at least 1 token"),
+    (("--device", "rpi5", "--draft-cost", "-1"), "--draft-cost -1 is out of range; it is a share of a token's time"),
     (("--all-devices", "--device", "rpi5"), "--device belongs to one device; leave --all-devices out"),
     (("--all-devices", "--plot", "a.svg"), "--plot belongs to one device"),
     (("--device", "rpi5", "--plot", "a.doc"), "--plot 'a.doc' has no known ending; use one of .svg, .png, .pdf"),

@@ -11,7 +11,8 @@ def test_what_people_see() -> None:
     done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
     assert done.code == 3
-    assert lines[0].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
+    assert lines[0].startswith("It does not fit: 5.78 GB of 5.00 GB; ") and lines[0].endswith("s (llama.cpp, CPU)")
+    assert lines[1].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("W  weights") and "5.05 GB" in line and "mapped" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
     assert len(bar) == 64 and bar.count("W") > 40 and "K" in bar
@@ -29,7 +30,9 @@ def test_lines_fit_a_terminal(model: str) -> None:
     """80 columns, whatever the model; only the model's name and origin may need more."""
     for budget in ("1MB", "40GB"):
         out = edgeinfer("plan", model, "--device", "rpi5", "--budget", budget, "--ctx", 1024).out
-        assert not [line for line in out.splitlines()[1:] if len(line) > 80 and not line.startswith("[")]
+        first, _, *rest = out.splitlines()
+        assert len(first) <= 100
+        assert not [line for line in rest if len(line) > 80 and not line.startswith("[")]
         assert out.isascii()
     out = edgeinfer("estimate", model, "--device", "rpi5", "--ctx", 1024).out
     assert not [line for line in out.splitlines() if len(line) > 80]

@@ -90,8 +90,14 @@ def test_values_between_the_matrices_cost_prompts_of_narrow_models_more():
 def test_fixed_time_grows_with_layers_and_acceptance_divides():
     slow = replace(PLAIN, constants={**PLAIN.constants, "t0_ms": 8.0})
     assert estimate(slow, replace(LLAMA, layers=8)).terms["overhead"] == pytest.approx(2.0)
-    once, twice = (estimate(slow, LLAMA, accepted=n).decode_tok_per_s for n in (1, 2))
+    once, twice = (estimate(slow, LLAMA, accepted=n, draft_cost=0).decode_tok_per_s for n in (1, 2))
     assert twice == pytest.approx(2 * once)
+    drafted = estimate(slow, LLAMA, accepted=2, draft_cost=0.5)
+    assert drafted.decode_tok_per_s == pytest.approx(2 / 1.5 * once)
+    assert drafted.terms["draft"] == pytest.approx(500 / once)
+    assert estimate(slow, LLAMA, accepted=2).decode_tok_per_s == pytest.approx(2 / 1.1 * once)
+    with pytest.raises(UsageError, match=r"A draft cost of -1 is impossible; it is a share of a token's time"):
+        estimate(slow, LLAMA, draft_cost=-1)
 
 
 def test_a_short_prompt_waits_for_the_weights():

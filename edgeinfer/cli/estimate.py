@@ -10,7 +10,7 @@ import typer
 
 from ..config import KV_TYPES, Recipe
 from ..errors import UsageError
-from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
+from .estimate_report import Drafting, all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .options import DEFAULT_RECIPE, Device, GroupSize, Json, Kv, Passes, Weights, from_environment, option
 from .output import print_json
 
@@ -29,8 +29,14 @@ JSON_FIELDS = {
         "decode_tok_per_s": "tokens per second at the end of the context",
         "decode_empty_tok_per_s": "tokens per second in an empty context, as published speeds are mostly measured",
         "low": "with `high` the band that holds 80 % of measurements",
-        "ceiling_tok_per_s": "pure bandwidth: 4 bits for every weight that a token uses, a byte for every key and "
-        "value that it sees, no other time",
+        "ceiling_tok_per_s": "pure bandwidth: the bits of their types, without scales, for every weight that a token "
+        "uses and every key and value that it sees, no other time",
+        "program": "whose speed it is; with `unit` (cpu, gpu, npu) and `unit_words`; edgeinfer itself uses processors",
+        "others": "per other program, or version of the device, of the sources: `name`, `decode_tok_per_s`; the band "
+        "reaches to them",
+        "remark": "where edgeinfer cannot use the unit, what that means; else empty",
+        "accepted": "tokens that a pass yields; with `draft_cost`, the share of a token's time that drafting takes "
+        "for a pass, and `draft_cost_assumed`",
         "prefill_tok_per_s": "of the prompt in an empty context; null where the device's peak is not known",
         "prefill_low": "with `prefill_high` its band",
         "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
@@ -76,6 +82,11 @@ def estimate(
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
+    draft_cost: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="With --accepted: time of drafting for one pass, as a share of a token of "
+                     "the model.  [default: 0.1 for each token beyond the first]"),
+    ] = None,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="Estimate on every known device.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw tokens per second over the context: .svg, .png or .pdf.")
@@ -99,6 +110,9 @@ def estimate(
     check_request(device, ctx, prompt, kv, all_devices, plot)
     if not (math.isfinite(accepted) and accepted >= 1):
         raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields at least 1 token.")
+    if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
+        raise UsageError(f"--draft-cost {draft_cost:g} is out of range; it is a share of a token's time, 0 or more.")
+    drafting = accepted, draft_cost
     from ..describe import describe
     from ..devices import load_profile, profiles
 
@@ -107,9 +121,9 @@ def estimate(
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:
-        _one(described, one, (ctx, length), kv, accepted, plot, json)
+        _one(described, one, (ctx, length), kv, drafting, plot, json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, accepted)
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting)
     if json:
         print_json(out)
     else:
@@ -117,11 +131,11 @@ def estimate(
 
 
 def _one(
-    described: ModelDescription, profile: DeviceProfile, tokens: tuple[int, int], kv: str, accepted: float,
+    described: ModelDescription, profile: DeviceProfile, tokens: tuple[int, int], kv: str, drafting: Drafting,
     plot: Path | None, json: bool
 ) -> None:
     """Estimate on one device, and report."""
-    out = estimate_object(described, profile, *tokens, kv, accepted)
+    out = estimate_object(described, profile, *tokens, kv, drafting)
     if plot is not None:
         from .plot import save_plot
 

@@ -5,39 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..quant import WeightType
+from ..quant import TYPES, WeightType
 from ..sizes import format_size
-from .output import folded, print_table, speed
+from .output import by, folded, not_ours, print_table, speed, whose, whose_object
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
     from ..devices import DeviceProfile, Estimate
     from .plot import Chart
 
+Drafting = tuple[float, float | None]
+"""Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 """Shares of zero rows whose time is compared with the dense network's."""
 
 
 def estimate_object(
-    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, accepted: float
+    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    curve = [estimate(profile, traffic, depth, prompt, accepted) for depth in depths]
+    curve = [estimate(profile, traffic, depth, prompt, *drafting) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
     shared = _model_object(model, ctx, prompt, kv)
     return {
-        **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]),
+        **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "break_even": break_even_object(model, profile),
     }
 
 
 def all_devices_object(
-    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, accepted: float
+    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from ..devices import estimate
@@ -45,9 +47,17 @@ def all_devices_object(
     traffic = model.traffic(kv)
     shared, found = _model_object(model, ctx, prompt, kv), []
     for profile in profiles:
-        full, empty = (estimate(profile, traffic, depth, prompt, accepted) for depth in (ctx, 0))
+        full, empty = (estimate(profile, traffic, depth, prompt, *drafting) for depth in (ctx, 0))
         found.append(_device_object(profile, shared["total_bytes"], full, empty))
     return {**shared, "devices": found}
+
+
+def _drafting_object(drafting: Drafting) -> dict[str, Any]:
+    from ..devices import DRAFT_SHARE
+
+    accepted, cost = drafting
+    return {"accepted": accepted, "draft_cost": DRAFT_SHARE * (accepted - 1) if cost is None else cost,
+            "draft_cost_assumed": cost is None and accepted > 1}
 
 
 def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> dict[str, Any]:
@@ -86,7 +96,8 @@ def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: E
         "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
         "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
         "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
-        "basis": full.basis, "error": full.error, "error_source": full.error_source,
+        "basis": full.basis, "error": full.error, "error_source": full.error_source, **whose_object(full),
+        "remark": not_ours(whose_object(full), profile),
     }
 
 
@@ -129,7 +140,9 @@ def print_estimate(out: dict[str, Any]) -> None:
 def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pure = out["pure"]
     yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s at {out['ctx']} tokens of context "
-                     f"({_band(out['low'], out['high'])})")
+                     f"({_band(out['low'], out['high'])}), {whose(out)}")
+    for item in out["others"]:
+        yield "", f"{speed(item['decode_tok_per_s'])} tokens/s {by(item['name'])}"
     if out["ttft_ms"] is None:
         yield "prompt", "not known: nobody published this device's peak"
     else:
@@ -138,8 +151,9 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if out["ceiling_tok_per_s"] is not None:
         drawn = out["effective_gbs"] or out["bandwidth_gbs"]
         nbytes = round(drawn * 1e9 / out["ceiling_tok_per_s"])  # active experts, sliding windows
+        bits = TYPES[out["weights"]].bits
         yield ("ceiling", f"{speed(out['ceiling_tok_per_s'])} tokens/s: {drawn:.4g} GB/s over the "
-                          f"{format_size(nbytes)} of a token, pure 4 bits and int8 KV")
+                          f"{format_size(nbytes)} of a token, pure {bits} bits and {out['kv']} KV")
     yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each; "
                       f"{format_size(out['weight_bytes_read'])} read for a token; pure 4 bits: "
                       f"{format_size(pure['weight_bytes'])}")
@@ -151,6 +165,12 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _remarks(out: dict[str, Any]) -> Iterator[str]:
+    if out["remark"]:
+        yield out["remark"]
+    if out["accepted"] > 1:
+        assumed = "it is assumed that drafting takes" if out["draft_cost_assumed"] else "drafting takes"
+        yield (f"A pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time for "
+               f"each pass{' (--draft-cost says otherwise)' if out['draft_cost_assumed'] else ''}.")
     if not out["fits"]:
         yield (f"It does not fit: a run takes {format_size(out['total_bytes'])}, the device has "
                f"{format_size(out['memory_bytes'])}; edgeinfer plan says what would.")

@@ -12,6 +12,7 @@ from ..process import say as say
 from ..sizes import format_size
 
 if TYPE_CHECKING:
+    from ..devices import DeviceProfile, Estimate
     from ..engine import Completion
     from ..memory_planner import Alternative, MemoryPlan
 
@@ -52,6 +53,34 @@ def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Non
 def speed(value: float) -> str:
     """Return tokens per second with two or more digits that say something: ``0.032``, ``0.80``, ``7.1``, ``431``."""
     return f"{value:#.2g}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def whose_object(found: Estimate) -> dict[str, Any]:
+    """Return the fields of an estimate that say whose speed it is."""
+    others = [{"name": name, "decode_tok_per_s": value} for name, value in found.others.items()]
+    return {"program": found.program, "unit": found.unit, "unit_words": found.unit_words, "others": others}
+
+
+def whose(found: dict[str, Any]) -> str:
+    """Return whose speed an estimate's object holds, such as llama.cpp on the GPU (Metal)."""
+    return f"{found['program']} on {found['unit_words']}"
+
+
+def by(name: str) -> str:
+    """Say what is different: a version is "with DDR4", "on PCIe"; else it is a program."""
+    return name if name.startswith(("with ", "on ")) else f"with {name}"
+
+
+def not_ours(found: dict[str, Any], profile: DeviceProfile) -> str:
+    """Return the sentence for units that edgeinfer cannot use; empty for processors."""
+    from ..devices import processor_of
+
+    if found["unit"] == "cpu":
+        return ""
+    processor = processor_of(profile)
+    known = f"which --device {processor.name} estimates" if processor else "whose speed is not known here"
+    return (f"This is the speed of {whose(found)}, not of edgeinfer, which cannot use {found['unit_words']}: its run "
+            f"works on the CPU, {known}.")
 
 
 def folded(text: str, label: str = "") -> Iterator[str]:

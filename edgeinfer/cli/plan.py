@@ -10,7 +10,7 @@ from ..config import GenerationConfig, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
-from .output import alternative_object, print_json
+from .output import alternative_object, not_ours, print_json, whose_object
 from .plan_report import JSON_FIELDS, print_names, print_report
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _Planned:
             "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "alternatives": [alternative_object(option) for option in options],
-            "estimate": self._estimate(), "notes": self._notes(),
+            "estimate": (found := self._estimate()), "notes": self._notes(found),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
@@ -155,15 +155,18 @@ class _Planned:
         return {
             "device": self.profile.name, "depth": ctx, "decode_tok_per_s": full.decode_tok_per_s, "low": full.low,
             "high": full.high, "decode_tok_per_s_empty": empty.decode_tok_per_s,
-            "prefill_tok_per_s": empty.prefill_tok_per_s, "basis": full.basis, "error_source": full.error_source,
+            "prefill_tok_per_s": empty.prefill_tok_per_s, "prompt": empty.prompt, "ttft_ms": empty.ttft_ms,
+            "basis": full.basis, "error_source": full.error_source, **whose_object(full),
         }
 
-    def _notes(self) -> list[str]:
+    def _notes(self, found: dict[str, Any] | None) -> list[str]:
         notes, own = [], self.model.config.max_position_embeddings
         if not self.model.runnable:
             notes.append(f"A shape only: {self.model.reason}.")
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
+        if found and self.profile and (remark := not_ours(found, self.profile)):
+            notes.append(remark)
         if self.profile is None:
             notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
         elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):

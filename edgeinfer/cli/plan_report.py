@@ -7,7 +7,7 @@ from typing import Any
 
 from ..quant import WeightType
 from ..sizes import format_size
-from .output import folded, print_json, print_table, say, speed
+from .output import by, folded, print_json, print_table, say, speed, whose
 
 JSON_FIELDS = {
     "plan": {
@@ -37,7 +37,8 @@ JSON_FIELDS = {
         "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +), `value`, `options` "
         "(each by name), `total_bytes`; in the order in which to try them, each checked to fit",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
-        "`decode_tok_per_s_empty`, `depth`, `device`, `basis`, `error_source`; null without a profile",
+        "`decode_tok_per_s_empty`, `depth`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and as in "
+        "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
         "notes": "remarks",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
@@ -52,6 +53,7 @@ MARKS = {"weights": "W", "kv": "K", "activations": "a", "logits": "l", "constant
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
+    print(verdict(report))
     print(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}")
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
     print_table(_rows(report), right=[2])
@@ -85,6 +87,18 @@ def print_names(as_json: bool) -> None:
                 right=[1])
     runs = f"'edgeinfer run' takes demo, {', '.join(KNOWN_NAMES)}, and ids on the hub."
     print("\n" + "\n".join(folded(f"'edgeinfer plan' and 'estimate' take these names, without a download. {runs}")))
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the whole in one line: whether it fits, how fast it is, and after how long the first word comes."""
+    sizes = f"{format_size(report['total_bytes'])} of {format_size(report['budget_bytes'])}"
+    fits = f"It {'fits' if report['fits'] else 'does not fit'}: {sizes}"
+    found = report["estimate"]
+    if found is None:
+        return f"{fits}; how fast it is, nobody measured here"
+    wait = "a time unknown" if found["ttft_ms"] is None else f"{speed(found['ttft_ms'] / 1000)} s"
+    whose = f"{found['program']}, {found['unit'].upper()}"
+    return f"{fits}; {speed(found['decode_tok_per_s'])} tok/s, first word after {wait} ({whose})"
 
 
 def _count(parameters: int) -> str:
@@ -123,8 +137,11 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
     if found := report["estimate"]:
         prefill = found["prefill_tok_per_s"]
-        yield (f"speed    {speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens ({speed(found['low'])} "
-               f"to {speed(found['high'])}), {speed(found['decode_tok_per_s_empty'])} at none")
+        yield from folded(f"{speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens "
+                          f"({speed(found['low'])} to {speed(found['high'])}), "
+                          f"{speed(found['decode_tok_per_s_empty'])} at none; {whose(found)}", "speed    ")
+        for item in found["others"]:
+            yield f"         {speed(item['decode_tok_per_s'])} tok/s {by(item['name'])}"
         if prefill is not None:
             yield f"prompts  {speed(prefill)} tok/s"
         fitting = "" if report["fits"] else ", were there memory enough"
