@@ -85,8 +85,7 @@ def test_literal_rendering() -> None:
         ("{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ (1, 2)[1:] | list }}", "x1[2]"),
         ("{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "12"),
         ("{{ 2 ** 10 }} {{ 7 % 4 }} {{ 1.5 * 2 }} {{ 'a' 'b' }}", "1024 3 3.0 ab"),
-        ("{{ 'long text here' | wordwrap(9) }}{{ [1, 2, 3] | batch(2) | list }}", "long text\nhere[[1, 2], [3]]"),
-        ("{{ '\\t'.expandtabs(2) }}{{ '7'.zfill(3) }}{{ ','.join(['a', 'b']) }}{{ 'é' | string }}", "  007a,bé"),
+        ("{{ '7'.zfill(3) }}{{ ','.join(['a', 'b']) }}{{ 'é' | string }}{{ '<' | safe }}", "007a,bé<"),
     ],
 )
 def test_what_templates_may_use(text: str, want: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 
@@ -30,7 +29,13 @@ def render(text: str) -> str:
         "{{ self.__init__.__globals__ }}",
         "{{ dict.mro() }}",
         "{{ ([1] | map('string')).gi_frame }}",
-        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ 'aaaa'.translate({97: 'b' * 1000}) }}",
+        "{{ '\t\t'.expandtabs(10**9) }}",
+        "{{ 'a'.encode() }}",
+        "{{ (1).to_bytes(9) }}",
+        "{{ (1.5).hex() }}",
+        "{{ {}.copy() }}",
+        "{{ {}.fromkeys([1]) }}",
         "{{ '{a.__class__}'.format_map({'a': 1}) }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'x'}) }}",
@@ -58,56 +63,52 @@ def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1000000 steps"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 300000 steps"),
         (
             "{% for i in range(99999) %}{% for j in [1]|map('string') %}" * 2 + "{% endfor %}" * 4,
-            "more than 1000000 steps",
+            "more than 300000 steps",
         ),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "1000000 steps"),
-        ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", "builds text or lists"),
-        ("{% for i in range(99999) %}{% set y %}" + "x" * 10_000 + "{% endset %}{% endfor %}", "builds text or lists"),
-        ("{{ 'a' * 10**10 }}", "builds text or lists"),
-        ("{{ 10**10 * ['a'] }}", "builds text or lists"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "it makes more"),
+        ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", "bytes of text and lists"),
+        ("{% for i in range(999) %}{% set y %}" + "x" * 10_000 + "{% endset %}{% endfor %}", "bytes of text and lists"),
+        ("{{ 'a' * 10**10 }}", "bytes of text and lists"),
+        ("{{ 10**10 * ['a'] }}", "bytes of text and lists"),
         ("{{ (9**999)**999 }}", "computes a number of more than 4096 bits"),
         (repeat("ns.x * ns.x", "99"), "computes a number of more than 4096 bits"),
-        (repeat("ns.x + ns.x"), "builds text or lists"),
-        (repeat("ns.x ~ ns.x"), "builds text or lists"),
-        (repeat("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"), "builds text or lists"),
-        (repeat("[ns.x, ns.x]"), "builds text or lists"),
-        (repeat("(ns.x, ns.x)"), "builds text or lists"),
-        (repeat("{'a': ns.x, 'b': ns.x}"), "builds text or lists"),
-        (repeat("dict(a=ns.x, b=ns.x)"), "builds text or lists"),
-        (repeat("[ns.x]", times=200), "builds text or lists"),
-        (repeat("[ns.x, ns.x] | sum(start=[])", "[1]"), "builds text or lists"),
-        (repeat("ns.x.replace('a', 'aa')"), "builds text or lists"),
-        (repeat("ns.x | replace('a', 'aa')"), "builds text or lists"),
-        (repeat("[ns.x, ns.x] | join"), "builds text or lists"),
-        (repeat("'b'.join([ns.x, ns.x])"), "builds text or lists"),
-        ("{{ 'a' | center(10000000000) }}", "builds text or lists"),
-        ("{{ 'a'.ljust(10**10) }}", "builds text or lists"),
-        ("{{ 'a'.zfill(10**10) }}", "builds text or lists"),
-        ("{{ '\t\t'.expandtabs(10**9) }}", "builds text or lists"),
-        ("{{ 'aaaa'.translate({97: 'b' * 1000}) }}", "builds text or lists"),
-        ("{{ '{:>9999999999}'.format(1) }}", "builds text or lists"),
-        ("{{ '{:{w}}'.format(1, w=10**10) }}", "builds text or lists"),
-        ("{{ '%9999999999d' % 1 }}", "builds text or lists"),
-        ("{{ '%*d' % (10**10, 1) }}", "builds text or lists"),
-        ("{{ '%*d' | format(10**10, 1) }}", "builds text or lists"),
-        ("{{ 'a\nb' | indent(10**10) }}", "builds text or lists"),
-        ("{{ 'a b' | wordwrap(1, wrapstring='x' * 10**7) }}", "builds text or lists"),
-        ("{{ [1] | batch(10**10, 'x') | list }}", "builds text or lists"),
-        ("{{ [1] | slice(10**10) | list }}", "builds text or lists"),
-        ("{{ range(99999) | map('string') | map('center', 99999) | list }}", "builds text or lists"),
+        (repeat("ns.x + ns.x"), "bytes of text and lists"),
+        (repeat("ns.x ~ ns.x"), "bytes of text and lists"),
+        (repeat("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"), "bytes of text and lists"),
+        (repeat("[ns.x, ns.x]"), "bytes of text and lists"),
+        (repeat("(ns.x, ns.x)"), "bytes of text and lists"),
+        (repeat("{'a': ns.x, 'b': ns.x}"), "bytes of text and lists"),
+        (repeat("dict(a=ns.x, b=ns.x)"), "bytes of text and lists"),
+        (repeat("[ns.x]", times=200), "bytes of text and lists"),
+        (repeat("[ns.x, ns.x] | sum(start=[])", "[1]"), "bytes of text and lists"),
+        (repeat("ns.x.replace('a', 'aa')"), "bytes of text and lists"),
+        (repeat("ns.x | replace('a', 'aa')"), "bytes of text and lists"),
+        (repeat("[ns.x, ns.x] | join"), "bytes of text and lists"),
+        (repeat("'b'.join([ns.x, ns.x])"), "bytes of text and lists"),
+        ("{{ 'a' | center(10000000000) }}", "bytes of text and lists"),
+        ("{{ 'a'.ljust(10**10) }}", "bytes of text and lists"),
+        ("{{ 'a'.zfill(10**10) }}", "bytes of text and lists"),
+        ("{{ '{:>9999999999}'.format(1) }}", "bytes of text and lists"),
+        ("{{ '{0.__class__}'.format(messages) }}", "bytes of text and lists"),
+        ("{{ '{:{w}}'.format(1, w=10**10) }}", "bytes of text and lists"),
+        ("{{ '%9999999999d' % 1 }}", "bytes of text and lists"),
+        ("{{ '%*d' % (10**10, 1) }}", "bytes of text and lists"),
+        ("{{ '%*d' | format(10**10, 1) }}", "bytes of text and lists"),
+        ("{{ 'a\nb' | indent(10**10) }}", "bytes of text and lists"),
+        ("{{ range(99999) | map('string') | map('center', 99999) | list }}", "bytes of text and lists"),
         ("{{ [1] | tojson(indent=10**10) }}", "tojson may indent by 16 at most"),
         ("{{ [1] | tojson(separators=('a' * 100, 'b')) }}", "tojson takes separators of at most 16 characters"),
     ],
 )
-def test_work_is_bounded(text: str, reason: str) -> None:
-    start = time.perf_counter()
+def test_work_is_bounded(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_SECONDS", 600.0)
+    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_STEPS", 300_000)
     with pytest.raises(TokenizerError, match="the chat template was stopped because") as caught:
         render(text)
     assert reason in str(caught.value)
-    assert time.perf_counter() - start < 15
 
 
 @pytest.mark.parametrize(

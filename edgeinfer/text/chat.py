@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        stopped: Callable[[], bool] | None = None,
         **variables: Any,
     ) -> str:
         """Return the text for these messages; it holds its special tokens, so encode it with ``parse_special=True``.
@@ -95,6 +96,7 @@ class ChatTemplate:
         messages : each with ``role`` and ``content`` (text, or a list of parts)
         add_generation_prompt : end with the opening of the assistant's answer
         tools : JSON schemas of functions that the model may call
+        stopped : asked all the while; True ends the rendering with a `CancelledError`
         variables : further settings that the template knows, such as ``enable_thinking``
 
         Raises
@@ -119,7 +121,7 @@ class ChatTemplate:
 
             if name not in self._compiled:
                 self._compiled[name] = compile_template(self._templates[name], str(self._source))
-            return render(self._compiled[name], known, str(self._source))
+            return render(self._compiled[name], known, str(self._source), stopped)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -1,45 +1,51 @@
 """Jinja's sandbox for chat templates, with bounded work. Imports jinja2, so it is imported on the first render.
 
-Jinja's immutable sandbox keeps templates away from Python's internals and from changing their input. It bounds
-``range`` alone, so this module adds limits on everything that can loop or grow:
+Jinja's immutable sandbox keeps templates away from Python's internals and from changing their input, but it bounds
+``range`` alone. Here a template meets the types, methods, filters, tests and functions of a list and nothing else (see
+`growth`), and everything that it does is charged to a budget:
 
-* steps (turns of loops, calls, filters): `MAX_STEPS`; loops are counted by their length when they start;
-* any one string, list, and the result: `MAX_LENGTH` characters or items;
-* characters copied into new strings in the whole run: `MAX_COPIED`;
-* integers: `MAX_BITS` bits;
-* wall time: `MAX_SECONDS`, looked at before each step.
+* bytes of all values that it makes, living or not: `MADE_BYTES`, and `MADE_SHARE` for each character of its input;
+* steps (turns of loops, calls, filters, comparisons, slices): `MAX_STEPS`; loops are counted when they start;
+* integers: `MAX_BITS` bits; nesting: `growth.MAX_LEVELS` levels; the template itself: `MAX_TOKENS`;
+* wall time: `MAX_SECONDS`, looked at before each step, as is the wish to end it.
 
-What a single operation makes is estimated before it runs (repetition, joining, padding, formatting, replacing).
+What an operation makes is estimated before it runs and charged afterwards. As no value is larger than the budget, no
+single step takes long. A child process with limits of the system would cost more and hold less: a second interpreter
+with jinja2 takes 21 MB beside the memory plan and 150 to 165 ms to start (two x86 cores), a fork of a process
+with threads may stop for ever in the child, and neither macOS nor Windows has a limit of memory that a process sets.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, cast
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_round
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from ..errors import TokenizerError
-from .growth import estimate_call, estimate_filter, estimate_format, text_size
+from ..errors import CancelledError, TokenizerError
+from .growth import FILTERS, METHODS, TESTS, estimate_filter, estimate_format, estimate_method, text_size
 
 MAX_STEPS = 1_000_000
-MAX_LENGTH = 1 << 24
-MAX_COPIED = 1 << 28
+MADE_BYTES, MADE_SHARE = 8 << 20, 64
 MAX_BITS = 4096
 MAX_SECONDS = 10.0
+MAX_TOKENS = 20_000
 
-_FILTERS_LEFT_OUT = ("random", "urlize", "xmlattr", "pprint")
-"""One would make the text differ from run to run; the others are for web pages and debugging."""
+_LOOP_NAMES = frozenset(
+    "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed".split())
+_STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,200}")
 
 
 class WorkLimitError(TemplateError):
@@ -82,22 +88,36 @@ class _GenerationTag(Extension):
 
 
 class _CountWork(NodeTransformer):
-    """Route loops, ``~`` and literal text through counting filters, which templates cannot redefine."""
+    """Route whatever loops, makes or compares values through counting filters, which templates cannot redefine."""
+
+    def _counted(self, node: Any, name: str = "_made") -> nodes.Filter:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "_count_loop", [], [], None, None, lineno=node.lineno)
+        node.iter = self._counted(node.iter, "_count_loop")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "_concat", [], [], None, None, lineno=node.lineno)
+        return self._counted(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = self._counted(node.expr, "_step")
+        for operand in node.ops:
+            operand.expr = self._counted(operand.expr, "_step")
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return self._counted(node) if isinstance(node.arg, nodes.Slice) else node
 
     def _visit_container(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         if getattr(node, "ctx", "load") != "load":  # the targets of an assignment
             return node
-        return nodes.Filter(node, "_check", [], [], None, None, lineno=node.lineno)
+        return self._counted(node)
 
     visit_List = visit_Tuple = visit_Dict = _visit_container
 
@@ -108,7 +128,7 @@ class _CountWork(NodeTransformer):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one template; not safe to render from two threads at once."""
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self) -> None:
         super().__init__(
@@ -119,44 +139,49 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # folding constants would do work before anything is counted
             cache_size=0,
         )
-        self.start()
-        for name in _FILTERS_LEFT_OUT:
-            del self.filters[name]
-        self.filters["tojson"] = _to_json
-        self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
-        self.filters["_count_loop"] = pass_context(lambda _context, value: self._count_loop(value))
-        self.filters["_check"] = pass_context(lambda _context, value: self._check_result(value))
-        self.filters["_concat"] = pass_context(lambda _context, parts: self._concat(parts))
-        del self.globals["lipsum"]
-        self.globals["namespace"] = _Namespace
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(str(pattern)[:256])
+        self.start({}, None)
+        own: dict[str, Callable[..., Any]] = {"tojson": _to_json, "safe": str, "round": _round}
+        self.filters = {name: self._guarded(name, own.get(name, self.filters[name])) for name in FILTERS}
+        for work in (self._count_loop, self._made, self._concat, self._step):
+            self.filters[work.__name__] = work
+        self.tests = {name: self.tests[name] for name in TESTS}
+        self._functions = (_raise_exception, _strftime_now, self.globals["range"], dict, _Namespace)
+        names = ("raise_exception", "strftime_now", "range", "dict", "namespace")
+        self.globals = dict(zip(names, self._functions, strict=True))
 
-    def start(self) -> None:
+    def start(self, variables: dict[str, Any], stopped: Callable[[], bool] | None) -> None:
         """Begin a run: all counters at zero."""
-        self._steps = 0
-        self._copied = 0
+        self._steps = self._made_bytes = 0
+        self._most_bytes = MADE_BYTES + MADE_SHARE * text_size(variables)
+        self._stopped = stopped
         self._deadline = time.monotonic() + MAX_SECONDS
 
-    def spend(self, steps: int = 1, characters: int = 0) -> None:
-        """Count work before it is done; raises `WorkLimitError` above a limit."""
+    def spend(self, steps: int = 1, nbytes: int = 0, kept: bool = False) -> None:
+        """Count work before it is done; raises `WorkLimitError` above a limit. Only what is `kept` stays charged."""
         self._steps += steps
-        self._copied += characters
         if self._steps > MAX_STEPS:
             raise WorkLimitError(f"it takes more than {MAX_STEPS} steps")
-        if characters > MAX_LENGTH or self._copied > MAX_COPIED:
-            raise WorkLimitError(f"it builds text or lists longer than {MAX_LENGTH}, or {MAX_COPIED} in all")
+        if self._made_bytes + nbytes > self._most_bytes:
+            raise WorkLimitError(f"it makes more than {self._most_bytes} bytes of text and lists")
+        self._made_bytes += nbytes if kept else 0
         if time.monotonic() > self._deadline:
             raise WorkLimitError(f"it takes longer than {MAX_SECONDS:g} seconds")
+        if self._stopped and self._stopped():
+            raise CancelledError("The request was cancelled while its chat template was rendered.")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if any(number > MAX_TOKENS for number, _token in enumerate(self.lex(source))):
+            raise TemplateSyntaxError(f"it has more than {MAX_TOKENS} words and signs", 1)
         return _CountWork().visit(super()._parse(source, name, filename))
 
     @staticmethod
     @pass_context
     def _finalize(context: Any, value: Any) -> Any:
-        context.environment.spend(0, text_size(value))
-        return value if isinstance(value, str) else str(value)
+        environment = context.environment
+        if not isinstance(value, str):
+            environment.spend(0, 48 * text_size(value))
+            value = str(value)
+        return environment._made(value)
 
     def _count_loop(self, value: Any) -> Iterable[Any]:
         if hasattr(value, "__len__"):
@@ -169,9 +194,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.spend()
             yield value
 
-    def _concat(self, parts: list[Any]) -> str:
-        self.spend(1, sum(map(text_size, parts)))
-        return "".join(map(str, parts))
+    def _concat(self, parts: list[Any]) -> Any:
+        self.spend(1, 4 * sum(len(part) if isinstance(part, str) else 12 * text_size(part) for part in parts))
+        return self._made("".join(map(str, parts)))
+
+    def _step(self, value: Any) -> Any:
+        self.spend()
+        return value
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the filter with its growth estimated before and its result counted after."""
@@ -180,8 +209,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         def guarded(*args: Any, **options: Any) -> Any:
             values = [self._counted_list(value) for value in args[n_passed:]]
-            self.spend(1, estimate_filter(name, values, options))
-            return self._check_result(function(*args[:n_passed], *values, **options))
+            self.spend(1, estimate_filter(name, values[0], [*values[1:], *options.values()]))
+            return self._made(function(*args[:n_passed], *values, **options))
 
         if passed is not None:
             guarded.jinja_pass_arg = passed  # type: ignore[attr-defined]
@@ -189,59 +218,83 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _counted_list(self, value: Any) -> Any:
         """Return iterators (of `map`, `select`, ...) as counted lists, everything else as it is."""
-        return list(self._counted(value)) if isinstance(value, Iterator) else value
+        return self._made(list(self._counted(value))) if isinstance(value, Iterator) else value
 
-    def _check_result(self, value: Any) -> Any:
-        if isinstance(value, (str, list, tuple, dict)) and text_size(value) > MAX_LENGTH:
-            self.spend(0, MAX_LENGTH + 1)
+    def _made(self, value: Any) -> Any:
+        """Charge a value that was made; one with shared parts counts as long as it would be written."""
+        if isinstance(value, str):
+            self.spend(1, sys.getsizeof(value), kept=True)
+        elif isinstance(value, (list, tuple, dict)):
+            self.spend(1, sys.getsizeof(value), kept=True)
+            self.spend(0, text_size(value))
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise WorkLimitError(f"it computes a number of more than {MAX_BITS} bits")
         return value
 
     def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
         """Call a function or method of the template, counted."""
         args = tuple(map(self._counted_list, args))
-        self.spend(1, estimate_call(function, args, options))
-        if isinstance(function, LoopContext):  # a recursive loop descends
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if type(owner) in METHODS and name in METHODS[type(owner)]:
+            named = [value for key, value in options.items() if not key.startswith("_")]  # Jinja's own: _loop_vars
+            self.spend(1, estimate_method(owner, name, [*args, *named]))
+        elif isinstance(function, LoopContext):  # a recursive loop descends
             args = tuple(map(self._count_loop, args))
-        return self._check_result(super().call(context, function, *args, **options))
+        elif not (isinstance(function, (Macro, Undefined)) or isinstance(owner, LoopContext)
+                  or function in self._functions):
+            raise SecurityError(f"a call of {type(function).__name__} {name or 'object'!r}")
+        return self._made(super().call(context, function, *args, **options))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may see an attribute: methods of the list, a loop's own, a namespace's values."""
+        if isinstance(obj, _Namespace):
+            return not attr.startswith("_")
+        return attr in (_LOOP_NAMES if isinstance(obj, LoopContext) else METHODS.get(type(obj), ()))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return the sandbox's replacement of ``str.format``, with its result estimated before it runs."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        def guarded(*args: Any, **options: Any) -> str:
-            self.spend(1, estimate_call(value, args, options))
-            return wrapped(*args, **options)
-
-        return guarded
+        """Return None: fields of ``str.format`` are names alone here (see `growth`), and ``format_map`` is refused."""
+        return None
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         """Refuse at once; Jinja would let the access pass until its value is used."""
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Apply ``+ * ** %``, refusing results that would be too large."""
+        """Apply an arithmetic operator, refusing results that would be too large."""
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         if numbers:
             self._check_numbers(operator, left, right)
-        elif operator == "%":
-            self.spend(1, estimate_format(left, right if isinstance(right, tuple) else (right,)))
+        elif operator == "%" and isinstance(left, str):
+            self.spend(1, 4 * estimate_format(left, right if isinstance(right, tuple) else (right,)))
         elif operator == "*":
             times, other = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and hasattr(other, "__len__"):
-                self.spend(1, max(times, 0) * len(other))
-        elif hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self.spend(1, len(left) + len(right))
-        return self._check_result(super().call_binop(context, operator, left, right))
+            if isinstance(times, int) and isinstance(other, (str, list, tuple)):
+                self.spend(1, max(times, 0) * max(sys.getsizeof(other), text_size(other)))
+        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            self.spend(1, sys.getsizeof(left) + sys.getsizeof(right))
+        elif not any(isinstance(side, Undefined) for side in (left, right)):
+            raise TypeError(f"unsupported operand types for {operator}: {type(left).__name__}, {type(right).__name__}")
+        return self._made(super().call_binop(context, operator, left, right))
 
     def _check_numbers(self, operator: str, left: float, right: float) -> None:
         self.spend()
         if not (isinstance(left, int) and isinstance(right, int)):
             return
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        if operator in ("*", "**") and bits > MAX_BITS:
+        if bits > (2 if operator in ("*", "**") else 4) * MAX_BITS // 2:
             raise WorkLimitError(f"it computes a number of more than {MAX_BITS} bits")
+
+
+def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
+    if not isinstance(precision, int) or abs(precision) > 15:
+        raise WorkLimitError("round takes a precision of 15 digits at most")
+    return do_round(value, precision, method)  # type: ignore[arg-type]
+
+
+def _strftime_now(pattern: Any) -> str:
+    if not isinstance(pattern, str) or not _STRFTIME.fullmatch(pattern):
+        raise WorkLimitError("strftime_now takes a pattern of at most 200 characters, without widths")
+    return datetime.now().strftime(pattern)
 
 
 def _raise_exception(message: Any = "no reason given") -> None:
@@ -275,13 +328,16 @@ def compile_template(text: str, source: str) -> Template:
         raise TokenizerError(f"{source}: the chat template cannot be compiled ({_reason(error)}).") from error
 
 
-def render(template: Template, variables: dict[str, Any], source: str) -> str:
+def render(
+    template: Template, variables: dict[str, Any], source: str, stopped: Callable[[], bool] | None = None
+) -> str:
     """Render a compiled template; everything it can raise becomes a `TokenizerError` of one sentence."""
     environment = cast(BoundedEnvironment, template.environment)
-    environment.start()
+    environment.start(variables, stopped)
     try:
         text = template.render(variables)
-        environment._check_result(text)
+    except CancelledError:
+        raise
     except RefusedError as error:
         raise TokenizerError(f"The chat template refuses these messages: {_reason(error)}.") from error
     except WorkLimitError as error:
