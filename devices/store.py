@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.cache import cache_root
+from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
 from edgeinfer.json_text import check_depth
 
@@ -122,7 +122,7 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
     parse_profile(profile.name, table, str(path))
     text = "# A device profile of edgeinfer.\n" + to_toml(table)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -170,7 +170,7 @@ def cached_bundle(
         raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
     turn = DestinationLock(directory / f"{target.name}.making")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        cache.make_directories(directory)
         turn.acquire(_Waiting(model, progress))
     except OSError as error:
         raise DestinationError(

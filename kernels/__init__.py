@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from .catalogue import extend, twin_of
     from .isa import LADDER, Isa, available, choose, machine
     from .parameters import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, fill
-    from .toolchain.objects import Kernels, cache_directory, find_set, package_directory
+    from .toolchain.link import Kernels
+    from .toolchain.objects import cache_directory, package_directory
+    from .toolchain.provide import find_set
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "ROPE", "ROWS", "Isa",
            "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set",
            "machine", "package_directory", "parameters", "reference", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
-    "toolchain.objects": "Kernels cache_directory find_set package_directory",
+    "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
+    "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION LINEAR NEURON_DOWN NEURON_GATED ROPE ROWS fill parameters", "abi": "abi",
     "catalogue": "catalogue extend twin_of", "reference": "reference",
 })

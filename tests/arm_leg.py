@@ -8,9 +8,9 @@ that the paths of a tree are chains; then it runs those kernel tests whose kerne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,8 +19,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from edgeinfer.cache import make_directories
+from edgeinfer.errors import KernelError
 from edgeinfer.kernels import LADDER, Isa, cache_directory, choose
-from edgeinfer.kernels.toolchain import objects
+from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests.sessions import logits_of, session, tokens, write_model
@@ -58,19 +60,13 @@ def prepare(work: Path) -> None:
 
 def compile_rung(rung: Isa, names: list[str]) -> None:
     """Cross-compile some kernels of a rung, two at a time, unless they are there."""
-    out, start = objects.set_directory(cache_directory(), rung), time.perf_counter()
-    if objects.read_set(out, names) is not None:
+    wanted, start = objects.KernelSet(rung), time.perf_counter()
+    out = wanted.directory(cache_directory())
+    with contextlib.suppress(KernelError):
+        wanted.read_all(out, names)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
-    environment |= {"NUMBA_CPU_NAME": rung.cpu, "NUMBA_CPU_FEATURES": rung.features}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", rung.machine, rung.name, str(out)]
-    shares = [subprocess.Popen([*command, str(i), "2", *names], env=environment, stdout=subprocess.DEVNULL)
-              for i in range(2)]
-    if any([share.wait() for share in shares]):
-        raise SystemExit(f"arm: the kernels of {rung.name} do not compile")
-    objects.write_manifest(out, rung)
+    make_directories(out)
+    build.build(wanted, names, keep=lambda name, code: wanted.write(out, name, code))
     print(f"arm: {len(names)} kernels of {rung.name} compiled in {time.perf_counter() - start:.0f} s")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.kernels import Isa, Kernels, abi, available, choose, twin_of
+from edgeinfer.kernels import Isa, Kernels, abi, available, choose, find_set, twin_of
 from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
 
 ISAS = [isa.name for isa in available()] if "EDGEINFER_ISA" not in os.environ else [choose().name]
@@ -29,6 +29,7 @@ def function(isa: str, name: str):
 @functools.cache
 def kernels(isa: str) -> Kernels:
     found: Isa = next(i for i in available() if i.name == isa)
+    find_set(found)  # all at once: one by one they would take longer
     return Kernels(found)
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+import re
+import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import KernelError
+from edgeinfer.errors import DestinationError, KernelError
 from edgeinfer.kernels import Isa, Kernels, available, find_set
-from edgeinfer.kernels.toolchain import build, elf, objects
+from edgeinfer.kernels.catalogue import FAMILIES
+from edgeinfer.kernels.toolchain import build, elf, objects, provide
 
 ROOT = str(Path(edgeinfer.__file__).parents[1])
 ISA = available()[-1]
 NAMES = ("quantize", "gather_outputs")
+EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
+SEAL = 32
 
 
 @pytest.fixture(scope="session")
@@ -28,22 +33,24 @@ def real_set() -> Path:
 
 
 class Builds:
-    """Stands for the compiling processes: copies some objects of the real set, and counts."""
+    """Stands for the compiling processes: they hand out objects of the real set."""
 
     def __init__(self, source: Path):
         self.source, self.started, self.failure = source, 0, ""
 
-    def start(self, isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str]:
-        self.started += share == 0
-        copy = f"""
-            import shutil, sys
+    def start(self, isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
+        self.started += 1
+        script = f"""
+            import sys
+            from pathlib import Path
             if {self.failure!r}: raise RuntimeError({self.failure!r})
-            for name in {NAMES[share::shares]!r}:
-                shutil.copy(f"{self.source}/{{name}}.o", {str(out)!r})
-                print(name, {len(NAMES)}, flush=True)"""
-        script = "\n".join(line[12:] for line in copy.splitlines())
-        return subprocess.Popen(
-            [sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for name in sys.stdin:
+                code = Path({str(self.source)!r}, name.strip() + ".o").read_bytes()[:-{SEAL}]
+                sys.stdout.buffer.write(f"{{name.strip()}} {{len(code)}}\\n".encode() + code)
+                sys.stdout.flush()"""
+        script = "\n".join(line[12:] for line in script.splitlines())
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-S", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 @pytest.fixture
@@ -52,59 +59,75 @@ def builds(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> B
     stand_in = Builds(real_set)
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(objects, "package_directory", lambda: tmp_path / "package")
+    monkeypatch.setattr(provide, "_unkept", {})
     monkeypatch.setattr(build, "_start", stand_in.start)
     return stand_in
 
 
-def test_a_set_is_built_once(builds: Builds, tmp_path: Path) -> None:
+def cached(tmp_path: Path) -> Path:
+    return objects.set_directory(tmp_path / "cache" / "kernels", ISA)
+
+
+def files(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_only_what_is_needed_is_compiled_and_once(builds: Builds, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    directory = find_set(ISA, lambda *progress: seen.append(progress))
-    assert directory.parent == tmp_path / "cache" / "kernels"
-    assert directory.name.startswith(f"{ISA.machine}-{ISA.name}-")
-    assert seen[0] == (0, 0, "")  # at once: a clock that starts here has the whole build
+    assert provide.find_objects(objects.KernelSet(ISA), NAMES, lambda *progress: seen.append(progress)).keys() \
+        == {*NAMES, *EVERY_PROGRAM}
+    total = len(NAMES) + len(EVERY_PROGRAM)
+    assert seen[0] == (0, total, "")  # at once: a clock that starts here has the whole build
     told = [entry for entry in seen if entry[2]]
-    assert sorted(name for *_, name in told) == sorted(NAMES)
-    assert [done for done, *_ in told] == [1, 2] and {total for _, total, _ in told} == {2}
-    assert find_set(ISA) == directory and builds.started == 1
-    assert {file.name for file in directory.iterdir()} == {"manifest.json", *(f"{name}.o" for name in NAMES)}
-    assert [path.name for path in directory.parent.iterdir()] == [directory.name]  # nothing half-built is left
+    assert sorted(name for *_, name in told) == sorted([*NAMES, *EVERY_PROGRAM])
+    assert [entry[:2] for entry in told] == [(done + 1, total) for done in range(total)]
+    assert files(cached(tmp_path)) == {f"{name}.o" for name in (*NAMES, *EVERY_PROGRAM)}  # nothing half-written is left
+    assert files(cached(tmp_path).parent) == {cached(tmp_path).name}
+    started = builds.started
+    assert Kernels(ISA).addresses([*NAMES, "worker"]) and builds.started == started
+    Kernels(ISA).addresses(["rms_norm_q8"])
+    assert builds.started == started + 1 and len(files(cached(tmp_path))) == total + 1
 
 
-def flip_a_bit(directory: Path) -> None:
-    file = directory / "quantize.o"
+def test_find_set_completes_a_set(builds: Builds, tmp_path: Path) -> None:
+    Kernels(ISA).addresses(NAMES)
+    inode = (cached(tmp_path) / "quantize.o").stat().st_ino
+    assert find_set(ISA) == cached(tmp_path)
+    names = [name for family in FAMILIES for name in family.kernels]
+    assert files(cached(tmp_path)) == {f"{name}.o" for name in names}
+    assert (cached(tmp_path) / "quantize.o").stat().st_ino == inode  # what is there stays
+
+
+def test_the_cache_is_private(builds: Builds, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Kernels(ISA).addresses(NAMES)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def flip_a_bit(file: Path) -> None:
     code = bytearray(file.read_bytes())
     code[len(code) // 2] ^= 4
     file.write_bytes(bytes(code))
 
 
-def edit_manifest(change: dict) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        manifest = json.loads((directory / "manifest.json").read_text())
-        (directory / "manifest.json").write_text(json.dumps(manifest | change))
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flip_a_bit,
-        lambda directory: (directory / "quantize.o").unlink(),
-        lambda directory: (directory / "manifest.json").unlink(),
-        lambda directory: (directory / "manifest.json").write_text("{"),
-        lambda directory: (directory / "manifest.json").write_text("[]"),
-        edit_manifest({"sources": "0" * 64}),
-        edit_manifest({"abi": 0}),
-        edit_manifest({"objects": {"quantize": 3}}),
-    ],
-    ids=["bit flip", "no object", "no manifest", "half a manifest", "a list", "stale", "other ABI", "odd checksum"],
-)
-def test_a_damaged_set_is_built_again(builds: Builds, damage: Callable[[Path], object]) -> None:
-    directory = find_set(ISA)
-    damage(directory)
-    assert objects.read_set(directory) is None
-    assert find_set(ISA) == directory and builds.started == 2
-    assert objects.read_set(directory) is not None
+@pytest.mark.parametrize("damage", [
+    flip_a_bit,
+    lambda file: file.unlink(),
+    lambda file: file.write_bytes(b""),
+    lambda file: file.write_bytes(file.read_bytes()[:64]),
+    lambda file: file.write_bytes((file.parent / "gather_outputs.o").read_bytes()),
+], ids=["bit flip", "no object", "empty", "truncated", "another kernel"])
+def test_a_damaged_object_is_built_again(builds: Builds, tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    Kernels(ISA).addresses(NAMES)
+    file, started = cached(tmp_path) / "quantize.o", builds.started
+    content = file.read_bytes()
+    damage(file)
+    Kernels(ISA).addresses(NAMES)
+    assert builds.started == started + 1 and file.read_bytes() == content
 
 
 def test_changed_sources_name_another_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +159,16 @@ def test_every_source_that_kernels_import_is_hashed() -> None:
 
 def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:
     released = objects.set_directory(tmp_path / "package", ISA, released=True)
-    build.build(ISA, released)
-    assert find_set(ISA) == released and builds.started == 1
-    flip_a_bit(released)
+    shutil.copytree(builds.source, released)
+    released.chmod(0o777)  # whoever may write there may write edgeinfer's Python as well
+    assert find_set(ISA) == released and builds.started == 0
+    flip_a_bit(released / "quantize.o")
     assert find_set(ISA).parent == tmp_path / "cache" / "kernels"
+
+
+def refused(why: str) -> str:
+    return f"edgeinfer: kernels cannot be kept ({why}); they are compiled again in the next process. " \
+        "Set EDGEINFER_CACHE to a directory that you can write and nobody else.\n"
 
 
 def test_an_unwritable_cache_is_said_once_and_done_without(
@@ -147,28 +176,29 @@ def test_an_unwritable_cache_is_said_once_and_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "file" / "cache"))
-    directory = find_set(ISA)
-    assert objects.read_set(directory, NAMES) is not None
-    said = capsys.readouterr().err
-    assert said.startswith("edgeinfer: kernels cannot be kept (") and said.count("\n") == 1
-    assert "Set EDGEINFER_CACHE to a writable directory." in said
     assert Kernels(ISA).addresses(NAMES).keys() == set(NAMES)
-    assert builds.started >= 1
+    started = builds.started
+    assert capsys.readouterr().err == refused(f"{tmp_path}/file/cache: Not a directory, and they are code")
+    assert Kernels(ISA).addresses(NAMES) and builds.started == started  # this process has them now
+    with pytest.raises(DestinationError, match=r"^Kernels cannot be kept \(.*Not a directory.*\)\. Set EDGE"):
+        find_set(ISA)
 
 
-def test_a_set_that_another_process_has_finished_stays(builds: Builds) -> None:
-    """Two build at the same time: the second finds a valid set in place and leaves it, files and all."""
-    directory = find_set(ISA)
-    inode = (directory / "quantize.o").stat().st_ino
-    build.build(ISA, directory)
-    assert (directory / "quantize.o").stat().st_ino == inode
-    workers = [threading.Thread(target=build.build, args=(ISA, directory)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert objects.read_set(directory) is not None
-    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+def test_a_full_disk_is_said_once_and_leaves_no_half_object(
+    builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, written = os.replace, []
+
+    def full(source: str, target: Path) -> None:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(target.name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    assert Kernels(ISA).addresses(NAMES).keys() == set(NAMES)
+    assert capsys.readouterr().err == refused("No space left on device")
+    assert files(cached(tmp_path)) == set(written)
 
 
 def test_a_failed_build_says_why_and_leaves_nothing(builds: Builds, tmp_path: Path) -> None:
@@ -176,37 +206,139 @@ def test_a_failed_build_says_why_and_leaves_nothing(builds: Builds, tmp_path: Pa
     with pytest.raises(KernelError) as caught:
         find_set(ISA)
     assert str(caught.value) == f"Compiling the {ISA.name} kernels failed: RuntimeError: {builds.failure}."
-    assert not list((tmp_path / "cache" / "kernels").iterdir())
+    assert not files(cached(tmp_path)) and files(cached(tmp_path).parent) == {cached(tmp_path).name}
 
 
-def test_an_interrupted_build_leaves_nothing(builds: Builds, tmp_path: Path) -> None:
+def test_an_interrupted_build_ends_its_processes(builds: Builds, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, name: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         find_set(ISA, interrupt)
-    assert not list((tmp_path / "cache" / "kernels").iterdir())
+    assert not files(cached(tmp_path)) and files(cached(tmp_path).parent) == {cached(tmp_path).name}
 
 
-def test_an_unknown_kernel_is_refused(real_set: Path) -> None:
-    with pytest.raises(KernelError, match=r"do not hold gemv; delete the directory and run again to compile them\."):
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(KernelError, match=r"There is no kernel named 'gemv'\."):
         Kernels(ISA).addresses(["gemv"])
 
 
-def test_sources_may_change_while_a_process_runs(real_set: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_may_change_while_a_process_runs(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    Kernels(ISA).addresses(["quantize"])
     linked = Kernels(ISA)
     monkeypatch.setattr(objects, "source_hash", lambda: "edited")
     assert linked.addresses(["quantize"])["quantize"]
+    with pytest.raises(KernelError, match="sources have changed since this process started; start it again"):
+        linked.addresses(["gather_outputs"])
 
 
 def test_linking_needs_neither_numba_nor_a_second_look(real_set: Path) -> None:
     script = (
         "import sys; from edgeinfer.kernels import Kernels, available; k = Kernels(available()[-1]);"
         "a = dict(k.addresses(['quantize'])); b = k.addresses(['quantize', 'gather_outputs']);"
-        "assert a['quantize'] == b['quantize'] != b['gather_outputs'] and 'numba' not in sys.modules"
+        "assert a['quantize'] == b['quantize'] != b['gather_outputs'];"
+        "assert not {'numba', 'subprocess', 'filelock', 'secrets'} & set(sys.modules), sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
+
+
+# -- whose files -------------------------------------------------------------------------------------------------------
+
+posix = pytest.mark.skipif(os.name == "nt", reason="files have no such owners")
+as_root = pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="giving files away needs root")
+
+
+def open_file(directory: Path) -> str:
+    (directory / "quantize.o").chmod(0o666)
+    return "quantize.o can be written by others"
+
+
+def given_file(directory: Path) -> str:
+    os.chown(directory / "quantize.o", 12345, 12345)
+    return "quantize.o belongs to another user (12345)"
+
+
+def link_in_place_of_a_file(directory: Path) -> str:
+    (directory / "quantize.o").rename(directory / "elsewhere")
+    (directory / "quantize.o").symlink_to("elsewhere")
+    return "Too many levels of symbolic links: quantize.o"
+
+
+@posix
+@pytest.mark.parametrize("spoil", [open_file, pytest.param(given_file, marks=as_root), link_in_place_of_a_file])
+def test_an_object_that_others_could_change_is_compiled_again(
+    builds: Builds, tmp_path: Path, spoil: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Kernels(ISA).addresses(NAMES)
+    started, why = builds.started, spoil(cached(tmp_path))
+    Kernels(ISA).addresses(NAMES)
+    assert builds.started > started
+    assert capsys.readouterr().err == f"edgeinfer: kernels in {cached(tmp_path)} cannot be used ({why}); they are " \
+        "compiled again.\n"
+    status = (cached(tmp_path) / "quantize.o").lstat()
+    assert (status.st_uid, status.st_mode) == (os.geteuid(), 0o100600)
+
+
+def open_set(directory: Path) -> str:
+    directory.chmod(0o777)
+    return f"{directory} can be written by others"
+
+
+def open_directory_above(directory: Path) -> str:
+    directory.parents[1].chmod(0o757)
+    return f"{directory.parents[1]} can be written by others"
+
+
+def given_directory(directory: Path) -> str:
+    os.chown(directory.parent, 12345, 12345)
+    return f"{directory.parent} belongs to another user (12345)"
+
+
+def link_of_another(directory: Path) -> str:
+    directory.rename(directory.parent / "elsewhere")
+    directory.symlink_to("elsewhere")
+    os.chown(directory, 12345, 12345, follow_symlinks=False)
+    return f"{directory} belongs to another user (12345)"
+
+
+def link_into_an_open_directory(directory: Path) -> str:
+    (open_one := directory.parents[2] / "open").mkdir()
+    open_one.chmod(0o777)
+    directory.rename(open_one / "set")
+    directory.symlink_to(open_one / "set")
+    return f"{open_one} can be written by others"
+
+
+@posix
+@pytest.mark.parametrize("spoil", [
+    open_set, open_directory_above, pytest.param(given_directory, marks=as_root),
+    pytest.param(link_of_another, marks=as_root), link_into_an_open_directory,
+])
+def test_a_cache_that_others_could_change_is_not_used(
+    builds: Builds, tmp_path: Path, spoil: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Kernels(ISA).addresses(NAMES)
+    directory = cached(tmp_path)
+    started, why = builds.started, spoil(directory)
+    flip_a_bit(directory / "quantize.o")  # nobody looks
+    assert Kernels(ISA).addresses(NAMES) and builds.started > started
+    assert capsys.readouterr().err == refused(f"{why}, and they are code")
+    with pytest.raises(DestinationError, match=re.escape(why)):
+        find_set(ISA)
+
+
+@posix
+def test_links_and_sticky_directories_of_our_own_are_fine(builds: Builds, tmp_path: Path) -> None:
+    Kernels(ISA).addresses(NAMES)
+    directory, started = cached(tmp_path), builds.started
+    (sticky := tmp_path / "sticky").mkdir()
+    sticky.chmod(0o1777)
+    directory.rename(sticky / "set")
+    directory.symlink_to("../../sticky/set")
+    Kernels(ISA).addresses(NAMES)
+    assert builds.started == started
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------

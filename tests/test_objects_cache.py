@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgeinfer.errors import KernelError
-from edgeinfer.kernels import Isa, available, find_set
-from edgeinfer.kernels.toolchain import build, elf, objects, tidy
+from edgeinfer.kernels import Isa, Kernels, available, find_set
+from edgeinfer.kernels.toolchain import build, elf, objects, provide, tidy
 from edgeinfer.lock import DestinationLock
+from tests.test_objects import EVERY_PROGRAM, SEAL, Builds
 
 ISA = available()[-1]
 OTHER = next(isa for isa in available() + tuple(build.LADDER) if isa != ISA)
@@ -33,23 +33,17 @@ def real_set() -> Path:
 
 @pytest.fixture
 def package(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A release's set and an empty cache; compiling processes that copy one kernel."""
-    def start(isa: Isa, out: Path, share: int, shares: int) -> subprocess.Popen[str]:
-        if share == 0:
-            shutil.copy(real_set / "quantize.o", out)
-        return subprocess.Popen([sys.executable, "-S", "-c", "print('quantize 1')" if share == 0 else ""],
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """A release's set and an empty cache; compiling processes that copy."""
+    def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
+        return Builds(real_set).start(isa, extension)
 
     root = tmp_path / "package"
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(objects, "package_directory", lambda: root)
-    monkeypatch.setattr(objects, "_temporary_directory", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(provide, "_unkept", {})
     monkeypatch.setattr(build, "_start", start)
     released = objects.set_directory(root, ISA, released=True)
-    released.mkdir(parents=True)
-    for name in ("quantize", "gather_outputs"):
-        shutil.copy(real_set / f"{name}.o", released)
-    objects.write_manifest(released, ISA)
+    shutil.copytree(real_set, released)
     return released
 
 
@@ -70,20 +64,14 @@ def lose_an_object(package: Path) -> str:
     return "No such file or directory: quantize.o"
 
 
-def half_a_manifest(package: Path) -> str:
-    text = (package / objects.MANIFEST).read_text()
-    (package / objects.MANIFEST).write_text(text[: len(text) // 2])
-    return "no valid manifest"
-
-
-def edit(package: Path, **change: str) -> None:
-    manifest = json.loads((package / objects.MANIFEST).read_text())
-    (package / objects.MANIFEST).write_text(json.dumps(manifest | change))
+def seal_again(package: Path, wanted: objects.KernelSet, change: Callable[[bytes], bytes]) -> None:
+    for file in package.glob("*.o"):
+        wanted.write(package, file.stem, change(file.read_bytes()[:-SEAL]))
 
 
 def other_sources(package: Path) -> str:
-    edit(package, sources="0" * 64)
-    return "they were built from other sources"
+    seal_again(package, objects.KernelSet(ISA, sources="0" * 64), lambda code: code)
+    return "linear_q4_g32.o is damaged"
 
 
 def older_release(package: Path) -> str:
@@ -92,24 +80,19 @@ def older_release(package: Path) -> str:
 
 
 def other_instruction_set(package: Path) -> str:
-    edit(package, isa=OTHER.name, machine=OTHER.machine)
-    return f"they are for {OTHER.machine} {OTHER.name}"
+    seal_again(package, objects.KernelSet(OTHER, sources=objects.source_hash()), lambda code: code)
+    return "linear_q4_g32.o is damaged"
 
 
 def other_architecture(package: Path) -> str:
     """Objects whose names and checksums are right, and whose code is for another processor."""
-    for file in package.glob("*.o"):
-        code = bytearray(file.read_bytes())
-        code[18:20] = (243).to_bytes(2, "little")  # RISC-V
-        file.write_bytes(bytes(code))
-    objects.write_manifest(package, ISA)
-    return f"they hold no code for {ISA.machine}"
+    riscv = (243).to_bytes(2, "little")
+    seal_again(package, objects.KernelSet(ISA), lambda code: code[:18] + riscv + code[20:])
+    return f"linear_q4_g32.o holds no code for {ISA.machine}"
 
 
 def no_elf(package: Path) -> str:
-    for file in package.glob("*.o"):
-        file.write_bytes(b"MZ" + bytes(200))
-    objects.write_manifest(package, ISA)
+    seal_again(package, objects.KernelSet(ISA), lambda code: b"MZ" + bytes(200))
     return "A kernel object is no 64-bit little-endian ELF file; kernels are built as ELF everywhere."
 
 
@@ -119,7 +102,7 @@ def nothing_for_this_machine(package: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [
-    flip_a_byte, truncate, lose_an_object, half_a_manifest, other_sources, older_release, other_instruction_set,
+    flip_a_byte, truncate, lose_an_object, other_sources, older_release, other_instruction_set,
     other_architecture, no_elf, nothing_for_this_machine,
 ])
 def test_a_packages_bad_set_is_named_once_and_replaced_in_the_cache(
@@ -134,7 +117,7 @@ def test_a_packages_bad_set_is_named_once_and_replaced_in_the_cache(
     assert find_set(ISA) == directory and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("spoil", [flip_a_byte, truncate, half_a_manifest, other_architecture])
+@pytest.mark.parametrize("spoil", [flip_a_byte, truncate, other_architecture])
 def test_a_bad_set_in_the_cache_is_named_and_compiled_again(
     package: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], str]
 ) -> None:
@@ -143,7 +126,7 @@ def test_a_bad_set_in_the_cache_is_named_and_compiled_again(
     assert find_set(ISA) == directory and capsys.readouterr().err == ""
     why = spoil(directory)
     assert find_set(ISA) == directory
-    assert capsys.readouterr().err == f"edgeinfer: the kernels in {directory} cannot be used ({why}); " \
+    assert capsys.readouterr().err == f"edgeinfer: kernels in {directory} cannot be used ({why}); " \
         "they are compiled again.\n"
     assert find_set(ISA) == directory and capsys.readouterr().err == ""
 
@@ -159,10 +142,10 @@ def test_without_a_home_kernels_are_compiled_for_one_process(
     shutil.rmtree(package.parent)
     monkeypatch.setattr(objects, "cache_directory", lambda: Path("~/.cache/edgeinfer/kernels"))  # nobody's
     monkeypatch.chdir(tmp_path)
-    directory = find_set(ISA)
-    assert directory.is_absolute() and not (tmp_path / "~").exists()
+    assert Kernels(ISA).addresses(["quantize"])
+    assert not (tmp_path / "~").exists()
     assert "kernels cannot be kept (the home directory is not known)" in capsys.readouterr().err
-    assert find_set(ISA) == directory and capsys.readouterr().err == ""  # this process has them now
+    assert Kernels(ISA).addresses(["quantize"]) and capsys.readouterr().err == ""  # this process has them now
 
 
 @pytest.mark.parametrize("code", [b"", b"\x7fELF\x02\x01", b"MZ" + bytes(100)])
@@ -179,13 +162,13 @@ def test_processes_that_need_the_same_set_build_it_once(
 ) -> None:
     """Threads stand for processes: the lock does not tell them apart."""
     shutil.rmtree(package.parent)
-    monkeypatch.setattr(build, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(provide, "TICK_SECONDS", 0.02)
     real, built = build.build, []
 
-    def slowly(isa: Isa, directory: Path, *_: object) -> None:
+    def slowly(wanted: objects.KernelSet, names: list[str], *rest: Any) -> dict[str, bytes]:
         time.sleep(0.2)
-        built.append(directory)
-        real(isa, directory)
+        built.append(names)
+        return real(wanted, names, *rest)
 
     monkeypatch.setattr(build, "build", slowly)
     found, ticks = [], []
@@ -195,20 +178,42 @@ def test_processes_that_need_the_same_set_build_it_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(built) == 1 and found == built * 3 and set(ticks) == {(0, 0, "")}
-    assert [path.name for path in built[0].parent.iterdir()] == [built[0].name]  # the lock is gone
+    assert len(built) == 1 and len(set(found)) == 1 and (0, 0, "") in ticks
+    assert [path.name for path in found[0].parent.iterdir()] == [found[0].name]  # the lock is gone
+
+
+def test_who_waits_goes_on_when_what_it_needs_is_there(
+    package: Path, real_set: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process compiles more than this one asks for: it is not waited for to the end."""
+    shutil.rmtree(package.parent)
+    monkeypatch.setattr(provide, "TICK_SECONDS", 0.02)
+    wanted = objects.KernelSet(ISA)
+    directory = wanted.directory(objects.cache_directory())
+    directory.mkdir(parents=True)
+    (other := DestinationLock(directory)).acquire()
+    codes = {name: (real_set / f"{name}.o").read_bytes()[:-SEAL]
+             for name in ("quantize", *EVERY_PROGRAM)}
+
+    def tick(*_: object) -> None:
+        if codes:
+            wanted.write(directory, *codes.popitem())
+
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("compiled what the other process compiles"))
+    assert provide.find_objects(wanted, ["quantize"], tick).keys() == {"quantize", *EVERY_PROGRAM}
+    other.release()
 
 
 def test_a_builder_that_does_not_move_is_not_waited_for_forever(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(package.parent)
-    monkeypatch.setattr(build, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(build, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(provide, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(provide, "PATIENCE_SECONDS", 0.1)
     directory = objects.set_directory(objects.cache_directory(), ISA)
-    directory.parent.mkdir(parents=True)
+    directory.mkdir(parents=True)
     (stopped := DestinationLock(directory)).acquire()
-    assert find_set(ISA) == directory and objects.read_set(directory) is not None
+    assert find_set(ISA) == directory
     stopped.release()
 
 
@@ -217,9 +222,8 @@ def test_a_builder_that_does_not_move_is_not_waited_for_forever(
 
 def make_set(directory: Path, days: float) -> Path:
     directory.mkdir(parents=True)
-    for file in (directory / objects.MANIFEST, directory / "quantize.o"):
-        file.write_text("{}")
-        os.utime(file, (time.time() - days * DAY,) * 2)
+    (directory / "quantize.o").write_text("")
+    os.utime(directory, (time.time() - days * DAY,) * 2)
     return directory
 
 
@@ -238,27 +242,27 @@ def test_superseded_sets_go_a_week_after_their_last_use(package: Path) -> None:
 
 def test_a_set_in_use_is_marked_once_a_day(package: Path) -> None:
     shutil.rmtree(package.parent)
-    manifest = find_set(ISA) / objects.MANIFEST
+    directory = find_set(ISA)
     for days, marked in ((3, True), (0.5, False)):
         before = time.time() - days * DAY
-        os.utime(manifest, (before, before))
+        os.utime(directory, (before, before))
         find_set(ISA)
-        assert (manifest.stat().st_mtime > before + 1) == marked
+        assert (directory.stat().st_mtime > before + 1) == marked
 
 
-def test_remains_of_dead_builds_go_and_those_of_living_ones_stay(package: Path) -> None:
+def test_remains_of_killed_processes_go_after_a_day(package: Path) -> None:
     shutil.rmtree(package.parent)
-    cache = objects.cache_directory()
-    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait()
-    dead = [cache / f".build-{ended.pid}-abc", cache / f".staged-{ended.pid}-abc", cache / ".build-x_9old"]
-    living, young = cache / f".build-{os.getpid()}-abc", cache / f".build-{ended.pid}-young"
-    for directory in (*dead, living, young):
-        directory.mkdir(parents=True)
-        if directory != young:
-            os.utime(directory, (time.time() - 2 * tidy.DEAD_SECONDS,) * 2)
-    directory = find_set(ISA)
-    assert sorted(path for path in cache.iterdir()) == sorted([directory, living, young])
+    directory = objects.set_directory(objects.cache_directory(), ISA)
+    directory.mkdir(parents=True)
+    for folder in (directory, directory.parent):
+        for name, age in ((".quantize.abc", 2 * DAY), (".young", 0)):
+            (folder / name).write_text("half")
+            os.utime(folder / name, (time.time() - age,) * 2)
+    (old := directory.parent / ".build-123-abc").mkdir()
+    os.utime(old, (time.time() - 2 * DAY,) * 2)
+    assert find_set(ISA) == directory
+    assert sorted(path.name for path in directory.parent.iterdir()) == [".young", directory.name]
+    assert [path.name for path in directory.iterdir() if path.suffix != ".o"] == [".young"]
 
 
 def test_several_processes_clear_away_at_once(tmp_path: Path) -> None:

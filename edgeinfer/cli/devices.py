@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cache import make_directories
 from ..errors import DestinationError, UsageError
 from ..sizes import format_size
 from .devices_report import device_object, list_object, print_device, print_list, profile_chart
@@ -176,7 +177,7 @@ def random_bundles(directory: Path, progress: ProgressLine) -> list[Path]:
 def check_writable(directory: Path) -> None:
     """Refuse a cache that cannot hold the profile, before a minute of measurements."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -32,8 +32,8 @@ def warmup(
 ) -> None:
     """Compile the kernels of this machine now.
 
-    They go into the cache; what is there already is kept. Without this the first run compiles them. A release brings
-    them in its package, and there is nothing to do.
+    They go into the cache; what is there already is kept. Without this a run compiles those that its model needs. A
+    release brings them in its package, and there is nothing to do.
 
     \b
     Example:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from ..isa import LADDER, Isa, triple
 from .elf import undefined_symbols
 
 ALLOWED = {"memset", "memcpy", "memmove"}
-CLAIM = ".claim"
-"""Ending of the empty files by which one of several processes takes a kernel."""
 
 
 def aim(machine: str) -> None:
@@ -128,49 +125,35 @@ def _entry(name: str, mangled: str, module: Any) -> str:
         }}"""
 
 
-def claimed(names: list[str], out: Path, share: int, shares: int) -> Iterator[str]:
-    """Names that no other process has taken, from this share's part of the list on and round to its beginning.
-
-    Neighbours have helpers in common, which a process compiles once; whoever is through with its own part takes over
-    from the others.
-    """
-    first = share * len(names) // shares
-    for name in names[first:] + names[:first]:
-        try:
-            (out / f"{name}-{os.getppid()}{CLAIM}").touch(exist_ok=False)  # all shares have the same parent
-        except FileExistsError:
-            continue
-        yield name
-
-
 def main(arguments: list[str]) -> None:
-    """``compile MACHINE ISA OUT SHARE SHARES [MODULE:] [NAME ...]``: prints ``name total`` for each object written.
+    """``compile MACHINE ISA [MODULE]``: reads names of kernels, writes ``NAME BYTES`` and the code of each.
 
-    The processes of all shares must write to the same directory; one share alone compiles all. MODULE is an extension.
+    MODULE is an extension. Messages go to standard error. EDGEINFER_ASSEMBLY names a directory for ``NAME.s``.
 
     Raises
     ------
     RuntimeError
-        If no kernel of a given name is there.
+        If there is no kernel of a name.
     """
-    machine, isa_name, out, share, shares = arguments[:5]
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else gets among the code
+    machine, isa_name, *extension = arguments
     isa = next(i for i in LADDER if (i.machine, i.name) == (machine, isa_name))
     aim(machine)
-    extension = arguments[5][:-1] if arguments[5:] and arguments[5].endswith(":") else ""
-    kernels = load_kernels(isa, extension)
+    kernels = load_kernels(isa, *extension)
     only_translate()
     gc.freeze()  # what has been loaded stays; looking through it again and again costs a sixth of the time
     gc.set_threshold(50_000, 30, 30)
-    want_assembly = bool(os.environ.get("EDGEINFER_ASSEMBLY"))
-    names = arguments[6 if extension else 5 :] or sorted(kernels, key=lambda name: (kernels[name].__module__, name))
-    if absent := [name for name in names if name not in kernels]:
-        raise RuntimeError(f"there is no @kernel named {', '.join(absent)}")
-    for name in claimed(names, Path(out), int(share), int(shares)):
-        code, assembly = compile_kernel(name, kernels[name], want_assembly)
-        (Path(out) / f"{name}.o").write_bytes(code)
-        if want_assembly:
-            (Path(out) / f"{name}.s").write_text(assembly)
-        print(name, len(names), flush=True)
+    assembly_directory = os.environ.get("EDGEINFER_ASSEMBLY")
+    for line in sys.stdin:
+        name = line.strip()
+        if name not in kernels:
+            raise RuntimeError(f"there is no @kernel named {name}")
+        code, assembly = compile_kernel(name, kernels[name], bool(assembly_directory))
+        if assembly_directory:
+            Path(assembly_directory, f"{name}.s").write_text(assembly)
+        out.write(f"{name} {len(code)}\n".encode() + code)
+        out.flush()
 
 
 if __name__ == "__main__":

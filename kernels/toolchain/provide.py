@@ -1,0 +1,192 @@
+"""Where a process gets its kernels from: the package, the user's cache, or the compiler, in this order.
+
+What is compiled is what was asked for and is not there, with the few kernels that every program needs. Of several
+processes that compile one set, one does and the others look twice a second whether it has what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.cache import make_directories
+from edgeinfer.errors import DestinationError, KernelError
+from edgeinfer.process import say
+
+from ..catalogue import FAMILIES, Extension
+from ..isa import Isa
+from . import objects
+from .objects import KernelSet
+from .trust import distrust
+
+if TYPE_CHECKING:
+    from edgeinfer.lock import DestinationLock
+
+Progress = Callable[[int, int, str], None]
+PATIENCE_SECONDS = 180.0
+"""Longest wait for another process that compiles the same set: it may have been stopped."""
+TICK_SECONDS = 0.5
+_DAY_SECONDS = 86400
+_EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
+_REMEDY = "Set EDGEINFER_CACHE to a directory that you can write and nobody else."
+_unkept: dict[KernelSet, dict[str, bytes]] = {}
+"""What this process has compiled and could not keep."""
+
+
+def find_objects(
+    wanted: KernelSet, names: Iterable[str], progress: Progress | None = None, must_keep: bool = False
+) -> dict[str, bytes]:
+    """Code of the named kernels of a set.
+
+    Objects that are damaged or do not belong here are named on standard error before new ones are compiled. Where the
+    cache cannot be written, or others can write it, nothing is kept, which is said there once.
+
+    Raises
+    ------
+    KernelError
+        A kernel does not compile, or the sources have changed since the set was named.
+    DestinationError
+        With `must_keep`: what was compiled cannot be kept.
+    """
+    names, lacking = list(names), ""
+    released = wanted.directory(objects.package_directory(), released=True)
+    if not wanted.extension:
+        try:
+            return wanted.read_all(released, names, own=False)
+        except KernelError as error:
+            lacking = str(error) if released.is_dir() else _other_set(released)
+    directory = wanted.directory(objects.cache_directory())
+    found, worn = _kept(wanted, directory, names)
+    missing = [name for name in names if name not in found]
+    if not missing:
+        _mark_used(directory)
+        return found
+    if not wanted.is_current:
+        raise KernelError("The kernels' sources have changed since this process started; start it again.")
+    if lacking and objects.package_directory().is_dir():  # a release: it should not have come to this
+        say(f"the package's kernels for {wanted.isa.name} cannot be used ({lacking}); "
+            "they are compiled into the user's cache.")
+    if worn:
+        say(f"kernels in {directory} cannot be used ({worn}); they are compiled again.")
+    if not wanted.extension:
+        missing += [name for name in _EVERY_PROGRAM if name not in missing and name not in found]
+    return found | _Compilation(wanted, directory, progress, must_keep).run(missing)
+
+
+def find_set(isa: Isa, progress: Progress | None = None, extension: Extension | None = None) -> Path:
+    """Directory with all kernels of a set: the package's, or the cache's, for which those that lack are compiled.
+
+    Raises `KernelError` and `DestinationError` as `find_objects`.
+    """
+    wanted = KernelSet(isa, extension)
+    find_objects(wanted, wanted.names, progress, must_keep=True)
+    released = wanted.directory(objects.package_directory(), released=True)
+    with contextlib.suppress(KernelError):
+        wanted.read_all(released, wanted.names, own=False)
+        return released
+    return wanted.directory(objects.cache_directory())
+
+
+class _Compilation:
+    """Compiles what nobody else compiles meanwhile, and keeps it if that can be."""
+
+    def __init__(self, wanted: KernelSet, directory: Path, progress: Progress | None, must_keep: bool):
+        self._wanted, self._directory, self._progress, self._must_keep = wanted, directory, progress, must_keep
+        self._keeps = True
+
+    def run(self, missing: list[str]) -> dict[str, bytes]:
+        """Code of the missing kernels."""
+        from edgeinfer.lock import DestinationLock  # what most processes never need
+
+        from . import build
+
+        lock = DestinationLock(self._directory)
+        found: dict[str, bytes] = {}
+        try:
+            self._prepare()
+            found = self._take_turn(lock, missing)
+        except OSError as error:
+            self._give_up(error)
+        try:
+            missing = [name for name in missing if name not in found]
+            if missing:
+                found |= build.build(self._wanted, missing, self._progress, self._keep)
+        finally:
+            lock.release()
+        if not self._keeps:
+            _unkept.setdefault(self._wanted, {}).update(found)
+        return found
+
+    def _prepare(self) -> None:
+        from .tidy import tidy
+
+        if str(self._directory).startswith("~"):
+            raise OSError("the home directory is not known")
+        if why := distrust(self._directory):
+            raise OSError(f"{why}, and they are code")
+        make_directories(self._directory)
+        tidy(self._directory)
+
+    def _take_turn(self, lock: DestinationLock, missing: list[str]) -> dict[str, bytes]:
+        """Wait until nobody else compiles this set or all that lacks is there; returns what is there then."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                lock.acquire()
+                waits = False
+            except DestinationError:
+                waits = time.monotonic() < deadline
+            found, _ = _kept(self._wanted, self._directory, missing)
+            if not waits or len(found) == len(missing):
+                return found
+            if self._progress:
+                self._progress(0, 0, "")
+            time.sleep(TICK_SECONDS)
+
+    def _keep(self, name: str, code: bytes) -> None:
+        if self._keeps:
+            try:
+                self._wanted.write(self._directory, name, code)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._keeps = False
+        why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror or error
+        if self._must_keep:
+            raise DestinationError(f"Kernels cannot be kept ({why}). {_REMEDY}") from None
+        if self._wanted not in _unkept:
+            say(f"kernels cannot be kept ({why}); they are compiled again in the next process. {_REMEDY}")
+
+
+def _kept(wanted: KernelSet, directory: Path, names: list[str]) -> tuple[dict[str, bytes], str]:
+    """What of the named kernels is in the cache or in this process, and why objects that lie there are not taken."""
+    found, worn, held = {}, "", _unkept.get(wanted, {})
+    trusted = not distrust(directory)
+    for name in names:
+        if name in held:
+            found[name] = held[name]
+        elif trusted and (directory / f"{name}.o").exists():
+            try:
+                found[name] = wanted.read(directory, name)
+            except KernelError as error:
+                worn = worn or str(error)
+    return found, worn
+
+
+def _other_set(directory: Path) -> str:
+    """Why there is no set of this name: those of an instruction set differ by their sources alone."""
+    kind = directory.name.rpartition("-")[0]
+    others = directory.parent.glob(f"{kind}-*") if directory.parent.is_dir() else ()
+    return "they were built from other sources" if any(others) else "there are none"
+
+
+def _mark_used(directory: Path) -> None:
+    """Note once a day that the set is in use; tidy.py removes sets that nobody uses."""
+    with contextlib.suppress(OSError):  # not ours, or read-only
+        if time.time() - directory.stat().st_mtime > _DAY_SECONDS:
+            os.utime(directory)
