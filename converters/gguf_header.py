@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.files import open_plain
 from edgeinfer.graph import build_graph, read_config, read_outline, requested_types
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -61,7 +62,7 @@ def read_gguf_config(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_plain(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _Reader(data, path).header()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         why = getattr(error, "strerror", None) or error

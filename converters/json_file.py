@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CheckpointError
+from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json
 
 CONFIG_FILE = "config.json"
@@ -15,7 +16,7 @@ MAX_JSON_BYTES = 64 << 20
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             text = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
+from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
@@ -61,7 +62,7 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed by close)
+            self._file: BinaryIO = open_plain(path)
         except OSError as error:
             raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json
 
 from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
@@ -171,9 +172,8 @@ def _read(path: Path, profile: DeviceProfile) -> _Runs:
     """The runs so far; none if they belong to an older probe, or the file is none of ours."""
     fresh = _Runs(profile.measured, dict(profile.constants))
     try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            return fresh
-        data = parse_json(path.read_bytes())
+        with open_plain(path) as file:
+            data = parse_json(file.read(MOST_FILE_BYTES + 1))  # a longer one is cut, and no JSON
         base = {name: float(value) for name, value in data["base"].items()}
         runs = _Runs(data["probe"], base, _parsed(DecodeRun, data["decodes"]), _parsed(PromptRun, data["prompts"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -17,6 +17,7 @@ from typing import Any
 
 from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
+from edgeinfer.files import open_plain
 from edgeinfer.json_text import check_depth
 
 from .names import Key, keys_of, nearest, taken_apart, unit_of, with_memory
@@ -191,9 +192,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ProfileError(f"{path} has {path.stat().st_size} bytes; a profile has at most {MOST_FILE_BYTES}.")
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_FILE_BYTES:
+                raise ProfileError(f"{path} has {size} bytes; a profile has at most {MOST_FILE_BYTES}.")
+            table = tomllib.loads(file.read().decode("utf-8"))
         check_depth(table)
         return table
     except OSError as error:

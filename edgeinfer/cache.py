@@ -1,4 +1,4 @@
-"""The user's cache: converted checkpoints and compiled kernels, both of which can be made again."""
+"""The user's cache: converted checkpoints, compiled kernels, checks that passed; all of it can be made again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import DestinationError
 
-KINDS = ("bundles", "kernels")
+KINDS = ("bundles", "kernels", "checks")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class CacheEntry:
     """One thing in the cache."""
 
     kind: str
-    """bundles (a converted checkpoint) or kernels (the objects of one instruction set)."""
+    """bundles (a converted checkpoint), kernels (the objects of one instruction set) or checks (which bundles' files
+    were compared with their checksums)."""
     name: str
     path: Path
     nbytes: int

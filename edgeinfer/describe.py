@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from .config import KV_TYPES, Recipe, RuntimeConfig
 from .errors import CheckpointError, ModelNotFoundError
+from .files import open_plain
 from .graph import (
     Graph,
     KvAccess,
@@ -252,7 +253,7 @@ def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
     if path.is_file():
         if not path.stat().st_size:
             raise CheckpointError(f"{path} is empty; download it again.")
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
         return (read_gguf_config(path), f"GGUF file {path}") if is_gguf else (read_json(path), f"file {path}")
     if path.is_dir():

@@ -163,7 +163,7 @@ def cached_bundle(
     directory = cache.cache_root() / "bundles"
     target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
     older += [directory / format_1] if format_1 else []
-    usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1)
+    usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1, progress)
     if usable:
         return usable
     if not may_make:
@@ -178,7 +178,7 @@ def cached_bundle(
             "directory, or convert the checkpoint with edgeinfer convert."
         ) from error
     try:
-        usable, reason = _usable((target, *older), 1)  # another process may have made it meanwhile
+        usable, reason = _usable((target, *older), 1, progress)  # another process may have made it meanwhile
         if usable:
             return usable
         if reason:
@@ -191,7 +191,7 @@ def cached_bundle(
     return target
 
 
-def _usable(paths: tuple[Path, ...], n_allowed: int) -> tuple[Path | None, str]:
+def _usable(paths: tuple[Path, ...], n_allowed: int, progress: Progress | None = None) -> tuple[Path | None, str]:
     """Return the first bundle if it can be opened and is among the first n, and otherwise why it is not taken."""
     for number, path in enumerate(paths):
         if not is_bundle(path):
@@ -199,6 +199,8 @@ def _usable(paths: tuple[Path, ...], n_allowed: int) -> tuple[Path | None, str]:
         try:
             with Bundle.open(path) as bundle:
                 if number < n_allowed:
+                    if n_allowed == 1:
+                        bundle.check_contents(progress=progress and partial(progress, "load"))  # to be mended, not told
                     return path, ""
                 return None, f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
         except BundleError as error:

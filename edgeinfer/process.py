@@ -6,6 +6,9 @@ import os
 import sys
 import time
 
+reports_json = False
+"""Whether the command's answer, and so its failure, is an object on standard output."""
+
 
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, where there is one."""

@@ -105,8 +105,8 @@ def test_verify_reports_progress(tmp_path: Path) -> None:
     bundle = Bundle.open(tmp_path / "m")
     bundle.verify(lambda *call: calls.append(call))
     total = bundle.weights_bytes + 12
-    assert calls[-1] == (total, total, "tokenizer.json")
-    assert [call[2] for call in calls] == [*TENSORS, "tokenizer.json"]
+    assert calls[-1][:2] == (total, total)
+    assert all(0 <= done <= total == of for done, of, _ in calls)
     assert [call[0] for call in calls] == sorted(call[0] for call in calls)
 
 
@@ -163,7 +163,7 @@ def test_config_round_trip() -> None:
 
 
 def test_opening_a_large_models_bundle_takes_under_20_ms(tmp_path: Path) -> None:
-    """The table of a 7B model (32 layers), with tiny tensors: no checksum is computed on opening."""
+    """The table of a 7B model (32 layers), with tiny tensors: opening it compares no checksum of weights."""
     weight_type = WeightType("q4", 32)
     config = replace(CONFIG, num_hidden_layers=32)
     with BundleWriter(tmp_path / "m", config, Quantisation()) as writer:

@@ -57,7 +57,7 @@ def test_checksums_of_format_1_count(demo_1: Path) -> None:
     with open(demo_1 / "weights.bin", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(BundleError, match="is damaged: its checksum does not match"):
+    with pytest.raises(BundleError, match="is damaged: its checksum does not match; convert or copy"):
         Bundle.open(demo_1).verify()
     text = (demo_1 / HEADER_FILE).read_text()
     (demo_1 / HEADER_FILE).write_text(text.replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-04'))
@@ -124,7 +124,7 @@ def test_optional_parts_are_listed_files(tmp_path: Path) -> None:
         bundle.verify()
         assert {entry.part: name for name, entry in bundle.files.items()} == {part: f"{part}.bin" for part in PARTS}
     (tmp_path / "m" / "statistics.bin").write_bytes(b"2")
-    with pytest.raises(BundleError, match=r"File 'statistics.bin' of the bundle .* is damaged"):
+    with pytest.raises(BundleError, match=r"the file 'statistics.bin' is damaged"):
         Bundle.open(tmp_path / "m").verify()
 
 

@@ -173,7 +173,7 @@ def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*arguments: object, **options: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr("edgeinfer.devices.store.open_plain", refuse)
     with pytest.raises(ProfileError, match=r"a\.toml cannot be read: Permission denied"):
         load_profile(path)
 

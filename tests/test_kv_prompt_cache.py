@@ -20,7 +20,7 @@ from tests.sessions import TINY, free_blocks, session, tokens, write_model
 
 PROMPT = tokens(53)
 DAMAGED = r"^The prompt cache \S+ is damaged or cut short; delete it\.$"
-OTHER = r"^The prompt cache \S+ was saved by another model or with another --kv or --recipe; delete it or give"
+OTHER = r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe"
 
 
 @pytest.fixture(scope="module")

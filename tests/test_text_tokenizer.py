@@ -347,7 +347,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("edgeinfer.text.files.open_plain", refuse)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read \(Permission denied\)"):
         Tokenizer.open(tmp_path)
 

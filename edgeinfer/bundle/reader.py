@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.errors import BundleError
+from edgeinfer.files import open_plain, refuse_special
 from edgeinfer.graph import ModelConfig
 from edgeinfer.quant import WeightType
 
+from .checksums import Passed, Piece, Progress, compare
 from .format import WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
+from .mapping import check_length, map_weights
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CHUNK_BYTES = 8 << 20
-Progress = Callable[[int, int, str], None]
+TELL_SECONDS = 1.0
+"""A check on opening is told of if it takes longer."""
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -44,11 +49,17 @@ class Bundle:
         Files beside the weights (tokenizer and the like).
     weights : uint8 array of shape (weights_bytes,)
         weights.bin, mapped read-only. The mapping lives as long as any view of it.
+    identity : str
+        Checksum of bundle.json as it was read, which has those of everything else: whatever is put in the bundle's
+        place later has another.
     """
 
-    def __init__(self, path: Path, header: Header, weights: NDArray[np.uint8]):
+    def __init__(self, path: Path, header: Header, weights: NDArray[np.uint8], identity: str = "",
+                 states: Mapping[str, os.stat_result] | None = None):
         self.path = path
         self.header = header
+        self.identity = identity
+        self._states = dict(states or {})
         self.tensors = {entry.name: entry for entry in header.tensors}
         self.types = {entry.name: entry.type for entry in header.tensors}
         self.files = {entry.name: entry for entry in header.files}
@@ -56,7 +67,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path, expected: Mapping[str, tuple[int, ...]] | None = None) -> Bundle:
-        """Check the header against the files and map the weights. Checksums of weights are left to `verify`.
+        """Check the header and the small files, and map the weights, which `check_contents` compares.
 
         Parameters
         ----------
@@ -72,11 +83,12 @@ class Bundle:
         """
         path = Path(path)
         try:
-            header = header_from_json(_read_header(path))
-            for entry in header.files:
-                _check_length(path, entry.name, entry.nbytes)
-            _check_length(path, WEIGHTS_FILE, header.weights_bytes)
-            bundle = cls(path, header, _map(path / WEIGHTS_FILE))
+            text = _read_header(path)
+            header = header_from_json(text)
+            states = {entry.name: _state(path, entry) for entry in header.files}
+            weights, states[WEIGHTS_FILE] = _map(path, header)
+            bundle = cls(path, header, weights, hashlib.sha256(text).hexdigest(), states)
+            bundle._once(bundle._names(parts=False), lambda: list(bundle._files(parts=False)))
             if expected is not None:
                 bundle._check(expected)
         except BundleError as error:
@@ -128,10 +140,33 @@ class Bundle:
         expected : mapping of str to tuple of int
             For a graph: ``{w.name: w.shape for w in graph.weights}``.
         """
-        try:
+        with self._using():
             self._check(expected)
-        except BundleError as error:
-            raise BundleError(f"Cannot use the bundle {self.path}: {error}") from None
+
+    def check_contents(self, threads: int | None = None, progress: Progress | None = None) -> None:
+        """Compare the checksums of the weights, once per state of their file, which the user's cache remembers.
+
+        Parameters
+        ----------
+        threads : int, optional
+            By default those that this process may use.
+        progress : callable, optional
+            Called with (bytes done, bytes in all, file name) if it takes more than a second.
+
+        Raises
+        ------
+        BundleError
+            Naming what is damaged.
+        """
+        began = time.monotonic()
+
+        def tell(done: int, total: int, name: str) -> None:
+            if progress and time.monotonic() - began > TELL_SECONDS:
+                progress(done, total, name)
+
+        with self._using():
+            self._once((WEIGHTS_FILE, *self._names(parts=True)),
+                       lambda: [*self._weights_pieces(), *self._files(parts=True)], threads, tell)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read everything and compare every checksum; gaps between tensors must be zero.
@@ -139,35 +174,15 @@ class Bundle:
         Parameters
         ----------
         progress : callable, optional
-            Called with (done_bytes, total_bytes, name) while reading.
+            Called with (bytes done, bytes in all, file name) while reading.
 
         Raises
         ------
         BundleError
-            Naming the first tensor or file that was altered.
+            Naming a tensor or file that was altered.
         """
-        total = self.weights_bytes + sum(entry.nbytes for entry in self.files.values())
-        done = 0
-        end = 0
-        for entry in self.header.tensors:
-            self._check_gap(end, entry.offset)
-            end = entry.offset + entry.nbytes
-            digest = hashlib.sha256()
-            for start in range(entry.offset, end, CHUNK_BYTES):
-                digest.update(self.weights[start : min(start + CHUNK_BYTES, end)].data)
-                if progress:
-                    progress(done + min(start + CHUNK_BYTES, end), total, entry.name)
-            if digest.hexdigest() != entry.sha256:
-                raise BundleError(
-                    f"Tensor {entry.name!r} of the bundle {self.path} is damaged: its checksum does not match."
-                )
-        self._check_gap(end, self.weights_bytes)
-        done = self.weights_bytes
-        for item in self.files.values():
-            self._verify_file(item)
-            done += item.nbytes
-            if progress:
-                progress(done, total, item.name)
+        with self._using():
+            compare([*self._weights_pieces(), *self._files(parts=False), *self._files(parts=True)], progress=progress)
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""
@@ -185,6 +200,14 @@ class Bundle:
             raise BundleError(f"The bundle {self.path} lacks the tensor {name!r}.")
         return entry
 
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Name the bundle in what is said of it."""
+        try:
+            yield
+        except BundleError as error:
+            raise BundleError(f"Cannot use the bundle {self.path}: {error}") from None
+
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         if missing := [name for name in expected if name not in self.tensors]:
             raise BundleError(f"the tensor {missing[0]!r} is missing.")
@@ -195,47 +218,64 @@ class Bundle:
                 have = list(self.tensors[name].shape)
                 raise BundleError(f"the tensor {name!r} has shape {have}; the model needs {list(shape)}.")
 
-    def _check_gap(self, start: int, end: int) -> None:
-        if self.weights[start:end].any():
-            raise BundleError(
-                f"The bundle {self.path} is damaged: the gap at byte {start} of {WEIGHTS_FILE} is not zero."
-            )
+    def _once(self, names: tuple[str, ...], pieces: Callable[[], list[Piece]], threads: int | None = None,
+              progress: Progress | None = None) -> None:
+        """Compare the pieces of these files unless they passed in this state."""
+        passed = Passed(self.identity, [self._states[name] for name in names])
+        if names and not passed:
+            compare(pieces(), threads, progress)
+            passed.remember()
 
-    def _verify_file(self, entry: FileEntry) -> None:
-        digest = hashlib.sha256()
-        try:
-            with open(self.path / entry.name, "rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
-        except OSError as error:
-            raise BundleError(f"Cannot read {self.path / entry.name}: {error.strerror or error}.") from None
-        if digest.hexdigest() != entry.sha256:
-            raise BundleError(f"File {entry.name!r} of the bundle {self.path} is damaged: its checksum does not match.")
+    def _weights_pieces(self) -> Iterator[Piece]:
+        """Every byte of weights.bin: tensors, and the gaps between them and behind the last."""
+        path, end = self.weights_path, 0
+        for entry in self.header.tensors:
+            if entry.offset > end:
+                yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", entry.offset - end, "", end)
+            yield Piece(path, f"tensor {entry.name!r}", entry.nbytes, entry.sha256, entry.offset)
+            end = entry.offset + entry.nbytes
+        if self.weights_bytes > end:
+            yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
+
+    def _names(self, parts: bool) -> tuple[str, ...]:
+        """The files beside the weights: parts of the model, which may be large, or the others."""
+        return tuple(entry.name for entry in self.header.files if bool(entry.part) == parts)
+
+    def _files(self, parts: bool) -> Iterator[Piece]:
+        for name in self._names(parts):
+            entry = self.files[name]
+            yield Piece(self.path / name, f"file {name!r}", entry.nbytes, entry.sha256)
 
 
 def _read_header(path: Path) -> bytes:
     if not path.is_dir():
         raise BundleError("there is no such directory." if not path.exists() else "it is no directory.")
-    header = path / HEADER_FILE
-    if not header.is_file():
-        raise BundleError(f"it has no {HEADER_FILE}.")
-    with open(header, "rb") as file:
-        return file.read(MAX_HEADER_BYTES + 1)
+    try:
+        with open_plain(path / HEADER_FILE) as file:
+            return file.read(MAX_HEADER_BYTES + 1)
+    except FileNotFoundError:
+        raise BundleError(f"it has no {HEADER_FILE}.") from None
+    except OSError as error:
+        raise BundleError(f"{HEADER_FILE}: {error.strerror or error}.") from None
 
 
-def _check_length(path: Path, name: str, nbytes: int) -> None:
-    file = path / name
-    if not file.is_file():
-        raise BundleError(f"its file {name} is missing.")
-    size = file.stat().st_size
-    if size != nbytes:
-        how = "truncated" if size < nbytes else "too long"
-        raise BundleError(f"{name} is {how}: {size} bytes instead of {nbytes}.")
+def _state(path: Path, entry: FileEntry) -> os.stat_result:
+    """What the system says of a listed file, which is a plain one of the right length."""
+    try:
+        status = os.stat(path / entry.name)
+        refuse_special(path / entry.name, status)
+    except FileNotFoundError:
+        raise BundleError(f"its file {entry.name} is missing.") from None
+    except OSError as error:
+        raise BundleError(f"its file {entry.name}: {error.strerror or error}.") from None
+    check_length(entry.name, status.st_size, entry.nbytes)
+    return status
 
 
-def _map(path: Path) -> NDArray[np.uint8]:
-    import numpy as np
-
-    with open(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapping, np.uint8)
+def _map(path: Path, header: Header) -> tuple[NDArray[np.uint8], os.stat_result]:
+    try:
+        return map_weights(path / WEIGHTS_FILE, header.weights_bytes)
+    except FileNotFoundError:
+        raise BundleError(f"its file {WEIGHTS_FILE} is missing.") from None
+    except OSError as error:
+        raise BundleError(f"its file {WEIGHTS_FILE}: {error.strerror or error}.") from None

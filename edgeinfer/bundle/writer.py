@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from edgeinfer import __version__
 from edgeinfer.errors import BundleError, CheckpointError, DestinationError
+from edgeinfer.files import open_plain
 from edgeinfer.graph import ModelConfig
 from edgeinfer.lock import DestinationLock
 from edgeinfer.quant import WeightType
@@ -266,7 +267,7 @@ class BundleWriter:
 def _chunks(path: Path) -> Iterator[bytes]:
     """A source file piece by piece; its own faults are told apart from those of the destination."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             while chunk := file.read(COPY_BYTES):
                 yield chunk
     except OSError as error:

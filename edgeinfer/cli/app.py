@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import process
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
 from .output import alternative_object, print_json, say
 from .program import SENTENCES, Terminated, interruptible
@@ -76,6 +77,7 @@ def _program(
 
 def execute(arguments: list[str]) -> int:
     """Run the command that the arguments name and return its exit code."""
+    process.reports_json = _wants_json(arguments)
     command: Any = None
     try:
         with interruptible():

@@ -182,9 +182,10 @@ def run_tests(
     from ..bundle import Bundle
     from ..memory_planner import available_bytes, default_threads
 
+    threads = config.threads or default_threads()
     with Bundle.open(path) as bundle:
         config = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
-    threads = config.threads or default_threads()
+        bundle.check_contents(threads, partial(progress, "load"))  # once, and no part of load_ms
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
     with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
         session, bundle, load_ms = open_session(path, replace(config, threads=threads), progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ class RequestQueue:
         if sequence is not None and not (reuse and shared(sequence.tokens, ids, len(ids) - 1)):
             self.runner.release(sequence)
             sequence = None
-        if sequence is None and prompt_cache is not None and prompt_cache.exists():
+        if sequence is None and prompt_cache is not None and os.path.exists(prompt_cache):
             sequence = self.runner.load(prompt_cache)
             n_saved = shared(sequence.tokens, ids, len(ids))
         if sequence is None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError, EdgeInferError
+from edgeinfer.files import open_plain
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
@@ -149,7 +150,7 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = 
     tell = progress if progress and size >= PROGRESS_BYTES else lambda done, total, name: None
     tell(0, size, path.name)
     buffer, mapping = bytearray(0), True
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         for at in range(0, size, READ_BYTES):
             n = min(READ_BYTES, size - at)
             if hasattr(os, "posix_fadvise"):
@@ -178,7 +179,7 @@ def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress
     """
     total, done = sum(memory.nbytes for _, memory in parts), 0
     tell = progress if progress and total >= PROGRESS_BYTES else lambda done, total, name: None
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         for at, memory in parts:
             file.seek(at)
             for start in range(0, memory.nbytes, READ_BYTES):
@@ -205,7 +206,7 @@ def _populate(memory: NDArray[np.uint8], advice: int) -> bool:
     return False
 
 
-def _read_through(file: io.FileIO, at: int, n: int, buffer: bytearray) -> None:
+def _read_through(file: io.BufferedReader, at: int, n: int, buffer: bytearray) -> None:
     """Read a part of the file for its effect on the system's cache; a file that ends early is the mapping's matter."""
     file.seek(at)
     while n > 0 and (got := file.readinto(memoryview(buffer)[: min(n, len(buffer))])):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import struct
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
+from edgeinfer.files import open_plain, refuse_special
 from edgeinfer.json_text import parse_json
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
@@ -138,6 +141,8 @@ class KVCache:
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
         temporary = None
         try:
+            with suppress(FileNotFoundError):
+                refuse_special(path, os.stat(path))
             handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             with open(handle, "wb") as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
@@ -160,7 +165,7 @@ class KVCache:
         """
         sequence = self.new()
         try:
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 header = self._read_header(file, path, model)
                 self.extend(sequence, len(header["tokens"]))
                 if self._read_blocks(file, sequence, header) != header["sha256"]:
@@ -174,11 +179,11 @@ class KVCache:
         sequence.tokens = header["tokens"]
         return sequence
 
-    def _read_blocks(self, file: BinaryIO, sequence: Sequence, header: dict[str, Any]) -> str:
+    def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
         """Read straight into the pool, which was planned, and return the checksum; empty if the length is wrong."""
         digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
         for row in self._rows(sequence):
-            if file.readinto(row) != len(row):  # type: ignore[attr-defined]
+            if file.readinto(row) != len(row):
                 return ""
             digest.update(row)
         return "" if file.read(1) else str(digest.hexdigest())
@@ -194,7 +199,7 @@ class KVCache:
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
                 "layers": len(self._layers)}
 
-    def _read_header(self, file: BinaryIO, path: Path, model: str) -> dict[str, Any]:
+    def _read_header(self, file: io.BufferedReader, path: Path, model: str) -> dict[str, Any]:
         start = file.read(16)
         if start[:8] != MAGIC or len(start) < 16:
             raise BundleError(f"{path} is no prompt cache of edgeinfer.")
@@ -209,8 +214,8 @@ class KVCache:
             raise _damaged(path)
         if {k: header.get(k) for k in self._header(model)} != self._header(model):
             raise BundleError(
-                f"The prompt cache {path} was saved by another model or with another --kv or --recipe; delete it or "
-                "give another file."
+                f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
+                "--recipe or instruction set; delete it or give another file."
             )
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")

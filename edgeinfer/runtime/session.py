@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import HEADER_FILE, Bundle
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import EdgeInferError, RequestError
 from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
@@ -50,7 +50,8 @@ class Session(Runner):
     progress : callable, optional
         Called with (done, total, name) while kernels compile on the first run.
     loading : callable, optional
-        Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read in.
+        Called with (bytes done, bytes in all, file name) while weights of 1 GB or more are read in, and while their
+        checksums are compared if that takes more than a second.
     host : Session, optional
         Lends its threads: the two take turns, and either may be closed first.
 
@@ -58,6 +59,8 @@ class Session(Runner):
     ------
     BudgetError
         If the plan exceeds the budget.
+    BundleError
+        If weights are damaged.
     RequestError
         If other threads are asked for than the host has.
     """
@@ -79,6 +82,7 @@ class Session(Runner):
         self.plan = planner.plan(to_request(self.config))
         self.budget_bytes = check_budget(planner, self.plan, self.config,
                                          lambda types: build_graph(self.model, types, self.config.recipe))
+        bundle.check_contents(self.plan.request.threads, loading)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
         with ExitStack() as opened:  # whatever fails below, nothing stays open
@@ -256,11 +260,9 @@ class Session(Runner):
         fill_rope_tables(self.model.rope, self.model.head_dim, table[:, 0, :half], table[:, 1, :half])
 
     def _identity(self) -> str:
-        """What K and V depend on: the weights, and what the passes made of the graph."""
-        digest = hashlib.sha256((self.bundle.path / HEADER_FILE).read_bytes())
-        if self.config.recipe != Recipe():
-            digest.update(str(self.config.recipe).encode())
-        return digest.hexdigest()
+        """What the bits of K and V depend on: weights, what the passes made of the graph, kernels."""
+        parts = (self.bundle.identity, self.config.recipe, self.executor.kernels.arithmetic)
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
 def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from ..files import open_plain
 from ..json_text import parse_json
 
 MAX_FILE_BYTES = 512_000_000
@@ -23,7 +24,7 @@ def read_bytes(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     try:
         if not path.is_file():
             raise TokenizerError(f"{path} is not a file; {REMEDY}.")
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             data = file.read(min(path.stat().st_size, limit_bytes) + 1)  # one more shows a file that grew or lied
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read ({error.strerror}); {REMEDY}.") from error

@@ -32,6 +32,16 @@ class Kernels:
         self._engine: Any = None
         self._addresses: dict[str, int] = {}
 
+    @property
+    def arithmetic(self) -> str:
+        """What the bits of results depend on: the sources, and how a set multiplies and adds.
+
+        The sets of x86-64 with fused products agree bit for bit (tests/test_kv_identity.py); others go by their names.
+        """
+        fused = "fma" in self.isa.needs
+        sources = sorted(each.sources for each in self._sets.values())
+        return " ".join([self.isa.machine, "fused" if fused else self.isa.name, *sources])
+
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
         """Addresses of the named kernels, linked on first use, and compiled where nobody has done so before.
 

@@ -1,0 +1,110 @@
+"""Weights mapped from their file, and a last sentence for when they vanish from under a run.
+
+A mapped page that cannot be had (another program cut the file short, a disk failed) ends a process by SIGBUS, without a
+word. Python's own signal handlers cannot help: they run after the instruction, which faults again and again. Ours is
+called by the system in the thread that faulted, says one sentence and ends the process with exit code 1. Running Python
+there is sound because the signal belongs to a load from weights: whoever reads them (kernels, NumPy) holds no lock that
+Python needs, nor the GIL or by right, and nothing returns to it. Other faults are left to whoever was responsible.
+
+Linux on 64 bits; elsewhere a fault ends the process as it would anyway. Copying the weights (``--no-mmap``) has no such
+fault, but takes the memory from the system for good, so it is not the default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from edgeinfer import process
+from edgeinfer.errors import BundleError
+from edgeinfer.files import open_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_SA_SIGINFO, _SI_CODE, _SI_ADDR = 4, 8, 16  # a flag, and places in siginfo_t
+
+
+class _Action(ctypes.Structure):
+    """struct sigaction of glibc and musl on x86-64 and aarch64."""
+
+    _fields_ = (("handler", ctypes.c_void_p), ("mask", ctypes.c_byte * 128), ("flags", ctypes.c_int),
+                ("restorer", ctypes.c_void_p))
+
+
+_mapped: dict[int, tuple[int, Path]] = {}
+"""End and file of each mapping, by its start."""
+_before = _Action()
+_installed: list[Any] = []
+
+
+def map_weights(path: Path, nbytes: int) -> tuple[NDArray[np.uint8], os.stat_result]:
+    """Map a file read-only; returns what the system says of it, too.
+
+    Raises
+    ------
+    BundleError
+        It has not the length that the header says.
+    OSError
+    """
+    import numpy as np
+
+    with open_plain(path) as file:
+        status = os.fstat(file.fileno())
+        check_length(path.name, status.st_size, nbytes)
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    check_length(path.name, len(mapping), nbytes)  # it may have been cut in between
+    view = np.frombuffer(mapping, np.uint8)
+    start = view.ctypes.data
+    _mapped[start] = (start + nbytes, path)
+    weakref.finalize(mapping, _mapped.pop, start, None).atexit = False
+    _install()
+    return view, status
+
+
+def check_length(name: str, size: int, nbytes: int) -> None:
+    """Refuse a file of another length than the header's."""
+    if size != nbytes:
+        how = "truncated" if size < nbytes else "too long"
+        raise BundleError(f"{name} is {how}: {size} bytes instead of {nbytes}.")
+
+
+def _install() -> None:
+    """Handle SIGBUS from now on, once per process."""
+    if _installed or not sys.platform.startswith("linux") or sys.maxsize < 2**32:
+        return
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_on_fault)
+    _installed.append(handler)  # kept as long as the system may call it
+    action = _Action(ctypes.cast(handler, ctypes.c_void_p).value, flags=_SA_SIGINFO)
+    ctypes.CDLL(None).sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_before))
+
+
+def _on_fault(number: int, info: int, context: int) -> None:
+    place = ctypes.c_void_p.from_address(info + _SI_ADDR).value or 0
+    sent = ctypes.c_int.from_address(info + _SI_CODE).value <= 0  # by kill: no address
+    for start, (end, path) in () if sent else tuple(_mapped.items()):
+        if start <= place < end:
+            _give_up(f"{path} can no longer be read at byte {place - start}: another program cut it short, or its disk "
+                     "failed; convert or copy the model again.")
+    ctypes.CDLL(None).sigaction(number, ctypes.byref(_before), None)  # not ours: the instruction is tried again
+    if sent:
+        os.kill(os.getpid(), number)
+
+
+def _give_up(sentence: str) -> NoReturn:
+    """Say it without Python's streams, whose locks another thread may hold."""
+    with suppress(OSError):
+        os.write(2, f"edgeinfer: {sentence}\n".encode())
+    if process.reports_json:
+        with suppress(OSError):
+            os.write(1, json.dumps({"error": {"code": BundleError.code, "message": sentence}}).encode() + b"\n")
+    os._exit(BundleError.exit_code)
