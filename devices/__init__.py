@@ -4,8 +4,8 @@ Profiles of devices (memory, bandwidth, instruction sets, storage), those of the
 tokens per second over a plain record of traffic. It knows no model.
 """
 
-from .calibration import DecodeRun, PromptRun, solve_constants
-from .classes import Constants, classes, constants_of
+from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
+from .classes import NO_CONSTANTS, Constants, classes, constants_of
 from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
 from .learning import fit_errors, learn, may_learn, with_runs
 from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
@@ -23,9 +23,9 @@ from .store import (
 from .traffic import Traffic
 
 __all__ = [
-    "CLASSES", "CONSTANTS", "DRAFT_SHARE", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile",
-    "Estimate", "PromptRun", "Traffic", "break_even", "classes", "constants_of", "decode_terms", "estimate",
-    "fit_errors", "learn", "load_profile", "local_path", "local_profile", "machine_name", "may_learn",
-    "parse_profile", "processor_of", "profile_table", "profiles", "save_profile", "smallest_row",
-    "solve_constants", "with_runs",
+    "CLASSES", "CONSTANTS", "DRAFT_SHARE", "NO_CONSTANTS", "BreakEven", "Constants", "Curve", "DecodeRun",
+    "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "classes", "constants_of",
+    "contradictions", "decode_terms", "estimate", "fit_errors", "learn", "load_profile", "local_path",
+    "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table", "profiles",
+    "save_profile", "smallest_row", "solve_constants", "with_runs",
 ]

@@ -1,18 +1,19 @@
 """Constants of the estimator from runs of this machine: least squares over its own formula.
 
-A token took ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention`` and a prompt
-``t0 * layers/32 + (matrices/mfu + attention/mfu_attention + activation_cost * values)/peak``, with the bandwidth and
-the peak of the same moment. Both are linear in t0, in the costs and in the reciprocals of the shares. Runs count by
-their relative error, and outliers little (least absolute deviations, found by reweighting).
+A token took ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention`` and a prompt
+``token + t0 * layers/32 + (matrices/mfu + attention/mfu_attention + activation_cost * values)/peak``, with the
+bandwidth and the peak of the same moment. Both are linear in token, t0, the costs and the reciprocals of the shares.
+Runs count by their relative error, and outliers little (least absolute deviations, found by reweighting).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from edgeinfer.errors import UsageError
 
@@ -25,8 +26,14 @@ LAYERS = 32
 ROUNDS = 20
 SAME = 3e-5
 """Smallest singular value, over the largest, of columns that can be told apart."""
-SHARES = (0.02, 1.5)
-"""Shares that are believed."""
+SHARES = (0.02, 1.0)
+"""Shares that are believed: nothing is read or multiplied faster than the machine reads or multiplies."""
+SLACK = 1.1
+"""A run may beat the reading beside it by this much: both are short."""
+MOST_IMPOSSIBLE = 0.2
+"""Part of the runs that may be impossible, and are left out then."""
+LEAST_READING = 0.5
+"""Median of the readings of the peak as a share of the best, below which they measured other programs."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,12 @@ class DecodeRun:
     """Per token; the mean over the tokens that were timed."""
 
 
+    @property
+    def share(self) -> float:
+        """Of the bandwidth beside it; above 1 one of the two was disturbed."""
+        return (self.weight_bytes + self.kv_bytes) / (self.seconds * self.bandwidth_gbs * 1e9)
+
+
 @dataclass(frozen=True)
 class PromptRun:
     """One measurement of a prompt."""
@@ -61,9 +74,41 @@ class PromptRun:
     values: float = 0.0
     """Values between the matrices, for the whole prompt: Traffic.activation_values x tokens."""
 
+    @property
+    def share(self) -> float:
+        """Of the peak beside it; above 1 one of the two was disturbed."""
+        return (self.operations + self.attention_operations) / (self.seconds * self.int8_peak_gops * 1e9)
+
+
+Run = TypeVar("Run", DecodeRun, PromptRun)
+
+
+def contradictions(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> list[str]:
+    """Return in what runs contradict the readings beside them, or these each other; empty where they can be believed.
+
+    Parameters
+    ----------
+    decodes : sequence of DecodeRun
+    prompts : sequence of PromptRun
+    """
+    said = []
+    for runs, kind, limit in ((decodes, "tokens", "bandwidth"), (prompts, "prompts", "int8 peak")):
+        shares = [run.share for run in runs]
+        if sum(share > SLACK for share in shares) > MOST_IMPOSSIBLE * len(shares):
+            said.append(f"{kind} reached up to {max(shares):.2f} of the {limit} that was read beside them")
+    peaks = [run.int8_peak_gops for run in prompts]
+    if peaks and statistics.median(peaks) < LEAST_READING * max(peaks):
+        said.append(f"the int8 peak was read as {min(peaks):.0f} to {max(peaks):.0f} GOPS")
+    return said
+
+
+def believable(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that are not faster than the machine was beside them."""
+    return [run for run in runs if run.share <= SLACK]
+
 
 def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) -> dict[str, float]:
-    """Return f_w, f_kv, attention_ms, t0_ms, mfu, mfu_attention and activation_cost, but what the runs do not show.
+    """Return f_w, f_kv, attention_ms, token_ms, t0_ms, mfu, mfu_attention, activation_cost, as far as runs show.
 
     Where they do not show f_w (models that fit the caches), all of decoding's are left out: its time is in t0 then.
 
@@ -74,19 +119,19 @@ def solve_constants(decodes: Sequence[DecodeRun], prompts: Sequence[PromptRun]) 
     """
     if not decodes:
         raise UsageError("Constants cannot be solved from no runs; measure at least one model.")
-    rows = [[run.layers / LAYERS / 1e3, run.weight_bytes / run.bandwidth_gbs / 1e9,
+    rows = [[run.layers / LAYERS / 1e3, 1e-3, run.weight_bytes / run.bandwidth_gbs / 1e9,
              run.kv_bytes / run.bandwidth_gbs / 1e9, run.attention_operations / 1e12] for run in decodes]
     times = [run.seconds for run in decodes]
-    t0_ms, weights, kv, attention_ms = _fit(rows, times)
+    t0_ms, token_ms, weights, kv, attention_ms = _fit(rows, times)
     if kv < 1:  # models of one kind cannot tell the two apart: no cache is read faster than memory
-        t0_ms, weights, kv, attention_ms = *_fit([row[:3] for row in rows], times), 0.0
+        t0_ms, token_ms, weights, kv, attention_ms = *_fit([row[:4] for row in rows], times), 0.0
     out = {"t0_ms": t0_ms, **_share("f_w", weights), **_share("f_kv", kv)} if weights > 0 else {}
-    if out and attention_ms:
-        out["attention_ms"] = attention_ms
+    if out:  # what the runs show none of is left out
+        out |= {name: value for name, value in (("attention_ms", attention_ms), ("token_ms", token_ms)) if value}
     if prompts:
         rows = [[amount / run.int8_peak_gops / 1e9 for amount in (run.operations, run.attention_operations, run.values)]
                 for run in prompts]
-        times = [max(run.seconds - t0_ms * run.layers / LAYERS / 1e3, run.seconds / 2) for run in prompts]
+        times = [max(run.seconds - (token_ms + t0_ms * run.layers / LAYERS) / 1e3, run.seconds / 2) for run in prompts]
         matrices, attention, cost = _fit(rows, times)
         if matrices < 1:  # models of one width cannot tell the two apart: no matrix is faster than the peak
             matrices, attention, cost = *_fit([row[:2] for row in rows], times), 0.0

@@ -20,6 +20,10 @@ OWN_ERROR = 0.25
 """The same where the profile says how fast decoding was seen on this device: other models and programs differ."""
 
 
+NO_CONSTANTS = "constants"
+"""Source of a probed profile that says why it has no constants of its own."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """Constants of one device, ready to use; by default nothing is lost and nothing takes time beside the limits."""
@@ -28,6 +32,8 @@ class Constants:
     """Share of the bandwidth that reading weights reaches."""
     t0_ms: float = 0.0
     """Fixed time of a token, for 32 layers."""
+    token_ms: float = 0.0
+    """Fixed time of a token beside that: what Python and the sampling of a token take, whatever the model."""
     f_kv: float = 1.0
     """Share of the bandwidth that attention reaches on keys and values."""
     attention_ms: float = 0.0
@@ -72,7 +78,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     known = profile.device_class in classes()
     table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
-    values |= {name: float(table.get(name, 0.0)) for name in ("activation_cost", "attention_ms")}
+    values |= {name: float(table.get(name, 0.0)) for name in ("token_ms", "activation_cost", "attention_ms")}
     values["f_w"] *= profile.figures.get("ecc_share", 1.0)
     if clock := profile.figures.get("clock_ghz"):
         if issue := table.get("issue_bytes_per_clock"):
@@ -91,7 +97,7 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
         source = profile.sources.get("f_w", "runs of this machine")
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
-        source = table["error_source"]
+        source = profile.sources.get(NO_CONSTANTS, table["error_source"])
         if known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
     program = next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),

@@ -1,7 +1,7 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
-Decoding one token takes ``t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]``,
-where attention_ms is known for machines that were probed; a prompt takes the longer of
+A token takes ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]``
+where token and attention_ms are known for machines that were probed; a prompt takes the longer of
 its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
 its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its
 class (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman and Patterson, CACM
@@ -153,7 +153,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
     """Milliseconds of one token by cause; causes that do not occur are left out."""
     weights_gbs, kv_gbs = constants.f_w * profile.bandwidth_gbs, constants.f_kv * profile.bandwidth_gbs
     dense = traffic.weight_bytes
-    terms = {"overhead": constants.t0_ms * traffic.layers / LAYERS}
+    terms = {"overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS}
     if traffic.active_share < 1:
         dense -= traffic.ffn_bytes
         efficiency = memory_efficiency(profile, traffic.row_bytes)
@@ -180,7 +180,7 @@ def prefill_terms(
     between = constants.activation_cost * traffic.activation_values * prompt / peak / 1e6
     attention = traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
     return {
-        "prefill_overhead": constants.t0_ms * traffic.layers / LAYERS,
+        "prefill_overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS,
         "prefill_matrices": max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,
     }
 

@@ -27,6 +27,8 @@ from .store import local_path, local_profile, save_profile
 
 SWITCH = "EDGEINFER_LEARN"
 """Environment variable; 0 keeps the local profile as the probe saved it."""
+LEAST_RUNS = 12
+"""Runs of decoding that take the place of a probe which found no constants."""
 MOST_RUNS = 64
 """Runs of each kind that are kept, the newest."""
 FAR_OFF = 1.5
@@ -91,8 +93,10 @@ def learn(decodes: Iterable[DecodeRun], prompts: Iterable[PromptRun]) -> DeviceP
             return None
         runs.decodes = [*runs.decodes, *kept][-MOST_RUNS:]
         runs.prompts = [*runs.prompts, *kept_prompts][-MOST_RUNS:]
-        learned = with_runs(profile, runs.base, runs.decodes, runs.prompts)
         _write(_runs_path(), runs)
+        if "f_w" not in runs.base and len(runs.decodes) < LEAST_RUNS:
+            return None
+        learned = with_runs(profile, runs.base, runs.decodes, runs.prompts)
         save_profile(learned, local_path())
         return learned
     except (EdgeInferError, OSError):
@@ -106,8 +110,9 @@ def with_runs(
     plain = constants_of(replace(profile, constants=base, sources={}))
     typical = _typical(plain, profile)
     solved = solve_constants([*decodes, *typical[0]], [*prompts, *typical[1]])
-    if "attention_ms" in base:  # where the runs show none there is none: f_kv was solved with it
-        solved.setdefault("attention_ms", 0.0)
+    for name in ("attention_ms", "token_ms"):
+        if name in base:  # where the runs show none there is none: the others were solved with it
+            solved.setdefault(name, 0.0)
     said = f"probe and {len(decodes)} runs of decoding, {len(prompts)} prompts of this machine"
     drawn = profile.bandwidth_gbs * min(solved.get("f_w", plain.f_w), 1.0)
     return replace(profile, constants={**base, **solved}, sources={**profile.sources, **dict.fromkeys(solved, said)},
@@ -131,14 +136,15 @@ def _typical(constants: Constants, profile: DeviceProfile) -> tuple[list[DecodeR
 def decode_seconds(run: DecodeRun, constants: Constants) -> float:
     """What constants predict for a token, with the bandwidth of the moment."""
     bandwidth = run.bandwidth_gbs * 1e9
-    return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.weight_bytes / (constants.f_w * bandwidth)
-            + run.kv_bytes / (constants.f_kv * bandwidth) + constants.attention_ms * run.attention_operations / 1e12)
+    return ((constants.token_ms + constants.t0_ms * run.layers / LAYERS) / 1e3
+            + run.weight_bytes / (constants.f_w * bandwidth) + run.kv_bytes / (constants.f_kv * bandwidth)
+            + constants.attention_ms * run.attention_operations / 1e12)
 
 
 def prompt_seconds(run: PromptRun, constants: Constants) -> float:
     """What constants predict for a prompt, with the peak of the moment."""
     peak = run.int8_peak_gops * 1e9
-    return (constants.t0_ms * run.layers / LAYERS / 1e3 + run.operations / (constants.mfu * peak)
+    return ((constants.token_ms + constants.t0_ms * run.layers / LAYERS) / 1e3 + run.operations / (constants.mfu * peak)
             + run.attention_operations / (constants.mfu_attention * peak)
             + constants.activation_cost * run.values / peak)
 

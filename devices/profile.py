@@ -32,12 +32,12 @@ MOST_BYTES = 1 << 50
 MOST_CORES = 1 << 20
 MOST_SHOWN = 60
 """Characters of a wrong value that a complaint quotes."""
-CONSTANTS = {"f_w": 1.5, "f_kv": 1.5, "mfu": 1.5, "mfu_attention": 1.5, "t0_ms": 1e4, "activation_cost": 1e5,
-             "attention_ms": 1e4}
-MAY_BE_ZERO = ("t0_ms", "activation_cost", "attention_ms")
+SHARES = ("f_w", "f_kv", "mfu", "mfu_attention")
+CONSTANTS = {**dict.fromkeys(SHARES, 1.0), "t0_ms": 1e4, "token_ms": 1e4, "activation_cost": 1e5, "attention_ms": 1e4}
+MAY_BE_ZERO = ("t0_ms", "token_ms", "activation_cost", "attention_ms")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
-shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers that are
-spent on neither, and operations of the peak whose time a prompt spends on each value between its matrices."""
+shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers, and per
+token, that are spent on neither, and operations of the peak whose time a prompt spends on a value between matrices."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,10 @@ class _Checker:
     def constants(self, value: object) -> dict[str, float]:
         table = self.table("constants", value)
         self.known("constant", table, tuple(CONSTANTS))
+        for key in SHARES:
+            if isinstance(table.get(key), int | float) and table[key] > 1:
+                self.fail(f"constants.{key}", table[key], "a share above 1 is impossible: other programs disturbed the "
+                          "measurement. Of this machine, measure again with 'edgeinfer devices --probe'")
         return {key: self.number(f"constants.{key}", value, CONSTANTS[key], zero=key in MAY_BE_ZERO)
                 for key, value in table.items()}
 

@@ -152,3 +152,14 @@ def test_without_constants_of_the_probe_the_class_is_the_base():
     learned = with_runs(bare, {}, [decode(f_w=0.7) for _ in range(40)], [])
     assert learned.constants["f_w"] == pytest.approx(0.7, rel=0.05)
     assert learned.effective_gbs is None
+
+
+def test_a_probe_without_constants_is_replaced_by_enough_runs_only(probed):
+    save_profile(replace(PROFILE, constants={}, effective_gbs=None, sources={"constants": "it contradicted itself"}),
+                 local_path())
+    slow = [replace(decode(f_w=0.7), layers=layers) for layers in (16, 32)]
+    assert learn(slow, []) is None and constants_of(local_profile()).basis == "class local"
+    learned = None
+    for _ in range(5):
+        learned = learn(slow, [])
+    assert learned is not None and constants_of(learned).basis == "this machine, calibrated"

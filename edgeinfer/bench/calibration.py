@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..bundle import Bundle
 from ..config import RuntimeConfig
 from ..devices import DecodeRun, PromptRun
+from .probe import repeated
 from .repetitions import token_ids
 from .results import GENERATE, PROMPT, Case
 from .traffic import bytes_per_token, operations_per_token
@@ -29,6 +30,7 @@ SLOW_GOPS, SLOW_PROMPT = 200.0, 128
 """Below this int8 peak prompts are short."""
 CALM_SHARE = 0.85
 """Share of the processors from which on a run counts as undisturbed; waking threads takes some."""
+PEAK_SECONDS = 0.1
 MOST_TRIES = 2
 """Runs made for each that counts."""
 
@@ -144,7 +146,8 @@ class _Runner:
         layers, attention = model.num_hidden_layers, _attention_operations(model, depth + (count + 1) / 2)
         tried: list[tuple[float, DecodeRun]] = []
         while not self._enough(tried, self.lengths.repetitions, until):
-            share, seconds, reading = self._timed(partial(self._generate, self._some(count)), self.probe.read_gbs)
+            share, seconds, reading = self._timed(
+                partial(self._generate, self._some(count)), self.probe.read_gbs, lambda both: sum(both) / 2)
             self.session.truncate(self.sequence, depth)
             tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading, attention)))
         return self._calmest(tried, self.lengths.repetitions)
@@ -159,7 +162,7 @@ class _Runner:
             while not self._enough(tried, 1, until):
                 self.session.truncate(self.sequence, depth)
                 prompt = partial(self.session.prefill, self.sequence, self._some(self.lengths.prompt))
-                share, seconds, peak = self._timed(prompt, self.probe.int8_gops)
+                share, seconds, peak = self._timed(prompt, self._peak, max)
                 tried.append((share, self._prompt_run(depth, seconds, peak)))
             runs += self._calmest(tried, 1)
         return runs
@@ -168,14 +171,20 @@ class _Runner:
         for token in tokens:
             self.session.decode([self.sequence], [token])
 
-    def _timed(self, run: Callable[[], object], read: Callable[[], float]) -> tuple[float, float, float]:
-        """Return the least share of the processors in a run and the readings around it, its seconds, their mean."""
+    def _peak(self) -> float:
+        """Read the int8 peak: a maximum, for whatever disturbs a reading makes it lower."""
+        return max(repeated(self.probe.int8_gops, PEAK_SECONDS))
+
+    def _timed(
+        self, run: Callable[[], object], read: Callable[[], float], together: Callable[[tuple[float, float]], float]
+    ) -> tuple[float, float, float]:
+        """Return the least share of the processors in a run and the readings around it, its seconds, the reading."""
         before, first = self._watched(read)
         began = time.perf_counter()
         _, share = self._watched(run)
         seconds = time.perf_counter() - began
         after, last = self._watched(read)
-        return min(first, share, last), seconds, (before + after) / 2
+        return min(first, share, last), seconds, together((before, after))
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, float]:
         """Return a result, and the share of the processors that this process had meanwhile."""

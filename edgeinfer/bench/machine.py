@@ -13,16 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..devices import DeviceProfile, fit_errors, machine_name, parse_profile, solve_constants
+from ..devices import (
+    NO_CONSTANTS,
+    DeviceProfile,
+    believable,
+    contradictions,
+    fit_errors,
+    machine_name,
+    parse_profile,
+    solve_constants,
+)
 from ..errors import BudgetError
 from ..memory_planner import available_bytes
 from ..sizes import format_size
-from .calibration import Lengths, calibrate, lengths_for
+from .calibration import Lengths, Runs, calibrate, lengths_for
 from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
 from .storage import StorageProbe, StorageSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ..devices import DecodeRun, PromptRun
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item)."""
@@ -34,6 +45,8 @@ STORAGE_BYTES = 512 << 20
 LOAD_SECONDS, LOAD_STEP = 20.0, 0.5
 END_SHARE = 0.15
 """Part of the load whose speed counts as that of the start, and as that of the end."""
+CALIBRATIONS, LEAST_SHARE = 2, 0.5
+"""How often models are run where the runs contradict themselves, and the share of the processors that they need."""
 SMALL_PAGE_SIZES = (64, 1024, 4096)
 
 
@@ -180,24 +193,47 @@ def _calibration(found: _Findings, request: ProbeRequest, read_bytes: int, bundl
     """Find the constants of our own kernels; the bandwidth and the peak of these minutes become the profile's."""
     lengths = request.lengths or lengths_for(found.fields["int8_peak_gops"])
     paths = bundles()
-    with MachineProbe(request.threads, read_bytes) as probe:
-        runs = calibrate(paths, probe, lengths, tell)
-    decodes, prompts = runs.decodes, runs.prompts
+    for attempt in range(CALIBRATIONS):
+        with MachineProbe(request.threads, read_bytes) as probe:
+            runs = calibrate(paths, probe, lengths, tell)
+        said = _doubts(runs)
+        if not said:
+            break
+        if attempt + 1 < CALIBRATIONS:
+            tell(0, len(paths), f"again, for {said[0]}")
+    decodes, prompts = believable(runs.decodes), believable(runs.prompts)
     found.figures["processor_share"] = statistics.median(runs.shares)
-    found.fields["constants"] = solve_constants(decodes, prompts)
-    text = (f"fitted to {len(decodes)} runs of decoding and {len(prompts)} prompts of {lengths.prompt} tokens on "
-            f"{len(paths)} random models, depths 0 to {lengths.depth}")
-    found.sources.update(dict.fromkeys(found.fields["constants"], text))
-    found.figures |= fit_errors(found.fields["constants"], decodes, prompts)
-    bandwidth = statistics.median(run.bandwidth_gbs for run in decodes)
+    if said or not decodes:
+        why = "; ".join(said) or "no run can be believed"
+        found.sources[NO_CONSTANTS] = (f"for the probe contradicted itself {CALIBRATIONS} times ({why}); those of the "
+                                       "class are taken")
+    else:
+        _constants(found, decodes, prompts, f"{len(paths)} random models, depths 0 to {lengths.depth}", lengths)
+    bandwidth = statistics.median(run.bandwidth_gbs for run in runs.decodes)
     found.add("bandwidth_gbs", bandwidth, f"{request.threads} threads read {format_size(read_bytes)} in order; median "
-                                          f"beside {len(decodes)} runs")
-    peak = statistics.median(run.int8_peak_gops for run in prompts)
-    found.add("int8_peak_gops", peak, f"{request.threads} threads, products from registers; median beside "
-                                      f"{len(prompts)} runs")
-    share = found.fields["constants"].get("f_w")
+                                          f"beside {len(runs.decodes)} runs")
+    peak = max([found.fields["int8_peak_gops"], *(run.int8_peak_gops for run in runs.prompts)])
+    found.add("int8_peak_gops", peak, f"{request.threads} threads, products from registers; the best reading")
+    share = found.fields.get("constants", {}).get("f_w")
     if share is not None:
-        found.add("effective_gbs", bandwidth * min(share, 1.0), "what edgeinfer's kernels draw: f_w of the bandwidth")
+        found.add("effective_gbs", bandwidth * share, "what edgeinfer's kernels draw: f_w of the bandwidth")
+
+
+def _constants(
+    found: _Findings, decodes: list[DecodeRun], prompts: list[PromptRun], what: str, lengths: Lengths
+) -> None:
+    found.fields["constants"] = solve_constants(decodes, prompts)
+    text = f"fitted to {len(decodes)} runs of decoding and {len(prompts)} prompts of {lengths.prompt} tokens on {what}"
+    found.sources.update(dict.fromkeys(found.fields["constants"], text))
+    if prompts:
+        found.figures |= fit_errors(found.fields["constants"], decodes, prompts)
+
+
+def _doubts(runs: Runs) -> list[str]:
+    """Return why the runs of a calibration are not to be believed; empty where they are."""
+    said = contradictions(runs.decodes, runs.prompts)
+    share = statistics.median(runs.shares)
+    return [*said, f"other programs had {1 - share:.0%} of the processor"] if share < LEAST_SHARE else said
 
 
 def _load(found: _Findings, probe: MachineProbe, request: ProbeRequest, tell: Tell) -> None:

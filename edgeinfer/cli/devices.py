@@ -134,7 +134,7 @@ def check_request(name: str | None, probe: bool, quick: bool, plot: Path | None,
 def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Path]:
     """Measure this machine; returns the profile and where it was saved."""
     from ..bench import CALM_SHARE, ProbeRequest, probe_machine
-    from ..devices import load_profile, local_path, save_profile
+    from ..devices import NO_CONSTANTS, load_profile, local_path, save_profile
     from ..memory_planner import default_threads
 
     path = local_path()
@@ -154,7 +154,10 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
     if profile.figures.get("storage_direct") == 0:
         say(f"The file system of {path.parent} refuses direct I/O: storage was read through the page cache, which was "
             "asked to forget the file, and may look faster than it is.")
-    if profile.figures.get("processor_share", 1.0) < CALM_SHARE:
+    if NO_CONSTANTS in profile.sources:
+        say(f"No constants of this machine were saved, {profile.sources[NO_CONSTANTS]}, with their wide band. Probe "
+            "again on a quiet machine.")
+    elif profile.figures.get("processor_share", 1.0) < CALM_SHARE:
         say("Other programs took part of the processor while models ran: the constants are worse than on a quiet "
             "machine; probe again then.")
     return profile, path
