@@ -115,6 +115,7 @@ def watch(
     assert process.stdin and process.stdout and process.stderr
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(stdin)
+    with contextlib.suppress(BrokenPipeError):  # a process that reads no further leaves something to be flushed
         process.stdin.close()
     parts: dict[int, list[bytes]] = {process.stdout.fileno(): [], process.stderr.fileno(): []}
     waiting, peak, end = set(parts), 0, time.monotonic() + timeout_s

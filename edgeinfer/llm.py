@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
+_SURELY_READ = 32_768
+"""Characters of a prompt that are tokenised whatever the context."""
 _BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
 
@@ -216,7 +218,16 @@ class LLM:
         if self.chat_template is None:
             raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
         text = self.chat_template.render(messages, tools=tools, **template_options)
-        return self.tokenizer.encode(text, add_bos=False, parse_special=True)
+        return self._encoded(text, add_bos=False, parse_special=True)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text to continue; raises `RequestError` where it is longer than the context."""
+        return self._encoded(text)
+
+    @property
+    def most_prompt_bytes(self) -> int:
+        """Bytes of text beyond which no prompt fits the context, whatever they are."""
+        return max(_SURELY_READ, self.tokenizer.bytes_per_token() * int(self._queue.runner.config.ctx or 0))
 
     def cancel(self) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler."""
@@ -263,7 +274,21 @@ class LLM:
             return prompt
         if not prompt:
             raise RequestError("The prompt is empty; give some text or at least one token id.")
-        return self.tokenizer.encode(prompt)
+        return self._encoded(prompt)
+
+    def _encoded(self, text: str, **how: bool) -> list[int]:
+        """Tokenise a prompt, but no more of it than tells that it is too long."""
+        from .engine import too_long
+
+        runner = self._queue.runner
+        ctx = int(runner.config.ctx or 0)
+        if len(text) > _SURELY_READ and len(text) > self.most_prompt_bytes:
+            least = len(text) // self.tokenizer.bytes_per_token()
+            raise too_long(f"has {len(text)} characters, at least {least} tokens", least, runner)
+        ids = self.tokenizer.encode(text, **how, most=4 * ctx)
+        if len(ids) > 4 * ctx:
+            raise too_long(f"has more than {4 * ctx} tokens", 4 * ctx + 1, runner)
+        return ids
 
 
 def _reusing(options: dict[str, Any]) -> dict[str, Any]:

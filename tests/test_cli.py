@@ -163,7 +163,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--stop", ""], 2, "stop is ('',); it must be text, or at most"),
         (["run", "demo", "x", "--samples", "0"], 2, "n is 0; it must be from 1 to 64."),
         (["run", "demo", "x", "--repeat-penalty", "0"], 2, "repetition_penalty is 0.0; it must be above 0."),
-        (["run", "demo", "x", "--presence-penalty", "inf"], 1, "presence_penalty is inf; it must be a finite number."),
+        (["run", "demo", "x", "--presence-penalty", "inf"], 2, "presence_penalty is inf; it must be a finite number."),
         (["run", "demo", "x", "-t", "0"], 2, "threads is 0; it must be from 1 to 256."),
         (["run", "demo", "x", "--kv", "int4"], 2, "kv is 'int4'; choose one of int8, f16, f32."),
         (["run", "demo", "x", "--prefill-chunk", "0"], 2, "prefill_chunk is 0; it must be from 1 to 4096."),

@@ -55,7 +55,7 @@ class Conversation:
         if self._template:
             ids = self._llm.chat_ids([*self._messages, {"role": "user", "content": text}])
         else:
-            ids = self._llm.tokenizer.encode(self._grown(text))
+            ids = self._llm.prompt_ids(self._grown(text))
         return self._llm.stream(ids, **self._options)
 
     def keep(self, text: str, completion: Completion) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 __all__ = ["JSON_FIELDS", "run"]
+_BEGINNING = 32_768
+"""Bytes of standard input that are read before the model is open."""
 _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
 
 
@@ -125,11 +127,12 @@ def run(
             from .chat import chat
 
             return chat(llm, system, raw, {**asked, "prompt_cache": prompt_cache})
+        text = text.whole(llm.most_prompt_bytes) if isinstance(text, LongInput) else text
         prompt_ids = encode(llm, text, system, raw)
         return answer(llm, prompt_ids, {**asked, "prompt_cache": prompt_cache}, json, not no_stats, load_ms)
 
 
-def check_request(text: str | None, options: dict[str, Any], json: bool) -> None:
+def check_request(text: str | LongInput | None, options: dict[str, Any], json: bool) -> None:
     """Refuse what is wrong whatever the model; nothing is loaded before."""
     GenerationConfig(**options)
     if text is None and json:
@@ -142,13 +145,35 @@ def check_request(text: str | None, options: dict[str, Any], json: bool) -> None
         raise RequestError("The prompt is empty; give some text.")
 
 
-def read_prompt(prompt: str | None) -> str | None:
+class LongInput:
+    """Standard input of which the beginning was read; how much more may follow is known once the model is open."""
+
+    def __init__(self, beginning: bytes):
+        self._beginning = beginning
+
+    def whole(self, most_bytes: int) -> str:
+        """Return the text; raises `RequestError` where it is longer than any prompt can be, and reads no further."""
+        parts, left = [self._beginning], most_bytes + 1 - len(self._beginning)
+        while left > 0 and (part := sys.stdin.buffer.read(min(left, _BEGINNING))):
+            parts.append(part)
+            left -= len(part)
+        if left <= 0:
+            raise RequestError(f"Standard input has more than {most_bytes} bytes, which no context of this size holds; "
+                               "shorten it, or raise --ctx.")
+        return _decoded(b"".join(parts))
+
+
+def read_prompt(prompt: str | None) -> str | LongInput | None:
     """Return the prompt's text, from standard input where it comes from there; None chats."""
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
-    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    data = sys.stdin.buffer.read(_BEGINNING) if sys.stdin is not None else b""
+    return _decoded(data) if len(data) < _BEGINNING else LongInput(data)
+
+
+def _decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8").rstrip("\r\n")  # as a shell does when it substitutes a command
     except UnicodeDecodeError as error:
@@ -181,7 +206,7 @@ def encode(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
         if system is not None:
             why = "--raw leaves the chat template out" if raw else f"{llm.name} has no chat template"
             raise UsageError(f"--system cannot be used: {why}; put the instruction into PROMPT.")
-        return llm.tokenizer.encode(text)
+        return llm.prompt_ids(text)
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.chat_ids([*messages, {"role": "user", "content": text}])
 

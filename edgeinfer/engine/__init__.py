@@ -6,13 +6,13 @@ from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
     from .completion import Choice, Completion, TokenLogprob
-    from .generation import Generation
+    from .generation import Generation, too_long
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
 
 __all__ = ["Choice", "Completion", "Generation", "Request", "RequestQueue", "Sampled", "Sampler", "Stream",
-           "TokenLogprob"]
+           "TokenLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
-    "completion": "Choice Completion TokenLogprob", "generation": "Generation",
+    "completion": "Choice Completion TokenLogprob", "generation": "Generation too_long",
     "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler",
 })

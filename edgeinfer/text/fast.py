@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from .cuts import PART, QWEN2_SPLIT, interruptible, parts, skipped_at_cuts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
 
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Qwen2 cuts text into words; its published files (vocab.json, merges.txt) do not say it."""
+_UNKNOWN = -1
 
 
 class FastTokenizer:
@@ -29,6 +28,7 @@ class FastTokenizer:
         self._tokenizer = tokenizer
         self._source = source
         self._lock = threading.Lock()
+        self._skipped: int | None = _UNKNOWN
         decoder = tokenizer.decoder
         self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
         added = tokenizer.get_added_tokens_decoder()
@@ -49,8 +49,22 @@ class FastTokenizer:
                 return full[:start]
         return []
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Return the ids of the text, without any added in front."""
+    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
+        if len(text) <= PART:
+            return self._encode(text, parse_special)
+        if self._skipped == _UNKNOWN:
+            self._skipped = skipped_at_cuts(self._tokenizer)
+        ids: list[int] = []
+        for part in [text] if self._skipped is None else parts(text, self._skipped):
+            long = len(part) > 2 * PART
+            ids += interruptible(partial(self._encode, part, parse_special)) if long else \
+                self._encode(part, parse_special)
+            if most is not None and len(ids) > most:
+                break
+        return ids
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
         # the library keeps this switch in the tokenizer, and threads may share it
         with self._lock, library_errors(self._source):
             self._tokenizer.encode_special_tokens = not parse_special
@@ -100,7 +114,7 @@ def open_vocab_and_merges(directory: Path, settings: Mapping[str, Any]) -> FastT
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     if kind == "Qwen2Tokenizer":
         tokenizer.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+        split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:

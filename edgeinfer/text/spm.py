@@ -77,12 +77,14 @@ class SentencePieceTokenizer:
         """Return what stands before every text: the model's beginning-of-text token, if it has one."""
         return [] if self.bos_id is None else [self.bos_id]
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Return the ids of the text, without any added in front."""
+    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
         cut = self._cut if parse_special else self._cut_plain
         parts = cut.split(text) if cut else [text]
         ids: list[int] = []
         for i, part in enumerate(parts):  # odd parts are tokens cut out, even ones the text between
+            if most is not None and len(ids) > most:
+                break
             if i % 2:
                 ids.append(self._ids[part])
                 continue

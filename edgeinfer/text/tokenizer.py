@@ -23,6 +23,10 @@ PROBES = ("Once upon a time", "3 crows,\n\tein \u00fcbler Fuchs", "\u4e2d\u6587"
 """Texts that every tokenizer must take: words, digits, spaces, characters of one to four bytes, and control ones."""
 
 
+_SHRINKING = 4
+"""Most bytes of text that a normaliser makes one of."""
+
+
 class Backend(Protocol):
     """What `Tokenizer` needs from a tokenizer library."""
 
@@ -35,8 +39,8 @@ class Backend(Protocol):
     def prefix_ids(self) -> list[int]:
         """Return the ids that stand before every text."""
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Return the ids of the text, without any added in front."""
+    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
 
     def token_id(self, content: str) -> int | None:
         """Return the id of the token with this text, or None."""
@@ -59,6 +63,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, settings: list[tuple[Path, Mapping[str, Any]]]):
         self._backend = backend
         self.vocab_size = backend.vocab_size
+        self._longest: int | None = None
         named = [(path, "bos_token", values) for path, values in settings]
         self.bos_id: int | None = next((i for i in map(self._named_id, named) if i is not None), backend.bos_id)
         if self.bos_id is None:
@@ -129,7 +134,19 @@ class Tokenizer:
         prefix = self._backend.prefix_ids()
         return [self.bos_id] if add_bos is True and not prefix and self.bos_id is not None else prefix
 
-    def encode(self, text: str, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+    def bytes_per_token(self) -> int:
+        """Return how many bytes of text one token can stand for at most: a longer text has more tokens than one.
+
+        A normaliser may make text shorter: composing (NFC) to a third, compatibility forms (NFKC) to a quarter, which
+        is what is assumed of all. One that drops text altogether is not believed beyond that.
+        """
+        if self._longest is None:
+            self._longest = max((len(self._bytes(token_id)) for token_id in range(self.vocab_size)), default=1)
+        return _SHRINKING * max(self._longest, 1)
+
+    def encode(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None
+    ) -> list[int]:
         """Return the token ids of a text.
 
         Parameters
@@ -138,6 +155,7 @@ class Tokenizer:
             doubled: a text that already begins with it (a chat template wrote it) gets no second one.
         parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
             chat template needs; else they are ordinary text, so that nobody can smuggle them in.
+        most : stop reading once there are more tokens than this; what is returned is then longer than `most`
 
         Raises
         ------
@@ -155,7 +173,7 @@ class Tokenizer:
                 f"The text holds half of a surrogate pair (U+{ord(text[error.start]):04X} at character "
                 f"{error.start}), which no encoding has; remove it."
             ) from error
-        ids = self._backend.encode(text, parse_special)
+        ids = self._backend.encode(text, parse_special, most)
         prefix = self._prefix if add_bos is None else self._wanted_prefix(add_bos)
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 

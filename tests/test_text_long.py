@@ -1,0 +1,106 @@
+"""Long prompts: cut where the ids stay the same, refused before they are tokenised, read no further than can fit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.outside import watch
+from edgeinfer import LLM
+from edgeinfer.errors import RequestError
+from edgeinfer.models import demo_path
+from edgeinfer.text import Tokenizer
+from tests.command_line import PYTHON, environment
+
+MB = 1_000_000
+WORDS = ["a", "The", "fox", "didn't", "x1y22", "日本語", "naïve", "...", "—", "\n", "\n\n", "  ", "e\u0301", "I'll",
+         "</s>", "🎉", "<|im_end|>", "3.14159", "\t", "Ünï", "A"]
+
+
+def text_of(seed: int, n: int) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + (" " if rng.random() < 0.8 else "") for _ in range(n))
+
+
+def byte_level(words: object, tmp_path: Path) -> Tokenizer:
+    """A byte-level BPE that was trained on such text, with these rules for words."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, normalizers, trainers
+
+    library = Library(models.BPE())
+    library.normalizer, library.pre_tokenizer, library.decoder = normalizers.NFC(), words, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["</s>", "<|im_end|>"], show_progress=False)
+    library.train_from_iterator([text_of(seed, 3000) for seed in range(3)], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.open(tmp_path)
+
+
+def tokenizers(tmp_path: Path) -> list[tuple[Tokenizer, bool]]:
+    """Tokenizers, and whether their texts are cut."""
+    from tokenizers import Regex, pre_tokenizers
+
+    from edgeinfer.text.cuts import QWEN2_SPLIT
+
+    made = [(Tokenizer.open(demo_path()), True)]
+    plain = pre_tokenizers.ByteLevel(use_regex=False)
+    for i, (words, cut) in enumerate([
+        (pre_tokenizers.ByteLevel(), True),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+        (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel()]), True),
+        (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), plain]), True),
+        (pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), "isolated"), plain]), True),
+        (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"), plain]), False),
+        (plain, False),
+    ]):
+        directory = tmp_path / str(i)
+        directory.mkdir()
+        made.append((byte_level(words, directory), cut))
+    return made
+
+
+def test_parts_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokenizer, cut in tokenizers(tmp_path):
+        for seed, special in [(seed, seed % 2 == 0) for seed in range(20)]:
+            text = text_of(seed, 400)
+            monkeypatch.setattr("edgeinfer.text.fast.PART", 1 << 30)
+            whole = tokenizer.encode(text, parse_special=special)
+            for size in (10, 37, 200):
+                monkeypatch.setattr("edgeinfer.text.fast.PART", size)
+                monkeypatch.setattr("edgeinfer.text.cuts.PART", size)
+                assert tokenizer.encode(text, parse_special=special) == whole
+            few = tokenizer.encode(text, parse_special=special, most=5)
+            assert few == whole[: len(few)] and (5 < len(few) < len(whole)) == cut
+
+
+@pytest.mark.parametrize("unit", ["a", "word and ", "日本", "\n", " ", "\u0301e", "</s>", "🎉 x", "1", "aB."])
+def test_long_prompts_are_refused_before_they_are_tokenised(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("demo", ctx=64, threads=1) as llm:
+        asked: list[int] = []
+        encode = type(llm.tokenizer._backend)._encode  # type: ignore[attr-defined]
+
+        def counted(self: object, text: str, special: bool) -> list[int]:
+            asked.append(len(text))
+            return encode(self, text, special)
+
+        monkeypatch.setattr(type(llm.tokenizer._backend), "_encode", counted)
+        for request in (llm.generate, llm.complete, llm.stream, llm.prompt_ids):
+            with pytest.raises(RequestError, match=r"at least .* tokens, more than the context of 64"):
+                request(unit * (8 * MB // len(unit)))
+        assert not asked
+        with pytest.raises(RequestError, match="more than"):
+            llm.generate(unit * (30_000 // len(unit)))
+        assert sum(asked) <= 30_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says what a process holds")
+@pytest.mark.parametrize("unit", [b"a", b"word and ", "日本".encode(), b"\n \n"])
+def test_standard_input_is_read_no_further_than_a_prompt_can_be(unit: bytes) -> None:
+    command = [*PYTHON, "run", "demo", "-c", "64", "-n", "2"]
+    short = watch(command, environment(), stdin=b"Once upon a time")
+    done = watch(command, environment(), stdin=unit * (60 * MB // len(unit)))
+    assert short.code == 0 and done.code == 1
+    assert "shorten it" in done.err and "Traceback" not in done.err and len(done.err) < 400
+    assert done.vm_hwm_bytes - short.vm_hwm_bytes < 12 * MB
