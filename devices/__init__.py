@@ -4,23 +4,28 @@ Profiles of devices (memory, bandwidth, instruction sets, storage), those of the
 tokens per second over a plain record of traffic. It knows no model.
 """
 
-from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
-from .classes import NO_CONSTANTS, Constants, classes, constants_of
-from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
-from .learning import fit_errors, learn, may_learn, with_runs
-from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
-from .random_reads import BreakEven, break_even, smallest_row
-from .store import (
-    load_profile,
-    local_path,
-    local_profile,
-    machine_name,
-    processor_of,
-    profile_table,
-    profiles,
-    save_profile,
-)
-from .traffic import Traffic
+from typing import TYPE_CHECKING
+
+from edgeinfer.lazy import lazily
+
+if TYPE_CHECKING:
+    from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
+    from .device_classes import NO_CONSTANTS, Constants, classes, constants_of
+    from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
+    from .learning import fit_errors, learn, may_learn, with_runs
+    from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
+    from .random_reads import BreakEven, break_even, smallest_row
+    from .store import (
+        load_profile,
+        local_path,
+        local_profile,
+        machine_name,
+        processor_of,
+        profile_table,
+        profiles,
+        save_profile,
+    )
+    from .traffic import Traffic
 
 __all__ = [
     "CLASSES", "CONSTANTS", "DRAFT_SHARE", "NO_CONSTANTS", "BreakEven", "Constants", "Curve", "DecodeRun",
@@ -29,3 +34,13 @@ __all__ = [
     "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table", "profiles",
     "save_profile", "smallest_row", "solve_constants", "with_runs",
 ]
+__getattr__ = lazily(__name__, {
+    "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
+    "device_classes": "NO_CONSTANTS Constants classes constants_of",
+    "estimator": "DRAFT_SHARE Estimate decode_terms estimate",
+    "learning": "fit_errors learn may_learn with_runs",
+    "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
+    "random_reads": "BreakEven break_even smallest_row",
+    "store": "load_profile local_path local_profile machine_name processor_of profile_table profiles save_profile",
+    "traffic": "Traffic",
+})

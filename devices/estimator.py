@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from edgeinfer.errors import UsageError
 
-from .classes import Constants, constants_of
+from .device_classes import Constants, constants_of
 from .names import unit_in_words, unit_of
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs

@@ -21,7 +21,7 @@ from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json
 
 from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
-from .classes import Constants, constants_of
+from .device_classes import Constants, constants_of
 from .profile import DeviceProfile
 from .store import local_path, local_profile, save_profile
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,25 @@ def environment(**variables: str) -> dict[str, str]:
 def listening() -> None:
     """Let a child hear Ctrl-C although the suite may be deaf to it, as in the background of a shell (`preexec_fn`)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def relative_cost(command: list[str], check: Callable[[subprocess.CompletedProcess[str]], None]) -> float:
+    """Processor time of a command over that of importing numpy and typer, which it needs, in turns, best of several."""
+    import resource
+
+    def seconds(words: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if words is command:
+            check(done)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    unit = [sys.executable, "-c", "import numpy, typer"]
+    pairs = [(seconds(command), seconds(unit)) for _ in range(3)]
+    ratio = min(own for own, _ in pairs) / min(other for _, other in pairs)
+    print(f"{ratio:.2f} times what the imports take")
+    return ratio
 
 
 def process(*arguments: object, stdin: bytes = b"", **variables: str) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -15,7 +14,7 @@ import pytest
 from edgeinfer.cli.estimate import JSON_FIELDS
 from edgeinfer.cli.plot import Chart, Line, check_plot, draw, save_plot
 from edgeinfer.errors import DestinationError, UsageError
-from tests.command_line import PYTHON, ROOT, edgeinfer, environment, needs_matplotlib
+from tests.command_line import PYTHON, ROOT, edgeinfer, environment, needs_matplotlib, relative_cost
 
 LLAMA = ("estimate", "llama-2-7b", "--device", "phone-lpddr5x-8533")
 PROBED = """title = "A probed machine"
@@ -250,29 +249,13 @@ def test_a_folder_is_no_picture(tmp_path) -> None:
         save_plot(Chart("t", "x", "y", [Line("l", [1, 2], [3, 4])]), tmp_path / "a.svg")
 
 
-def test_it_answers_within_half_a_second_and_compiles_nothing() -> None:
-    """Processor time, best of three, because others use this machine; numba and llvmlite stay out of the process."""
-    code = "import sys, time; from edgeinfer.cli.app import execute; execute(sys.argv[1:]); " \
-           "print(time.process_time(), [m for m in ('numba', 'llvmlite') if m in sys.modules], file=sys.stderr)"
-    times = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code, *map(str, LLAMA), "--json"], capture_output=True, text=True,
-                              cwd=ROOT, env=environment(), check=True)
-        seconds, _, modules = done.stderr.strip().partition(" ")
-        times.append(float(seconds))
-        assert modules == "[]"
-        assert json.loads(done.stdout)["decode_tok_per_s"] > 0
-    assert min(times) < 0.5, times
+def test_it_is_quick_and_compiles_nothing() -> None:
+    """In processor time beside that of imports which it needs anyway; numba and llvmlite stay out of the process."""
+
+    def check(done: subprocess.CompletedProcess[str]) -> None:
+        assert json.loads(done.stdout)["decode_tok_per_s"] > 0 and done.stderr.splitlines()[-1] == "[]"
+
+    code = "import sys; from edgeinfer.cli.app import execute; execute(sys.argv[1:]); " \
+           "print([m for m in ('numba', 'llvmlite') if m in sys.modules], file=sys.stderr)"
+    assert relative_cost([sys.executable, "-c", code, *map(str, LLAMA), "--json"], check) < 2.8  # it takes 1.8 times
     assert subprocess.run([*PYTHON, *LLAMA], capture_output=True, cwd=ROOT, env=environment(), check=True).stdout
-
-
-@needs_matplotlib
-def test_a_planted_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path, monkeypatch) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("kept")
-    monkeypatch.setattr("secrets.token_hex", lambda n: "guessed")
-    for name in (".a.guessed.svg", f".a.{os.getpid()}.svg"):
-        (tmp_path / name).symlink_to(victim)
-    with pytest.raises(DestinationError, match=r"The picture .*a\.svg cannot be written: File exists"):
-        save_plot(Chart("t", "x", "y", [Line("l", [1, 2], [3, 4])]), tmp_path / "a.svg")
-    assert victim.read_text() == "kept"

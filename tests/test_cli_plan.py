@@ -14,7 +14,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.devices import estimate, load_profile
 from tests.checkpoints import make_checkpoint
-from tests.command_line import ROOT, edgeinfer, environment, process
+from tests.command_line import ROOT, edgeinfer, environment, process, relative_cost
 from tests.hub_server import serve
 
 DEMO = Path(__file__).resolve().parents[1] / "edgeinfer" / "demo" / "bundle"
@@ -251,7 +251,8 @@ def test_of_a_hub_model_only_the_config_is_asked_for(tmp_path: Path) -> None:
     assert done.json["regions"] == planned(folder)["regions"]
 
 
-LIMIT_S = 0.5
+MOST_IMPORTS = 3.0
+"""It takes 2.0 to 2.3 times."""
 TIMED = """
 import sys
 from edgeinfer.cli import main
@@ -267,17 +268,10 @@ finally:
     ("model", "heavy"), [("demo", "['numpy']"), ("llama-3.1-405b", "[]"), ("qwen3-235b-a22b", "[]")]
 )
 def test_it_is_quick_and_imports_no_compiler(model: str, heavy: str) -> None:
-    """In seconds of processor time, for other work on the machine is none of ours. The budget forces a search."""
-    import resource
+    """In processor time beside that of imports which it needs anyway. The budget forces a search."""
+
+    def check(done: subprocess.CompletedProcess[str]) -> None:
+        assert done.returncode == 3 and done.stderr.splitlines()[-1] == heavy, done.stderr
 
     command = [sys.executable, "-c", TIMED, "plan", model, "--json", "--device", "rpi5", "--budget", "100MB"]
-    least = 9.0
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        least = min(least, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        assert done.returncode == 3 and done.stderr.splitlines()[-1] == heavy, done.stderr
-        if least < LIMIT_S:
-            break
-    assert least < LIMIT_S
+    assert relative_cost(command, check) < MOST_IMPORTS

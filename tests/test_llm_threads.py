@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import random
 import signal
 import sys
 import threading
@@ -136,3 +138,33 @@ def test_closing_ends_the_threads_and_gives_memory_back(tmp_path: Path) -> None:
             llm.complete([7, 8, 9], max_tokens=2, ignore_eos=True)
     if peak is not None:
         assert (peak_rss_bytes() or 0) - peak < llm.plan.region("kv").bytes  # not one pool was left behind
+
+
+def test_a_thousand_late_cancels_end_nothing() -> None:
+    """Whoever has looked up the running request and acts on it only when others run: each belongs to its request."""
+    chance, late = random.Random(9), queue.SimpleQueue[Callable[[], None] | None]()
+
+    def cancel_late() -> None:
+        while (act := late.get()) is not None:
+            time.sleep(chance.choice((0, 1e-4, 3e-4, 1e-3)))
+            act()
+
+    texts, reasons = set(), set()
+    with LLM("demo", ctx=64, threads=1) as llm:
+        thread = threading.Thread(target=cancel_late)
+        thread.start()
+        try:
+            for i in range(1000):
+                stream = llm.stream("Once upon a time", max_tokens=3, temperature=0, reuse=True)
+                text = next(stream)
+                running = llm._queue._active
+                assert running is not None
+                text += "".join(stream)
+                texts.add(text)
+                reasons.add(stream.completion.finish_reason)
+                late.put((running.generation.cancel, stream.close, running.end)[i % 3])
+        finally:
+            late.put(None)
+            thread.join()
+        assert llm.session.kv.pool.n_free >= llm.session.kv.pool.n_blocks - 1  # one is kept for the next request
+    assert len(texts) == 1 and reasons == {"length"}

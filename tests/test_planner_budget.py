@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -168,11 +167,11 @@ def test_a_session_is_refused_before_it_takes_memory_and_opens_as_advised(tmp_pa
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty tree of control groups; psutil has 8 GB and 8 cores."""
+    """An empty tree of control groups; the system has 8 GB and 8 cores."""
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     monkeypatch.setattr(cgroup, "_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000_000))
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16 if logical else 8)
+    monkeypatch.setattr("edgeinfer.memory_planner.budget._system_available", lambda: 8_000_000_000)
+    monkeypatch.setattr("edgeinfer.memory_planner.budget._physical_cores", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     return tmp_path
 
@@ -275,3 +274,11 @@ def test_memory_is_aligned_zero_and_there(nbytes: int) -> None:
     assert psutil.Process().memory_info().rss - before >= nbytes - (1 << 20)
     assert not memory.any()
     memory[:] = 1
+
+
+def test_what_is_read_here_is_what_psutil_says() -> None:
+    from edgeinfer.memory_planner import budget
+
+    said = psutil.virtual_memory().available
+    assert budget._system_available() == pytest.approx(said, abs=max(256 << 20, said // 10))
+    assert budget._physical_cores() == psutil.cpu_count(logical=False)

@@ -51,15 +51,25 @@ def sources_of(extension: Extension | None) -> str:
 
 def compiler_versions() -> dict[str, str]:
     """Versions of Numba and llvmlite, without importing them."""
+    return {package: _version(package) for package in ("numba", "llvmlite")}
+
+
+def _version(package: str) -> str:
+    """What importlib.metadata says, without importing it where the name of a folder beside the package says it too."""
+    from importlib.util import find_spec
+
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return "absent"
+    named = [*Path(spec.origin).parents[1].glob(f"{package}-*.dist-info")]
+    if len(named) == 1:
+        return named[0].name[len(package) + 1 : -len(".dist-info")]
     from importlib.metadata import PackageNotFoundError, version
 
-    out = {}
-    for package in ("numba", "llvmlite"):
-        try:
-            out[package] = version(package)
-        except PackageNotFoundError:
-            out[package] = "absent"
-    return out
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def package_directory() -> Path:
