@@ -19,6 +19,7 @@ import abc
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,10 @@ class Segment(NamedTuple):
     parents: Items[int] | None = None
     """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
     comes before its children. None is a chain: each follows the one before."""
+    draws: Items[int] = ()
+    """How the token behind each output is to be chosen: addresses of DRAW_BYTES (kernels/abi.py), which must stay until
+    the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
+    DRAW_TOKEN as it is."""
 
 
 def plain_segments(segments: Items[Segment]) -> Items[Segment]:
@@ -192,8 +197,9 @@ class Runner(abc.ABC):
 
     # -- common walks ------------------------------------------------------------------------------------------------
 
-    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None) -> Logits:
-        """Process a prompt in chunks.
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
+                draw: int = 0) -> Logits:
+        """Process a prompt in chunks; `draw` is that of its last token, see `Segment.draws`.
 
         Returns
         -------
@@ -206,10 +212,11 @@ class Runner(abc.ABC):
         for start in range(0, len(ids) - step, step):
             self.walk([Segment(sequence, ids[start : start + step])], cancel)
         rest = ids[(len(ids) - 1) // step * step :]
-        return self.walk([Segment(sequence, rest, (len(rest) - 1,))], cancel)[0]
+        return self.walk([Segment(sequence, rest, (len(rest) - 1,), draws=(draw,))], cancel)[0]
 
-    def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None) -> Logits:
-        """Walk over one more token of each of several sequences.
+    def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
+               draws: Items[int] = ()) -> Logits:
+        """Walk over one more token of each of several sequences; `draws` has one for each, see `Segment.draws`.
 
         Returns
         -------
@@ -218,8 +225,9 @@ class Runner(abc.ABC):
         """
         if len(sequences) != len(ids):
             raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
-        pairs = zip(sequences, ids, strict=True)
-        return self.walk([Segment(sequence, (token,), (0,), DECODE) for sequence, token in pairs], cancel)
+        each = zip(sequences, ids, draws or repeat(0), strict=False)
+        return self.walk([Segment(sequence, (token,), (0,), DECODE, None, (draw,)) for sequence, token, draw in each],
+                         cancel)
 
     def score(self, sequence: Sequence, ids: Items[int]) -> Iterator[tuple[int, Logits]]:
         """Compute logits after every token.

@@ -5,8 +5,8 @@ kernels, `vector/` the language they are written in, `toolchain/` their compiler
 
 Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary,
 G group. Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its
-own). `abi`, `catalogue`, `parameters` and `reference` are offered as modules, for their names read best with the
-module's.
+own). `abi`, `catalogue`, `parameters`, `reference` and `sampling` are offered as modules, for their names read best
+with the module's.
 """
 
 from typing import TYPE_CHECKING
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
-    from . import abi, catalogue, parameters, reference
+    from . import abi, catalogue, parameters, reference, sampling
     from .catalogue import extend, twin_of
     from .isa import LADDER, Isa, available, choose, machine
-    from .parameters import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, fill
+    from .parameters import ACTIVATIONS, ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, fill
     from .toolchain.link import Kernels
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "ROPE", "ROWS", "Isa",
+__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "ROPE", "ROWS", "Isa",
            "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set",
-           "machine", "package_directory", "parameters", "reference", "twin_of"]
+           "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION LINEAR NEURON_DOWN NEURON_GATED ROPE ROWS fill parameters", "abi": "abi",
-    "catalogue": "catalogue extend twin_of", "reference": "reference",
+    "parameters": "ACTIVATIONS ATTENTION DRAW LINEAR NEURON_DOWN NEURON_GATED ROPE ROWS fill parameters", "abi": "abi",
+    "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
 })

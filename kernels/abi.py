@@ -73,6 +73,8 @@ CTX_FIRST = 440
 """Index of the record that a walk begins with; -2 - index where that has a ticket."""
 CTX_CLOCK = 448
 """Nanoseconds at the last barrier (profile only)."""
+CTX_DRAWS = 456
+"""Address of the list (int64) of the draws, one for each row of logits: DRAW_BYTES at an address each, 0 for none."""
 HEAD_BYTES = 512
 """Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
 # What never changes while the threads live.
@@ -135,6 +137,8 @@ COUNT_SEVERAL = 6
 which costs less than a barrier."""
 COUNT_ACTIVE = 3
 """Active neurons (sparse FFN)."""
+COUNT_DRAWS = 4
+"""Rows of logits if a token is to be drawn from one of them, else 0."""
 
 TOKEN_BYTES = 64
 TOKEN_ID = 0
@@ -163,6 +167,44 @@ SEQUENCE_BYTES = 16
 SEQUENCE_BLOCKS = 0
 """Address of the int32 block table."""
 SEQUENCE_LENGTH = 8
+
+# -- draws: how a token is to be chosen from a row of logits, and which was --------------------------------------------
+DRAW_BYTES = 128
+"""Kept by whoever draws, as long as it draws; integers are int64, the others float64."""
+DRAW_TOKEN = 0
+"""Result: the token's id; -1 where DRAW_CANDIDATES are too few to tell, or a logit is NaN or infinite."""
+DRAW_KEY = 8
+"""State of the random numbers (sampling.stream_key)."""
+DRAW_TEMPERATURE, DRAW_TOP_P, DRAW_MIN_P, DRAW_TOP_K = 16, 24, 32, 40
+"""Temperature 0 takes the best token; the others as in GenerationConfig."""
+DRAW_EDITS, DRAW_N_EDITS = 48, 56
+"""Address of EDIT_BYTES for each token whose logit has a bias or a penalty, and how many there are."""
+DRAW_REPETITION, DRAW_PRESENCE, DRAW_FREQUENCY = 64, 72, 80
+DRAW_CANDIDATES = 128
+"""Most candidates that kernels sort; for more the whole row is looked at in NumPy."""
+DRAW_BLOCK, DRAW_CHUNK = 64, 1024
+"""Logits of which the largest is noted, and of a chunk: a vector of such maxima."""
+EDIT_BYTES = 16
+EDIT_TOKEN = 0
+"""int32, once in a list."""
+EDIT_COUNT = 4
+"""int32: how often the token was generated; 0 in the prompt only, -1 if it has a bias and was never seen."""
+EDIT_BIAS = 8
+"""float32."""
+EDIT_KEPT = 12
+"""float32: what the model computed, while the row is edited."""
+
+
+def draw_row(vocab_size: int) -> tuple[int, int, int]:
+    """Return the layout of a row of work of the draw kernels, in bytes: (its length, place of sums, of candidates).
+
+    Maxima of blocks come first, whole vectors of them; then the sum of each chunk's exponentials; then the candidates.
+    """
+    chunks = -(-vocab_size // DRAW_CHUNK)
+    sums = 64 * chunks
+    candidates = sums + 64 * -(-chunks // 16)
+    return candidates + 8 * DRAW_CANDIDATES, sums, candidates
+
 
 # -- KV blocks ---------------------------------------------------------------------------------------------------------
 BLOCK_TOKENS = 16

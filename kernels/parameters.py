@@ -162,12 +162,24 @@ class _NeuronDown(NamedTuple):
     """Scratch bytes of a thread."""
 
 
+class _Draw(NamedTuple):
+    vocab_size: int
+    logits_stride: int
+    work_stride: int
+    """Bytes from one row of work to the next."""
+    sums: int
+    """Place of the sums of chunks in a row of work (abi.draw_row)."""
+    candidates: int
+    """Place of the candidates."""
+
+
 LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
 ATTENTION = _Attention(*range(13))
 NEURON_GATED = _NeuronGated(*range(17))
 NEURON_DOWN = _NeuronDown(*range(11))
+DRAW = _Draw(*range(5))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
 """Numbers of the hidden activations in records."""

@@ -180,7 +180,7 @@ class Planner:
         if splits not in self._scratch:
             self._scratch[splits] = scratch(self._kinds, graph.types, splits)
         thread, shared = self._scratch[splits]
-        tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 16)
+        tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 24)
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]

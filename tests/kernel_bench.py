@@ -65,6 +65,7 @@ class Bench:
         self._tokens = np.zeros((0, abi.TOKEN_BYTES // 8), np.int64)
         self._tables: list[np.ndarray] = []
         self.outputs = np.zeros(0, np.int64)
+        self.draws = np.zeros(0, np.int64)
 
     def reserve(self, region: str, nbytes: int) -> int:
         """Take 0xFF bytes of a region, 64-byte aligned; gives their place."""
@@ -155,6 +156,7 @@ class Bench:
         words[abi.CTX_TOKENS // 8] = self._tokens.ctypes.data
         words[abi.CTX_SEQUENCES // 8] = self._entries.ctypes.data
         words[abi.CTX_OUTPUTS // 8] = self.outputs.ctypes.data
+        words[abi.CTX_DRAWS // 8] = self.draws.ctypes.data
         return ctx
 
     @staticmethod

@@ -136,8 +136,13 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
 
+def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
+    """Nothing here: tests of the sampler have an oracle of their own."""
+    return np.zeros((len(logits), op.out.width), logits.dtype)
+
+
 OPS = {f.__name__: f for f in (embed, gather_outputs, quantize, rms_norm, linear, gated, neuron_gated, neuron_down,
-                                 rope_store, attention)}
+                                 rope_store, attention, draw)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

@@ -41,7 +41,7 @@ def kinds(graph: Graph) -> list[str]:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_an_unquantised_graph_is_the_textbook(model_type: str) -> None:
     graph = build("f32", model_type=model_type)
-    assert kinds(graph) == ["embed", *LAYER, *LAYER, "gather_outputs", "rms_norm", "linear"]
+    assert kinds(graph) == ["embed", *LAYER, *LAYER, "gather_outputs", "rms_norm", "linear", "draw"]
     assert {tensor.dtype for op in graph.ops for tensor in (*op.inputs, op.out)} == {"f32"}
     assert [(op.layer, op.window) for op in graph.ops if isinstance(op, Attention)] == [
         (i, 4096 if model_type == "mistral" else 0) for i in range(2)
@@ -53,7 +53,7 @@ def test_an_unquantised_graph_is_the_textbook(model_type: str) -> None:
 def test_activations_are_quantised_where_weights_are(weights: str, group_size: int) -> None:
     graph = build(weights, group_size)
     layer = [*LAYER[:4], "quantize", *LAYER[4:7], "quantize", *LAYER[7:]]
-    assert kinds(graph) == ["embed", *layer, *layer, "gather_outputs", "rms_norm", "linear"]
+    assert kinds(graph) == ["embed", *layer, *layer, "gather_outputs", "rms_norm", "linear", "draw"]
     for op in graph.ops:
         if op.name in ("linear", "gated"):
             weight = graph.types[op.weights[0].name]
@@ -80,7 +80,7 @@ def test_every_tensor_is_written_before_it_is_read() -> None:
         assert op.out.name not in written and (op.over is None or op.over in op.inputs)
         written[op.out.name] = op.out
     assert (graph.logits.width, graph.logits.rows) == (99, "outputs")
-    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear"]
+    assert [op.name for op in graph.ops if op.out.rows == "outputs"] == ["gather_outputs", "rms_norm", "linear", "draw"]
 
 
 def test_weights_name_their_sources() -> None:
@@ -103,7 +103,7 @@ def test_weights_name_their_sources() -> None:
 
 def test_a_tied_head_is_the_embedding() -> None:
     graph = build(tie_word_embeddings=True)
-    assert graph.ops[-1].weights == graph.ops[0].weights
+    assert graph.ops[-2].weights == graph.ops[0].weights
     assert "head" not in graph.types
     assert build().weight_count - graph.weight_count == 99 * 60
 

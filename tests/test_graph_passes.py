@@ -204,7 +204,7 @@ def read_after(graph: Graph) -> Graph:
 
 
 def no_logits(graph: Graph) -> Graph:
-    return dataclasses.replace(graph, ops=graph.ops[:-1])
+    return dataclasses.replace(graph, ops=graph.ops[:-2])  # without the draw, which reads them
 
 
 def no_source(graph: Graph) -> Graph:

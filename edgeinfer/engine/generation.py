@@ -67,8 +67,8 @@ class Generation:
         if config.stop and tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
         ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
-        self._samples = [_Sample(self, tokenizer, ends, index) for index in range(config.n)]
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
+        self._samples = [_Sample(self, tokenizer, ends, index) for index in range(config.n)]
         self.cached_tokens = 0
         self._cancellation = Cancellation()
         self._times: list[float] = []
@@ -102,8 +102,8 @@ class Generation:
         self._samples[0].sequence = sequence
         self.cached_tokens = len(sequence)
         self._times = [time.perf_counter()]
-        logits = self._unless_cancelled(
-            lambda: self._runner.prefill(sequence, self.prompt_ids[len(sequence) :], self._cancellation))
+        ids, draw = self.prompt_ids[len(sequence) :], self._samples[0].sampler.address
+        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, draw))
         if logits is None or self.finished:
             return ""
         if self.room <= 0:
@@ -114,8 +114,8 @@ class Generation:
         """Decode one token of every live sample; returns the new text of the first sample."""
         live = [sample for sample in self._samples if not sample.finish_reason]
         sequences = [self._own_sequence(sample) for sample in live]
-        ids = [sample.last_id for sample in live]
-        logits = self._unless_cancelled(lambda: self._runner.decode(sequences, ids, self._cancellation))
+        ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
+        logits = self._unless_cancelled(lambda: self._runner.decode(sequences, ids, self._cancellation, draws))
         return "" if logits is None else self._choose(live, logits)
 
     def _own_sequence(self, sample: _Sample) -> Sequence:
@@ -185,7 +185,8 @@ class Generation:
 
     def sampler(self, index: int) -> Sampler:
         """Return the sampler of one sample; it has taken note of the prompt."""
-        sampler = Sampler(self._config, self._runner.model.vocab_size, self.seed, index)
+        room = len(self.prompt_ids) + max(self.room, 0)
+        sampler = Sampler(self._config, self._runner.model.vocab_size, self.seed, index, room)
         sampler.prompt(self.prompt_ids)
         return sampler
 
@@ -202,7 +203,7 @@ class _Sample:
         self.index = index
         self.sequence: Sequence | None = None
         self.finish_reason = ""
-        self._sampler = request.sampler(index)
+        self.sampler = request.sampler(index)
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = tokenizer.stream(request.prompt_ids) if tokenizer else None
         self._stops = StopStrings(request.stop)
@@ -218,10 +219,10 @@ class _Sample:
 
     def take(self, logits: Any, room: int) -> str:
         """Choose a token and return the text that it completes; `room` is how many this sample may have."""
-        sampled = self._sampler.sample(logits)
+        sampled = self.sampler.sample(logits)
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
-        self._sampler.accept(sampled.token_id)
+        self.sampler.accept(sampled.token_id)
         self._ids.append(sampled.token_id)
         if sampled.logprob is not None:
             self._logprobs.append(self._named(sampled, sampled.logprob))

@@ -1,7 +1,7 @@
-"""Choosing the next token: a chain of small NumPy functions on the logits of one position.
+"""The sampler of one sequence: its settings, what it has seen, and the choice of the next token.
 
-The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Every filter keeps a prefix of the
-candidates sorted from best to worst, the lower id first among equals, so the chain sorts few candidates once and cuts.
+What is kept and how it is drawn from stands in `kernels/sampling.py`. A runner whose program has the draw kernels
+chooses within its walk; otherwise, and where their candidates do not suffice, the row of logits is looked at here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.kernels import abi, sampling
+
 from ..config import GenerationConfig
 from ..errors import KernelError, RequestError
 
@@ -21,6 +23,10 @@ Ids = NDArray[np.intp]
 
 MAX_BIAS = 1e30
 """Stays finite in float32; a token with more is certain anyway."""
+EDIT = np.dtype({"names": ["token", "count", "bias"], "formats": ["i4", "i4", "f4"], "itemsize": abi.EDIT_BYTES,
+                 "offsets": [abi.EDIT_TOKEN, abi.EDIT_COUNT, abi.EDIT_BIAS]})  # fmt: skip
+_N_EDITS = abi.DRAW_N_EDITS >> 3
+_NONE = -1
 
 
 class Sampled(NamedTuple):
@@ -33,84 +39,6 @@ class Sampled(NamedTuple):
     """(token id, log-probability) of the most likely tokens, best first, as many as asked for."""
 
 
-def apply_penalties(
-    logits: Floats, seen: Ids, counts: Floats, repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0
-) -> None:
-    """Penalise tokens that occurred before, in place.
-
-    Parameters
-    ----------
-    logits : float32 array of shape (vocab_size,), changed
-    seen : distinct ids in the prompt or the generated text
-    counts : float array of the same shape, how often each of them was generated (0: in the prompt only)
-    repetition : divides positive and multiplies other logits of all seen tokens (CTRL, section 4.1)
-    presence : subtracted once from generated tokens
-    frequency : subtracted once per occurrence in the generated text
-    """
-    values = logits[seen].astype(np.float64)
-    values = np.where(values > 0, values / repetition, values * repetition)
-    values = values - presence * (counts > 0) - frequency * counts
-    logits[seen] = np.minimum(values, np.finfo(np.float32).max)  # -inf stays: the token is forbidden
-
-
-def top_k_ids(logits: Floats, k: int) -> Ids:
-    """Return the ids of the k largest logits, best first, the lower id first among equals.
-
-    Parameters
-    ----------
-    logits : float32 array of shape (vocab_size,), no NaN
-    k : 1 or more; more than vocab_size means all
-    """
-    ids: Ids = np.arange(len(logits))
-    if k < len(logits):
-        ids = np.flatnonzero(logits >= _kth_largest(logits, k))
-    order = np.argsort(-logits[ids], kind="stable")
-    return ids[order[:k]]
-
-
-def _kth_largest(logits: Floats, k: int) -> float:
-    """Return the k-th largest value.
-
-    Blocks of a large array whose maximum is below the k-th largest block maximum hold none of the k largest values,
-    so all but a few values are only compared and never partitioned.
-    """
-    n, width = len(logits), 64
-    n_blocks = n // width
-    if n_blocks > 4 * k:
-        whole = n_blocks * width
-        maxima = logits[:whole].reshape(n_blocks, width).max(axis=1)
-        blocks = np.flatnonzero(maxima >= np.partition(maxima, n_blocks - k)[n_blocks - k])
-        logits = np.concatenate((logits[:whole].reshape(n_blocks, width)[blocks].ravel(), logits[whole:]))
-        n = len(logits)
-    return float(np.partition(logits, n - k)[n - k])
-
-
-def n_top_p(probabilities: Floats, p: float) -> int:
-    """Return how many of the best candidates reach probability p together (nucleus sampling), at least 1.
-
-    Parameters
-    ----------
-    probabilities : float64 array, from best to worst; they need not hold all tokens, nor sum to 1
-    p : above 0; 1 or more keeps all
-    """
-    if p >= 1:
-        return len(probabilities)
-    return min(int(np.searchsorted(np.cumsum(probabilities), p)) + 1, len(probabilities))
-
-
-def n_min_p(logits: Floats, p: float) -> int:
-    """Return how many candidates are at least p times as likely as the best one.
-
-    Parameters
-    ----------
-    logits : float array, from best to worst
-    p : 0 keeps all
-    """
-    if p <= 0:
-        return len(logits)
-    return int(np.count_nonzero(logits >= logits[0] + np.log(p)))
-
-
 def softmax(logits: Floats, temperature: float = 1.0) -> Floats:
     """Return probabilities (float64) of logits divided by a positive temperature; the largest may stand anywhere."""
     shifted = logits.astype(np.float64)
@@ -119,14 +47,6 @@ def softmax(logits: Floats, temperature: float = 1.0) -> Floats:
         shifted /= temperature
     weights = np.exp(shifted)
     return weights / weights.sum()
-
-
-def draw(probabilities: Floats, uniform: float) -> int:
-    """Return the index that a uniform number in [0, 1) falls on; indices of probability 0 are never drawn."""
-    steps = np.cumsum(probabilities)
-    index = int(np.searchsorted(steps, uniform * steps[-1], side="right"))
-    # Rounding may lift the product to the sum itself; then the last index of positive probability is meant.
-    return index if index < len(steps) else int(np.searchsorted(steps, steps[-1]))
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -139,8 +59,8 @@ def log_softmax(logits: Floats) -> Floats:
 class Sampler:
     """Draws the tokens of one sequence.
 
-    The same seed, index and logits give the same tokens, whatever the number of threads or of sequences: each
-    sequence has a random stream of its own, and each drawn token takes one number of it.
+    The same seed, index, tokens before and logits give the same token, whatever the number of threads or of sequences
+    and whoever chooses: random numbers depend on seed, index, position and token id alone.
 
     Parameters
     ----------
@@ -148,6 +68,12 @@ class Sampler:
     vocab_size : length of the logits
     seed : of the request, 0 or more
     index : which of the request's parallel samples this is
+    room : most tokens that it will see, the prompt's included; by default as many different ones as there are
+
+    Attributes
+    ----------
+    address : int
+        Of the settings as kernels read them (abi.DRAW_*); they belong to this sampler and live as long as it does.
 
     Raises
     ------
@@ -155,37 +81,61 @@ class Sampler:
         `logit_bias` names an id outside the vocabulary or a value that is no number, or a penalty is not finite.
     """
 
-    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0):
+    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None):
         self._config = config
         self._vocab_size = vocab_size
-        self._bias_ids, self._bias = _checked_bias(config.logit_bias, vocab_size)
+        bias = _checked_bias(config.logit_bias, vocab_size)
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(config, name)):
                 raise RequestError(f"{name} is {getattr(config, name)}; it must be a finite number.")
-        self._penalises = (config.repetition_penalty, config.presence_penalty, config.frequency_penalty) != (1, 0, 0)
-        self._counts: dict[int, int] = {}
-        self._bits: Any = None
-        if config.temperature > 0:  # numpy.random takes 12 ms to import, which greedy runs save
-            from numpy.random import PCG64, SeedSequence
-
-            self._bits = PCG64(SeedSequence((seed, index)))
+        self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
+        self._penalises = self._penalties != (1, 0, 0)
+        self._key = sampling.stream_key(seed, index)
+        self._position = 0
+        most = (vocab_size if room is None else room) if self._penalises else 0
+        self._edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
+        self._places = {token_id: place for place, token_id in enumerate(bias)}
+        """Where each token stands in the edits."""
+        self._edits["token"][: len(bias)], self._edits["bias"][: len(bias)] = list(bias), list(bias.values())
+        self._tokens, self._counts = self._edits["token"], self._edits["count"]
+        self._counts[:] = _NONE
+        draw = np.zeros(abi.DRAW_BYTES >> 3, np.int64)
+        draw.view(np.uint64)[abi.DRAW_KEY >> 3] = self._key
+        draw[abi.DRAW_TOP_K >> 3], draw[abi.DRAW_EDITS >> 3] = config.top_k, self._edits.ctypes.data
+        for offset, value in (
+            (abi.DRAW_TEMPERATURE, config.temperature), (abi.DRAW_TOP_P, config.top_p), (abi.DRAW_MIN_P, config.min_p),
+            (abi.DRAW_REPETITION, self._penalties[0]), (abi.DRAW_PRESENCE, self._penalties[1]),
+            (abi.DRAW_FREQUENCY, self._penalties[2]),
+        ):  # fmt: skip
+            draw.view(np.float64)[offset >> 3] = value
+        self.address = draw.ctypes.data
+        self._draw = draw.data
+        self._draw[abi.DRAW_TOKEN >> 3], self._draw[_N_EDITS] = _NONE, len(bias)
 
     def prompt(self, ids: Iterable[int]) -> None:
         """Take note of the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
-            self._counts.setdefault(self._checked_id(token_id), 0)
+            self._note(token_id, 0)
 
     def accept(self, token_id: int) -> None:
         """Take note of a generated token."""
-        token_id = self._checked_id(token_id)
-        self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        self._note(token_id, 1)
+
+    def _note(self, token_id: int, times: int) -> None:
+        if not 0 <= token_id < self._vocab_size:
+            raise RequestError(f"Token id {token_id} is outside the vocabulary of {self._vocab_size} tokens.")
+        self._position += 1
+        if self._penalises:
+            place = self._places.setdefault(int(token_id), len(self._places))
+            self._tokens[place], self._counts[place] = token_id, max(int(self._counts[place]), 0) + times
+            self._draw[_N_EDITS] = len(self._places)
 
     def sample(self, logits: Floats) -> Sampled:
         """Choose a token; it counts for penalties once `accept` is called with it.
 
         Parameters
         ----------
-        logits : float32 array of shape (vocab_size,), read only
+        logits : float32 array of shape (vocab_size,), read only; those of the walk that was given `address`, if any
 
         Raises
         ------
@@ -194,106 +144,63 @@ class Sampler:
         RequestError
             `logit_bias` forbids every token.
         """
-        _check_logits(logits, self._vocab_size)
-        edited = self._edited(logits)
-        if self._config.temperature == 0:
-            token_id = int(np.argmax(edited))  # the first of equals: the lowest id
+        token_id = self._draw[0]
+        if token_id == _NONE:
+            token_id = self._sample(logits)
         else:
-            ids, probabilities = self._distribution(edited)
-            choice = draw(probabilities, self._uniform())
-            token_id = choice if ids is None else int(ids[choice])
+            self._draw[0] = _NONE  # chosen within the walk
         if self._config.logprobs is None:
             return Sampled(token_id)
         logprobs = log_softmax(logits)
-        best = top_k_ids(logits, self._config.logprobs) if self._config.logprobs else ()
+        best = sampling.top_k_ids(logits, self._config.logprobs) if self._config.logprobs else ()
         return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in best))
+
+    def _sample(self, logits: Floats) -> int:
+        edited = self._edited(logits)
+        if self._config.temperature == 0:
+            return int(np.argmax(edited))  # the first of equals: the lowest id
+        return sampling.draw(edited, self._candidates(edited), self._config.temperature, self._key, self._position)
 
     def distribution(self, logits: Floats) -> tuple[Ids, Floats]:
         """Return the tokens that may be drawn and their probabilities (float64, sum 1) after the whole chain.
 
         At temperature 0 this is one token of probability 1. Raises as `sample`.
         """
-        _check_logits(logits, self._vocab_size)
         edited = self._edited(logits)
         if self._config.temperature == 0:
             return np.array([np.argmax(edited)]), np.ones(1)
-        ids, probabilities = self._distribution(edited)
-        return (np.arange(len(probabilities)) if ids is None else ids), probabilities
+        ids = self._candidates(edited)
+        ids = np.arange(self._vocab_size) if ids is None else ids
+        return ids, softmax(edited[ids], self._config.temperature)
+
+    def _candidates(self, logits: Floats) -> Ids | None:
+        return sampling.candidates(logits, self._config.top_k, self._config.top_p, self._config.min_p)
 
     def _edited(self, logits: Floats) -> Floats:
-        """Return the logits with bias and penalties, in a copy where there are any."""
-        if not len(self._bias_ids) and not (self._penalises and self._counts):
+        """Return the logits, checked, with bias and penalties in a copy where there are any."""
+        if logits.shape != (self._vocab_size,):
+            size = self._vocab_size
+            raise KernelError(f"The logits have the shape {logits.shape}, but the vocabulary {size} tokens.")
+        best = logits.max()  # NaN counts as the largest
+        if not np.isfinite(best):
+            hint = "its weights are damaged or a kernel is wrong (EDGEINFER_CHECK=1 finds which)"
+            raise KernelError(f"The model computed {best} as its largest logit; {hint}.")
+        edits = self._edits[: len(self._places)]
+        if not len(edits):
             return logits
         logits = logits.astype(np.float32)
-        logits[self._bias_ids] += self._bias
-        if self._penalises and self._counts:
-            n, config = len(self._counts), self._config
-            seen = np.fromiter(self._counts.keys(), np.intp, n)
-            counts = np.fromiter(self._counts.values(), np.float64, n)
-            penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
-            apply_penalties(logits, seen, counts, *penalties)
+        logits[edits["token"]] += edits["bias"]
+        seen = edits[edits["count"] >= 0]
+        sampling.apply_penalties(logits, seen["token"], seen["count"], *self._penalties)
         if logits.max() == -np.inf:
             raise RequestError("logit_bias forbids every token; leave at least one allowed.")
         return logits
 
-    def _distribution(self, logits: Floats) -> tuple[Ids | None, Floats]:
-        """Return candidates (None: all tokens) and their probabilities."""
-        k, p = self._config.top_k, self._config.top_p
-        min_p, temperature = self._config.min_p, self._config.temperature
-        if 0 < k < len(logits):
-            ids = top_k_ids(logits, k)
-            kept = logits[ids]
-            n = n_top_p(softmax(kept), p) if p < 1 else len(ids)
-        elif p < 1:
-            ids, n = _nucleus(logits, p, min_p)
-            kept = logits[ids]
-        elif min_p > 0:
-            ids = np.flatnonzero(logits >= logits.max() + np.log(min_p))
-            return ids, softmax(logits[ids], temperature)
-        else:
-            return None, softmax(logits, temperature)
-        n = min(n, n_min_p(kept, min_p))
-        return ids[:n], softmax(kept[:n], temperature)
 
-    def _uniform(self) -> float:
-        """Return the stream's next number in [0, 1), from raw bits: these are the same in all versions of NumPy."""
-        return (int(self._bits.random_raw()) >> 11) * 2.0**-53
-
-    def _checked_id(self, token_id: int) -> int:
-        if not 0 <= token_id < self._vocab_size:
-            raise RequestError(f"Token id {token_id} is outside the vocabulary of {self._vocab_size} tokens.")
-        return int(token_id)
-
-
-def _nucleus(logits: Floats, p: float, min_p: float) -> tuple[Ids, int]:
-    """Return the best ids, sorted, and how many of them top-p keeps, without sorting the whole vocabulary.
-
-    The sum runs over all tokens; candidates are added until they reach p, or until min-p would drop the last one.
-    """
-    top = float(logits.max())
-    total = float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))
-    k = 256
-    while True:
-        ids = top_k_ids(logits, k)
-        weights = np.exp(logits[ids].astype(np.float64) - top)
-        if k >= len(logits) or weights.sum() >= p * total or weights[-1] < min_p:
-            return ids, n_top_p(weights / total, p)
-        k *= 8
-
-
-def _check_logits(logits: Floats, vocab_size: int) -> None:
-    if logits.shape != (vocab_size,):
-        raise KernelError(f"The logits have the shape {logits.shape}, but the vocabulary {vocab_size} tokens.")
-    best = logits[np.argmax(logits)]  # NaN counts as the largest
-    if not np.isfinite(best):
-        hint = "its weights are damaged or a kernel is wrong (EDGEINFER_CHECK=1 finds which)"
-        raise KernelError(f"The model computed {best} as its largest logit; {hint}.")
-
-
-def _checked_bias(bias: dict[int, float], vocab_size: int) -> tuple[Ids, Floats]:
+def _checked_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
     for token_id, value in bias.items():
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
             raise RequestError(f"logit_bias names token {token_id!r}; ids are from 0 to {vocab_size - 1}.")
         if not isinstance(value, (int, float)) or not value <= MAX_BIAS:
             raise RequestError(f"logit_bias of token {token_id} is {value!r}; it must be a number up to {MAX_BIAS:g}.")
-    return np.array(list(bias), np.intp), np.array(list(bias.values()), np.float32)
+    return {int(token_id): value for token_id, value in bias.items()}

@@ -10,7 +10,7 @@ from .config import ModelConfig, RopeConfig
 from .graph import Graph
 from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
-from .ops import Attention, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
+from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
 from .passes import PASSES, apply, graph_pass, insert_after
 from .products import Gated, Linear, NeuronDown, NeuronGated, Product, parameters
 from .rope import fill_rope_tables, rope_tables
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["PASSES", "Attention", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph",
+__all__ = ["PASSES", "Attention", "Draw", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph",
            "GraphBuilder", "KvAccess", "Linear", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op",
            "Outline", "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeStore", "RowOp", "Scratch",
            "Shape", "Sizes", "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "build_graph",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from edgeinfer.kernels import abi
+
 from ..quant import WeightType
 from ..sizes import round_up
 from .config import ModelConfig
 from .graph import Graph
 from .operation import Op
-from .ops import Attention, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
+from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
 from .products import Gated, Linear, NeuronDown, NeuronGated
 from .types import Tensor
 from .weights import Source, Weight, as_source
@@ -128,7 +130,7 @@ class GraphBuilder:
                                   window=c.window(self.layer or 0), layer=self.layer))
 
     def logits(self, x: Tensor, norm: str | Source, head: str | Source) -> Tensor:
-        """Final norm and output head, for the rows whose logits are wanted."""
+        """Final norm, output head, and the draw of a token, for the rows whose logits are wanted."""
         c, self.layer = self.config, None
         xo = self._op(GatherOutputs(out=Tensor("outputs", c.hidden_size, rows="outputs"), x=x))
         tied = c.tie_word_embeddings
@@ -137,7 +139,10 @@ class GraphBuilder:
         h = self.rms_norm(xo, "norm", norm, feeds="embed" if tied else "head")
         weight = self._weights["embed" if tied else "head"]
         h = self._as_input(h, self._types[weight.name])
-        return self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight))
+        logits = self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight))
+        work = Tensor("draw", abi.draw_row(c.vocab_size)[0] // 4, rows="outputs")
+        self._op(Draw(out=work, logits=logits))
+        return logits
 
     def build(self, logits: Tensor) -> Graph:
         """The finished graph."""

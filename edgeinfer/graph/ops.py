@@ -74,6 +74,18 @@ class GatherOutputs(RowOp):
         yield from other_width("the input has rows of", self.x.width, self.out)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw(RowOp):
+    """The next token of each row of logits for which a draw is listed; the output is what the kernels work with."""
+
+    KERNELS = ("draw_edit", "draw_blocks", "draw_choose")
+    logits: Tensor
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """A row of work is as long as the vocabulary needs."""
+        yield from other_width("the work takes", abi.draw_row(self.logits.width)[0] // 4, self.out)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

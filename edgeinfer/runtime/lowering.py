@@ -13,6 +13,7 @@ from typing import NamedTuple
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
     Attention,
+    Draw,
     Embed,
     Gated,
     GatherOutputs,
@@ -28,7 +29,7 @@ from edgeinfer.graph import (
     Tensor,
     Weight,
 )
-from edgeinfer.kernels import ACTIVATIONS, ATTENTION, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, abi, fill
+from edgeinfer.kernels import ACTIVATIONS, ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, abi, fill
 from edgeinfer.memory_planner import MemoryPlan, Placement, scratch
 from edgeinfer.sizes import round_up
 
@@ -151,6 +152,17 @@ def _(op: RmsNorm, at: Lowering) -> list[Record]:
 @lower.register(GatherOutputs)
 def _(op: Quantize | GatherOutputs, at: Lowering) -> list[Record]:
     return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
+
+
+@lower.register
+def _(op: Draw, at: Lowering) -> list[Record]:
+    _, sums, candidates = abi.draw_row(op.logits.width)
+    parameters = fill(DRAW, vocab_size=op.logits.width, logits_stride=at.stride(op.logits), sums=sums,
+                      work_stride=at.stride(op.out), candidates=candidates)
+    operands = [at.at(op.logits), at.at(op.out)]
+    labels = ("", "  maxima", "  choice")
+    return [at.record(op, kernel, operands, parameters, predicates=(abi.COUNT_DRAWS,), step=step, label=labels[step])
+            for step, kernel in enumerate(op.kernels(at.types, at.kv))]
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------

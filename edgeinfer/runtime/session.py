@@ -96,13 +96,14 @@ class Session(Runner):
             self.kv = KVCache(self.plan, regions["kv"])
             self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
             self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
+            self._counts: tuple[tuple[int, int], ...] = ()
             self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
             threads = self.plan.request.threads
             self.executor = Executor(self.program, kernels, threads, regions, host.executor.pool if host else None,
                                      Pace(threads, free, bundle.weights_bytes <= SMALL_BYTES))
             opened.callback(self.executor.close)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
-                                (abi.CTX_OUTPUTS, self._tables.outputs)):
+                                (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws)):
                 self.executor.set(word, table.ctypes.data)
             opened.pop_all()
 
@@ -220,17 +221,23 @@ class Session(Runner):
             if segment.outputs and not 0 <= min(segment.outputs) <= max(segment.outputs) < len(segment.ids):
                 raise RequestError(f"Logits are wanted after tokens {list(segment.outputs)} of {len(segment.ids)}; "
                                    "count from 0.")
+            if segment.draws and len(segment.draws) != len(segment.outputs):
+                raise RequestError(f"{len(segment.draws)} draws are given for {len(segment.outputs)} rows of logits; "
+                                   "give one for each, 0 where none is wanted, or none at all.")
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
              cancel: Cancellation | None) -> Logits:
         """Describe a walk and run it."""
         with self.executor.pool.turn:
-            n, outputs, highest = self._tables.write(segments, offset)
+            n, outputs, highest, drawn = self._tables.write(segments, offset)
             split = n <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
-            for index, value in ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs),
-                                 (abi.COUNT_MERGE, n if split else 0),
-                                 (abi.COUNT_SEVERAL, n if n > 1 else 0)):
-                self.executor.set_count(index, value)
+            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
+                      (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0))
+            if counts != self._counts:  # from token to token they seldom change
+                self._counts = ()  # an interruption may come between any two of these lines
+                for index, value in counts:
+                    self.executor.set_count(index, value)
+                self._counts = counts
             logits = self._logits[:outputs]
             self.executor.run(first, stop, cancel)
         return logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence as Items
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,33 +34,38 @@ class Tables:
     def __init__(self, tokens: int, sequences: int):
         self.tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
         self.sequences = np.zeros((sequences, abi.SEQUENCE_BYTES // 8), np.int64)
-        self.outputs = np.zeros(tokens, np.int64)
+        self.outputs, self.draws = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
         self._token_bytes = self.tokens.data.cast("B")
         self._sequence_bytes = self.sequences.data.cast("B")
+        self._output_words, self._draw_words = self.outputs.data, self.draws.data
         self._counting = np.arange(tokens)
 
-    def write(self, segments: Items[Segment], offset: int = 0) -> tuple[int, int, int]:
+    def write(self, segments: Items[Segment], offset: int = 0) -> tuple[int, int, int, bool]:
         """Describe one walk, of tokens `offset` rows behind the ends of their sequences.
 
         Returns
         -------
         tokens, outputs, highest : int
             How many there are of each, and the highest row of a token.
+        drawn : bool
+            Whether an output has a draw.
         """
         start = n_outputs = highest = 0
-        for number, (sequence, ids, outputs, _, _) in enumerate(segments):
+        drawn = False
+        for number, (sequence, ids, outputs, _, _, draws) in enumerate(segments):
             base = len(sequence.tokens) + offset
             self._list(number, sequence, base + len(ids))
             highest = max(highest, base + len(ids) - 1)
-            for output in outputs:
-                self.outputs[n_outputs] = start + output
+            for output, draw in zip(outputs, draws or repeat(0), strict=False):
+                self._output_words[n_outputs], self._draw_words[n_outputs] = start + output, draw
+                drawn = drawn or draw != 0
                 n_outputs += 1
             start += len(ids)
         if start == len(segments):
             self._write_single(segments, offset)
         else:
             self._write_many(segments, offset, start)
-        return start, n_outputs, highest
+        return start, n_outputs, highest, drawn
 
     def _list(self, number: int, sequence: Sequence, length: int) -> None:
         """Write a sequence's entry, and those of its blocks that its table does not have yet."""
@@ -72,7 +77,7 @@ class Tables:
 
     def _write_single(self, segments: Items[Segment], offset: int) -> None:
         """Describe one token of each sequence, without a temporary array."""
-        for number, (sequence, ids, _, role, _) in enumerate(segments):
+        for number, (sequence, ids, _, role, _, _) in enumerate(segments):
             row = len(sequence.tokens) + offset
             slot = sequence.blocks[row // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + row % abi.BLOCK_TOKENS
             _TOKEN.pack_into(self._token_bytes, abi.TOKEN_BYTES * number, ids[0], number, row, slot, EVERYTHING, row,

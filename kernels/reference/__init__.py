@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ..catalogue import KV, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
+from .draw import EDIT, blocks_twin, choose_twin, edit_twin
 from .elementwise import (
     embed_twin,
     gather_twin,
@@ -36,6 +37,9 @@ TWINS: dict[str, Twin] = {
     "rms_norm_q8": rms_norm_q8_twin,
     "gather_outputs": gather_twin,
     "attention_merge": merge_twin,
+    "draw_edit": edit_twin,
+    "draw_blocks": blocks_twin,
+    "draw_choose": choose_twin,
 }
 for _weights in WEIGHTS:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)
@@ -50,6 +54,6 @@ for _kv in KV:
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
 """The twin of each kernel, by the kernel's name."""
 
-__all__ = ["ACTIVATION_FUNCTIONS", "TOLERANCES", "TWINS", "Expected", "Q8Block", "RecordView", "attend", "compare",
-           "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8", "rms_norm", "rotate",
-           "write_q8"]
+__all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Expected", "Q8Block", "RecordView", "attend",
+           "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8", "rms_norm",
+           "rotate", "write_q8"]

@@ -79,6 +79,10 @@ class RecordView:
         """Numbers of the tokens whose logits are wanted."""
         return memory(self._word(self.ctx + abi.CTX_OUTPUTS), np.int64, (n,)).copy()
 
+    def draws(self, n: int) -> list[int]:
+        """Addresses of the draws of n rows of logits, 0 for none."""
+        return [int(address) for address in memory(self._word(self.ctx + abi.CTX_DRAWS), np.int64, (n,))]
+
     def block_table(self, sequence: int, n_blocks: int) -> NDArray[np.int32]:
         """The first blocks of a sequence."""
         entry = self._word(self.ctx + abi.CTX_SEQUENCES) + abi.SEQUENCE_BYTES * sequence

@@ -16,7 +16,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, models, register_model
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-F32 = ir.FloatType()
+F32, F64 = ir.FloatType(), ir.DoubleType()
 _ELEMENTS = {"f32": F32, "i32": I32, "i8": I8}
 
 
@@ -181,6 +181,7 @@ load_i64 = _loader("load_i64", I64, types.int64, 8)
 load_i32 = _loader("load_i32", I32, types.int64, 4, lambda b, v: b.sext(v, I64))
 load_u16 = _loader("load_u16", I16, types.int64, 2, lambda b, v: b.zext(v, I64))
 load_f32 = _loader("load_f32", F32, types.float32, 4)
+load_f64 = _loader("load_f64", F64, types.float64, 8)
 load_f32x16 = _loader("load_f32x16", VF, F32x16, 4)
 load_line = _loader("load_line", VB, I8x64, 64)
 store_i64 = _storer("store_i64", I64, types.int64, 8)
@@ -252,6 +253,20 @@ def mask_outside(b, v, numbers, low, high, fill):
 def vmax(b, x, y):
     """Larger lane by lane (no NaN expected)."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@define(F32x16, F32x16, F32x16)
+def vmax_or_inf(b, x, y):
+    """As `vmax`, +inf where y is NaN."""
+    y = b.select(b.fcmp_unordered("uno", y, y), constant(VF, float("inf")), y)
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@define(types.int64, F32x16, types.float32)
+def lanes_at_least(b, v, x):
+    """Bit i for each lane i that is x or more."""
+    mask = b.fcmp_ordered(">=", v, splat(b, x, VF))
+    return b.zext(b.bitcast(mask, I16), I64)
 
 
 @define(F32x16, F32x16)
@@ -327,6 +342,60 @@ def scatter_f32(b, address, v, stride):
 def f32_from_bits(b, bits):
     """The float whose bits are the low 32 of `bits`."""
     return b.bitcast(b.trunc(bits, I32), F32)
+
+
+@define(types.float64, types.float32)
+def widen(b, x):
+    """float32 to float64."""
+    return b.fpext(x, F64)
+
+
+@define(types.float32, types.float64)
+def narrow(b, x):
+    """float64 to the nearest float32."""
+    return b.fptrunc(x, F32)
+
+
+@define(types.float64, types.int64)
+def f64_of(b, n):
+    """int64 to float64."""
+    return b.sitofp(n, F64)
+
+
+@define(types.int64, types.float64)
+def i64_of(b, x):
+    """float64 to int64, towards 0."""
+    return b.fptosi(x, I64)
+
+
+@define(types.float64, types.int64)
+def f64_from_bits(b, bits):
+    """The float64 with these bits."""
+    return b.bitcast(bits, F64)
+
+
+@define(types.int64, types.float64)
+def bits_of_f64(b, x):
+    """Bits of a float64."""
+    return b.bitcast(x, I64)
+
+
+@define(types.float64, types.float64, types.float64)
+def div_f64(b, x, y):
+    """x / y in float64, without Numba's check for zero."""
+    return b.fdiv(x, y)
+
+
+@define(types.int64, types.int64, types.int64)
+def shift_right(b, bits, n):
+    """Shift right, zeros coming in from the left."""
+    return b.lshr(bits, n)
+
+
+@define(types.int64, types.int64)
+def trailing_zeros(b, bits):
+    """Number of the lowest bit that is set; one is."""
+    return call(b, "llvm.cttz.i64", I64, bits, ir.Constant(ir.IntType(1), 1))
 
 
 @define(types.float32, types.float32)

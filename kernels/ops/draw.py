@@ -1,0 +1,393 @@
+"""Choosing a token from each row of logits for which a draw is listed: bias and penalties, top-k, top-p, min-p, a draw.
+
+Three records. `draw_edit` changes the logits of the tokens that a draw's list names. `draw_blocks` notes the largest of
+every 64 logits, so that few of them are looked at again, and where top-p is about the whole vocabulary the sum of the
+exponentials of each chunk. `draw_choose` sorts the best candidates of a row, cuts and draws, and puts the model's own
+logits back. What comes back is the token's id in the draw. A row belongs to one thread but for the maxima.
+
+Operands: 0 logits, 1 work. Parameters: parameters.DRAW. Twins: reference/draw.py; all in NumPy: sampling.py. Floats of
+64 bits go through the same single operations as there, so that tokens are the same.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    COUNT_DRAWS,
+    CTX_DRAWS,
+    CTX_OUTPUTS,
+    DRAW_BLOCK,
+    DRAW_CANDIDATES,
+    DRAW_CHUNK,
+    DRAW_EDITS,
+    DRAW_FREQUENCY,
+    DRAW_KEY,
+    DRAW_MIN_P,
+    DRAW_N_EDITS,
+    DRAW_PRESENCE,
+    DRAW_REPETITION,
+    DRAW_TEMPERATURE,
+    DRAW_TOKEN,
+    DRAW_TOP_K,
+    DRAW_TOP_P,
+    EDIT_BIAS,
+    EDIT_BYTES,
+    EDIT_COUNT,
+    EDIT_KEPT,
+    EDIT_TOKEN,
+    TOKEN_POSITION,
+)
+from ..parameters import DRAW
+from ..registry import kernel
+from ..vector.record import claim, count, inline, operand, parameter, token
+from ..vector.simd import (
+    bits_of_f64,
+    div_f64,
+    div_i64,
+    f32_from_bits,
+    f64_from_bits,
+    f64_of,
+    first_lane,
+    i64_of,
+    lane_numbers,
+    lanes_at_least,
+    load_f32,
+    load_f32x16,
+    load_f64,
+    load_i32,
+    load_i64,
+    mask_outside,
+    max_f32,
+    max_lanes,
+    narrow,
+    shift_right,
+    splat_f32,
+    store_f32,
+    store_i64,
+    sum_lanes,
+    trailing_zeros,
+    vmax,
+    vmax_or_inf,
+    widen,
+)
+from ..vector.vecmath import exp as exp_lanes
+
+_LOWEST = -3.4028234663852886e38
+_INFINITY = float("inf")
+_NO_CANDIDATE = -(2**63)
+_GAMMA, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_BLOCKS = DRAW_CHUNK // DRAW_BLOCK
+
+
+@inline
+def draw_of(ctx, r):
+    """Address of the draw of row r, or 0."""
+    return load_i64(load_i64(ctx + CTX_DRAWS) + 8 * r)
+
+
+# -- bias and penalties ------------------------------------------------------------------------------------------------
+
+
+@inline
+def penalised(draw, logit, seen):
+    """A logit after the penalties of a token that was generated `seen` times."""
+    value, repetition = widen(logit), load_f64(draw + DRAW_REPETITION)
+    value = div_f64(value, repetition) if value > 0.0 else value * repetition
+    if seen > 0:
+        value = value - load_f64(draw + DRAW_PRESENCE)
+    value = value - load_f64(draw + DRAW_FREQUENCY) * f64_of(seen)
+    return narrow(min(value, -_LOWEST))
+
+
+@kernel("draw_edit")
+def draw_edit(rec, ctx, tid, n_threads):
+    """Change the logits of the tokens in each draw's list, and keep what stood there."""
+    r = claim(ctx)
+    while r < count(ctx, COUNT_DRAWS):
+        draw, logits = draw_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, DRAW.logits_stride)
+        if draw:
+            edit = load_i64(draw + DRAW_EDITS)
+            for _ in range(load_i64(draw + DRAW_N_EDITS)):
+                place, seen = logits + 4 * load_i32(edit + EDIT_TOKEN), load_i32(edit + EDIT_COUNT)
+                logit = load_f32(place)
+                store_f32(edit + EDIT_KEPT, logit)
+                logit = logit + load_f32(edit + EDIT_BIAS)
+                store_f32(place, penalised(draw, logit, seen) if seen >= 0 else logit)
+                edit += EDIT_BYTES
+        r = claim(ctx)
+    return 0
+
+
+@inline
+def put_back(draw, logits):
+    """Undo the edits."""
+    edit = load_i64(draw + DRAW_EDITS)
+    for _ in range(load_i64(draw + DRAW_N_EDITS)):
+        store_f32(logits + 4 * load_i32(edit + EDIT_TOKEN), load_f32(edit + EDIT_KEPT))
+        edit += EDIT_BYTES
+
+
+# -- maxima and sums ---------------------------------------------------------------------------------------------------
+
+
+@inline
+def logits_at(logits, i, vocab_size):
+    """16 logits from number i on; -inf behind the last one."""
+    v = load_f32x16(logits + 4 * i)
+    if i + 16 <= vocab_size:
+        return v
+    return mask_outside(v, lane_numbers(), 0, vocab_size - 1 - i, f32_from_bits(0xFF800000))
+
+
+@inline
+def sums_wanted(draw):
+    """Whether top-p is about the whole vocabulary."""
+    return (load_i64(draw + DRAW_TOP_K) == 0 and load_f64(draw + DRAW_TOP_P) < 1.0
+            and load_f64(draw + DRAW_TEMPERATURE) > 0.0)
+
+
+@inline
+def largest_of(maxima, n):
+    """The largest of n vectors of maxima."""
+    v = load_f32x16(maxima)
+    for c in range(1, n):
+        v = vmax(v, load_f32x16(maxima + 64 * c))
+    return max_lanes(v)
+
+
+@kernel("draw_blocks")
+def draw_blocks(rec, ctx, tid, n_threads):
+    """The largest of each block of 64 logits (+inf where one is NaN), and the sums of e^(logit - its chunk's largest).
+    """
+    vocab_size, rows = parameter(rec, DRAW.vocab_size), count(ctx, COUNT_DRAWS)
+    chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
+    unit = claim(ctx)
+    while unit < rows * chunks:
+        r = div_i64(unit, chunks)
+        chunk, draw = unit - r * chunks, draw_of(ctx, r)
+        if draw:
+            logits = operand(rec, ctx, 0) + r * parameter(rec, DRAW.logits_stride)
+            work = operand(rec, ctx, 1) + r * parameter(rec, DRAW.work_stride)
+            first, maxima = chunk * DRAW_CHUNK, work + 64 * chunk
+            for k in range(_BLOCKS):
+                top = splat_f32(-_INFINITY)
+                start = first + k * DRAW_BLOCK
+                for i in range(start, min(start + DRAW_BLOCK, vocab_size), 16):
+                    top = vmax_or_inf(top, logits_at(logits, i, vocab_size))
+                store_f32(maxima + 4 * k, max_lanes(top))
+            if sums_wanted(draw):
+                base = splat_f32(max_f32(largest_of(maxima, 1), first_lane(splat_f32(_LOWEST))))
+                total = splat_f32(0.0)
+                for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
+                    total = total + exp_lanes(logits_at(logits, i, vocab_size) - base)
+                store_f32(work + parameter(rec, DRAW.sums) + 4 * chunk, sum_lanes(total))
+        unit = claim(ctx)
+    return 0
+
+
+# -- candidates: int64, the logit in order-preserving bits above the inverted id, in a heap whose root is the worst ----
+
+
+@inline
+def candidate(logits, i):
+    """Logit number i as a candidate; zeros of either sign are equal."""
+    bits = load_i32(logits + 4 * i)
+    bits = 0 if bits == -(2**31) else bits
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (0xFFFFFFFF - i)
+
+
+@inline
+def logit_of(key):
+    """A candidate's logit."""
+    bits = key >> 32
+    return f32_from_bits(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@inline
+def id_of(key):
+    """A candidate's token."""
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@inline
+def replace_root(heap, n, key):
+    """Put a candidate in the place of the worst of n."""
+    i, child = 0, 1
+    while child < n:
+        other = load_i64(heap + 8 * child)
+        if child + 1 < n and load_i64(heap + 8 * child + 8) < other:
+            child += 1
+            other = load_i64(heap + 8 * child)
+        if other >= key:
+            break
+        store_i64(heap + 8 * i, other)
+        i, child = child, 2 * child + 1
+    store_i64(heap + 8 * i, key)
+
+
+@inline
+def collect_block(logits, first, vocab_size, heap, n, threshold):
+    """Put what is better than the worst of n candidates among them, from one block; returns the worst one's logit."""
+    for i in range(first, min(first + DRAW_BLOCK, vocab_size), 16):
+        mask = lanes_at_least(logits_at(logits, i, vocab_size), threshold)
+        while mask:
+            at = i + trailing_zeros(mask)
+            mask = mask & (mask - 1)
+            key = candidate(logits, at)
+            if at < vocab_size and key > load_i64(heap):
+                replace_root(heap, n, key)
+                if load_i64(heap) != _NO_CANDIDATE:
+                    threshold = logit_of(load_i64(heap))
+    return threshold
+
+
+@inline
+def collect(logits, maxima, vocab_size, heap, n):
+    """Leave the n best candidates at `heap`, best first."""
+    for j in range(n):
+        store_i64(heap + 8 * j, _NO_CANDIDATE)
+    threshold = f32_from_bits(0xFF800000)
+    for chunk in range(div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)):
+        mask = lanes_at_least(load_f32x16(maxima + 64 * chunk), threshold)
+        while mask:
+            first = chunk * DRAW_CHUNK + trailing_zeros(mask) * DRAW_BLOCK
+            mask = mask & (mask - 1)
+            threshold = collect_block(logits, first, vocab_size, heap, n, threshold)
+    for end in range(n - 1, 0, -1):
+        worst, last = load_i64(heap), load_i64(heap + 8 * end)
+        replace_root(heap, end, last)
+        store_i64(heap + 8 * end, worst)
+
+
+# -- functions of one float64: the operations of sampling.py -----------------------------------------------------------
+
+
+@inline
+def exp(x):
+    """e^x for x <= 0."""
+    if not x >= -708.0:
+        return 0.0
+    k = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0
+    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    p = 1 / 6227020800
+    p = (((p * r + 1 / 479001600) * r + 1 / 39916800) * r + 1 / 3628800) * r + 1 / 362880
+    p = (((p * r + 1 / 40320) * r + 1 / 5040) * r + 1 / 720) * r + 1 / 120
+    p = ((((p * r + 1 / 24) * r + 1 / 6) * r + 0.5) * r + 1.0) * r + 1.0
+    return p * f64_from_bits((i64_of(k) + 1023) << 52)
+
+
+@inline
+def log(x):
+    """ln x of a positive normal number (fdlibm's e_log.c)."""
+    bits = bits_of_f64(x)
+    exponent = (bits >> 52) - 1023
+    m = f64_from_bits((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000)
+    if m > 1.4142135623730951:
+        m = m * 0.5
+        exponent += 1
+    k, f = f64_of(exponent), m - 1.0
+    s = div_f64(f, 2.0 + f)
+    z = s * s
+    w = z * z
+    odd = 2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)
+    even = 3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01)
+    r = z * (6.666666666666735130e-01 + w * odd) + w * even
+    half = 0.5 * f * f
+    return k * 6.93147180369123816490e-01 - ((half - (s * (half + r) + k * 1.90821492927058770002e-10)) - f)
+
+
+@inline
+def absorb(state, value):
+    """Output number `value` of SplitMix64 with this state."""
+    z = state + (value + 1) * _GAMMA
+    z = (z ^ shift_right(z, 30)) * _MIX1
+    z = (z ^ shift_right(z, 27)) * _MIX2
+    return z ^ shift_right(z, 31)
+
+
+@inline
+def gumbel(bits):
+    """-ln(-ln u) of the u in (0, 1) that random bits stand for."""
+    return -log(-log((f64_of(shift_right(bits, 12)) + 0.5) * 2.220446049250313e-16))
+
+
+# -- the chain ---------------------------------------------------------------------------------------------------------
+
+
+@inline
+def total_weight(draw, work, maxima, heap, n, top, chunks):
+    """Sum of the weights that top-p is a share of: those of n candidates, or of the whole vocabulary."""
+    total = 0.0
+    if sums_wanted(draw):
+        for c in range(chunks):
+            total = total + widen(load_f32(work + 4 * c)) * exp(widen(largest_of(maxima + 64 * c, 1)) - top)
+    else:
+        for j in range(n):
+            total = total + exp(widen(logit_of(load_i64(heap + 8 * j))) - top)
+    return total
+
+
+@inline
+def n_kept(draw, heap, n, top, total, all_known):
+    """How many of n sorted candidates top-p and min-p keep; 0 if more would be needed to tell."""
+    top_p, min_p = load_f64(draw + DRAW_TOP_P), load_f64(draw + DRAW_MIN_P)
+    reached = 0.0
+    for j in range(n):
+        weight = exp(widen(logit_of(load_i64(heap + 8 * j))) - top)
+        if weight < min_p:
+            return j
+        reached = reached + weight
+        if top_p < 1.0 and reached >= top_p * total:
+            return j + 1
+    return n if all_known else 0
+
+
+@inline
+def drawn(draw, heap, n, top, position):
+    """The one of n candidates with the largest logit / temperature + Gumbel number; the lowest id among equals."""
+    state = absorb(load_i64(draw + DRAW_KEY), position)
+    best, chosen = -_INFINITY, id_of(load_i64(heap))
+    for j in range(n):
+        key = load_i64(heap + 8 * j)
+        score = div_f64(widen(logit_of(key)) - top, load_f64(draw + DRAW_TEMPERATURE))
+        score = score + gumbel(absorb(state, id_of(key)))
+        if score > best or (score == best and id_of(key) < chosen):
+            best, chosen = score, id_of(key)
+    return chosen
+
+
+@inline
+def choose(draw, logits, work, sums, heap, vocab_size, position):
+    """The token's id, or -1."""
+    chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
+    largest = largest_of(work, chunks)
+    if not (largest < _INFINITY and largest > -_INFINITY):
+        return -1
+    temperature, top_k = load_f64(draw + DRAW_TEMPERATURE), load_i64(draw + DRAW_TOP_K)
+    wanted = top_k if 0 < top_k < vocab_size else vocab_size
+    n = 1 if temperature == 0.0 else min(wanted, DRAW_CANDIDATES)
+    if 0 < top_k < vocab_size and top_k > n and temperature != 0.0:
+        return -1
+    collect(logits, work, vocab_size, heap, n)
+    if temperature == 0.0:
+        return id_of(load_i64(heap))
+    top = widen(logit_of(load_i64(heap)))
+    total = total_weight(draw, sums, work, heap, n, top, chunks) if load_f64(draw + DRAW_TOP_P) < 1.0 else 0.0
+    n = n_kept(draw, heap, n, top, total, n == wanted)
+    return drawn(draw, heap, n, top, position) if n else -1
+
+
+@kernel("draw_choose")
+def draw_choose(rec, ctx, tid, n_threads):
+    """Sort, cut and draw; the id of the token goes to the draw, and the logits are the model's own again."""
+    r = claim(ctx)
+    while r < count(ctx, COUNT_DRAWS):
+        draw, logits = draw_of(ctx, r), operand(rec, ctx, 0) + r * parameter(rec, DRAW.logits_stride)
+        if draw:
+            work = operand(rec, ctx, 1) + r * parameter(rec, DRAW.work_stride)
+            last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
+            store_i64(draw + DRAW_TOKEN, choose(
+                draw, logits, work, work + parameter(rec, DRAW.sums), work + parameter(rec, DRAW.candidates),
+                parameter(rec, DRAW.vocab_size), token(ctx, last, TOKEN_POSITION) + 1))
+            put_back(draw, logits)
+        r = claim(ctx)
+    return 0
