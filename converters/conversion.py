@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import BundleWriter, Quantisation, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
 from edgeinfer.graph import Graph, Weight, WeightType, build_graph, requested_types
+from edgeinfer.process import say
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.text import ChatTemplate, Tokenizer
 
@@ -71,7 +72,7 @@ def convert(
     TokenizerError
         If running could not open its tokenizer or chat template.
     DestinationError
-        If the destination exists, is being written by another process, or its disk is full.
+        If the destination exists, or its disk is full. One that another process writes is waited for.
     UsageError
         For an unknown type or group size.
     """
@@ -85,7 +86,8 @@ def convert(
         tensors: list[TensorReport] = []
         asked = quantisation_of(type_of, weights, group_size)
         name = Path(source).resolve().name
-        with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite, source=name) as writer:
+        with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite, source=name,
+                          waiting=_told_once(destination)) as writer:
             writer.reserve(bundle_bytes(graph, files))
             for path in files:
                 writer.copy_file(path)
@@ -101,6 +103,18 @@ def convert(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
+
+
+def _told_once(destination: str | Path) -> Callable[[], None]:
+    """What to call while another process writes the destination: it says so, once."""
+    told: list[str] = []
+
+    def waiting() -> None:
+        if not told:
+            told.append(f"Another process writes {destination}; this one waits for it.")
+            say(told[0])
+
+    return waiting
 
 
 def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group_size: int) -> Quantisation:

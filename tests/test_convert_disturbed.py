@@ -60,12 +60,14 @@ def test_ctrl_c_leaves_nothing(slow_conversion: subprocess.Popen[str], tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_two_conversions_to_one_destination(
-    slow_conversion: subprocess.Popen[str], source: Path, tmp_path: Path
+def test_the_second_of_two_conversions_to_one_destination_waits(
+    slow_conversion: subprocess.Popen[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DestinationError, match=r"bundle is being written by another process; wait until"):
+    with pytest.raises(DestinationError, match="bundle already exists"):
         convert(source, tmp_path / "bundle")
-    assert slow_conversion.poll() is None
+    assert capsys.readouterr().err == \
+        f"edgeinfer: Another process writes {tmp_path / 'bundle'}; this one waits for it.\n"
+    assert slow_conversion.wait(10) == 0  # it was let finish
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -54,6 +54,8 @@ class BundleWriter:
         Replace an existing bundle (never a directory that is no bundle).
     source : str
         Where the weights came from, for people.
+    waiting : callable, optional
+        Called twice a second while another process writes the destination; without it that is refused.
 
     Raises
     ------
@@ -62,12 +64,13 @@ class BundleWriter:
     """
 
     def __init__(self, destination: str | Path, config: ModelConfig, quantisation: Quantisation, *,
-                 overwrite: bool = False, source: str = ""):
+                 overwrite: bool = False, source: str = "", waiting: Callable[[], object] | None = None):
         self.destination = Path(os.path.abspath(destination))
         self._config = config
         self._quantisation = quantisation
         self._overwrite = overwrite
         self._source = source
+        self._waiting = waiting
         self._partial = self._beside("partial")
         self._lock = DestinationLock(self.destination)
         self._file: BinaryIO | None = None
@@ -80,7 +83,7 @@ class BundleWriter:
         try:
             with self._writing():
                 self.destination.parent.mkdir(parents=True, exist_ok=True)
-                if self._lock.acquire():
+                if self._lock.acquire(self._waiting):
                     self._clear_remains()
                 self._refuse_existing()  # another process may have finished while we looked
                 self._partial.mkdir()
