@@ -15,6 +15,7 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
 
 from .folder import checkpoint_file
+from .gguf_header import gguf_refusal, is_gguf
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
 from .uses import Use, check_uses
@@ -29,7 +30,8 @@ TRAVELLING = re.compile(
 )
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
 HEAD = "lm_head.weight"
-COMPARE_ROWS = 1024
+COMPARED = 1 << 20
+"""Elements of two tensors that are compared at a time."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Checkpoint:
         path = Path(path)
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
+        if path.is_file() and is_gguf(path):
+            raise CheckpointError(gguf_refusal(path))
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
         config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
@@ -170,9 +174,9 @@ class Checkpoint:
     def _same(self, a: str, b: str) -> bool:
         if self.tensor(a).shape != self.tensor(b).shape:
             return False
-        rows = self.tensor(a).shape[0]
-        for start in range(0, rows, COMPARE_ROWS):
-            stop = min(start + COMPARE_ROWS, rows)
+        rows, step = self.tensor(a).shape[0], max(1, COMPARED // prod(self.tensor(a).shape[1:]))
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
             if not np.array_equal(self.read_rows(a, start, stop), self.read_rows(b, start, stop)):
                 return False
         return True

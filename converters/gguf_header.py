@@ -25,6 +25,17 @@ KEPT_ITEMS = 4096
 TOLERANCE = 0.01
 """Largest difference between the parameters that the fields give and those of the tensors."""
 
+_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}
+"""Name of each type of tensors, elements of a block, and its bytes."""
 _ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
     "qwen3moe": "qwen3_moe",
@@ -48,10 +59,33 @@ class Header:
     """Values by key; an array longer than `KEPT_ITEMS` is a range of its length."""
     tensors: dict[str, tuple[int, ...]]
     """Dimensions of each tensor, the fastest first."""
+    types: dict[str, int]
+    """Bytes of all tensors of a type, by its name; the largest first."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one, by its first bytes or its name."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+    except OSError:  # whoever reads it says so
+        return False
+
+
+def gguf_refusal(path: Path) -> str:
+    """Say what to do instead where a file would have to be run or converted."""
+    return (f"{path} is a GGUF file, which edgeinfer does not run or convert, yet: give the checkpoint that it was "
+            f"made from, a directory with safetensors or an id on the hub (edgeinfer plan {path} says what that "
+            "takes).")
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a config.json for the model of a GGUF file.
+    """Return the fields of a config.json for the model of a GGUF file; raises as `read_gguf`."""
+    return read_gguf(path)[0]
+
+
+def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the fields of a config.json for the model of a GGUF file, and the bytes of its tensors by type.
 
     Raises
     ------
@@ -69,7 +103,7 @@ def read_gguf_config(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"Cannot read the GGUF file {path}: {why}.") from None
     config = _config(header, path)
     _check(config, header, path)
-    return config
+    return config, header.types
 
 
 class _Reader:
@@ -89,14 +123,29 @@ class _Reader:
         for _ in range(n_pairs):
             key = self._text()
             fields[key] = self._value(self._number("<I"))
-        tensors = {}
+        tensors: dict[str, tuple[int, ...]] = {}
+        types: dict[str, int] = {}
         for _ in range(n_tensors):
             name, n_dims = self._text(), self._number("<I")
             if not 1 <= n_dims <= 4:
                 raise self._damaged(f"the tensor {name:.60} has {n_dims} dimensions")
+            if name in tensors:
+                raise self._damaged(f"it has the tensor {name:.60} twice")
             tensors[name] = tuple(self._count(2**40, "rows") for _ in range(n_dims))
-            self._take(12)  # its type, and where it begins
-        return Header(fields, tensors)
+            stored, nbytes = self._stored(name, tensors[name], self._number("<I"))
+            types[stored] = types.get(stored, 0) + nbytes
+            self._take(8)  # where it begins
+        return Header(fields, tensors, dict(sorted(types.items(), key=lambda item: -item[1])))
+
+    def _stored(self, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
+        """The name of a tensor's type, and the bytes of the tensor; its rows are blocks."""
+        if kind not in _TYPES:
+            raise self._damaged(f"the tensor {name:.60} has the type {kind}, which is not known")
+        stored, elements, nbytes = _TYPES[kind]
+        if shape[0] % elements:
+            raise self._damaged(f"the tensor {name:.60} has rows of {shape[0]} elements, which are no blocks of "
+                                f"{elements}, as {stored} needs")
+        return stored, math.prod(shape) // elements * nbytes
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -14,8 +14,8 @@ from edgeinfer.quant import quantise
 
 from .checkpoint import Checkpoint
 
-BLOCK_WEIGHTS = 1 << 22
-"""Weights handled at a time: 16 MB as float32, and about 40 MB with everything made of them."""
+BLOCK_WEIGHTS = 1 << 20
+"""Weights handled at a time: 4 MB as float32, and about 10 MB with everything made of them."""
 Progress = Callable[[int, int, str], None]
 Indices = NDArray[Any]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from .config import KV_TYPES, Recipe, RuntimeConfig
 from .errors import CheckpointError, ModelNotFoundError
-from .files import open_plain
 from .graph import (
     Graph,
     KvAccess,
@@ -32,6 +31,7 @@ from .graph import (
 from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id, unknown_model
 from .quant import KV_TYPES as STORED_KV
 from .quant import TYPES, embedding_type
+from .sizes import format_size
 
 if TYPE_CHECKING:
     from .devices import Traffic
@@ -62,6 +62,18 @@ class ModelDescription:
     """Why edgeinfer cannot run it; empty where it can."""
     recipe: Recipe = field(default_factory=Recipe)
     """The passes that made the graph."""
+    file_types: dict[str, int] = field(default_factory=dict)
+    """Of a GGUF file: bytes of its tensors by their type. The other figures are those of converting the original."""
+
+    @property
+    def file_note(self) -> str:
+        """What a GGUF file holds, and what the figures mean; empty for others."""
+        if not self.file_types:
+            return ""
+        types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
+        made = f"a bundle of {format_size(self.weight_bytes)} with weights {self.quantisation.weights}"
+        return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); edgeinfer does not "
+                f"run or convert GGUF files, yet. These figures are those of converting the original: {made}.")
 
     @property
     def runnable(self) -> bool:
@@ -196,6 +208,13 @@ def describe(
     if path.is_dir() and is_bundle(path):
         return _from_bundle(name, path, weights, group_size, recipe)
     try:
+        if path.is_file() and path.stat().st_size:
+            from .converters import is_gguf, read_gguf
+
+            if is_gguf(path):
+                config, types = read_gguf(path)
+                described = describe_config(config, name, f"GGUF file {path}", weights, group_size, recipe)
+                return replace(described, file_types=types)
         config, source = _config(name, path)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
@@ -248,14 +267,12 @@ def _from_bundle(
 
 def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:
     """The fields of config.json that the name stands for, and where they come from."""
-    from .converters import fetch_config, read_gguf_config, read_json
+    from .converters import fetch_config, read_json
 
     if path.is_file():
         if not path.stat().st_size:
             raise CheckpointError(f"{path} is empty; download it again.")
-        with open_plain(path) as file:
-            is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
-        return (read_gguf_config(path), f"GGUF file {path}") if is_gguf else (read_json(path), f"file {path}")
+        return read_json(path), f"file {path}"
     if path.is_dir():
         if (path / CONFIG_FILE).is_file():
             return read_json(path / CONFIG_FILE), f"checkpoint {path}"

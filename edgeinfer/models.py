@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import cache
 from .bundle import FORMAT_VERSION, Bundle, is_bundle
-from .errors import BundleError, DestinationError, ModelNotFoundError
+from .errors import BundleError, CheckpointError, DestinationError, ModelNotFoundError
 from .lock import DestinationLock
 from .process import say
 
@@ -110,6 +110,11 @@ def _is_model(path: Path) -> bool:
 
 
 def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
+    if path.is_file():
+        from .converters import gguf_refusal, is_gguf
+
+        if is_gguf(path):
+            raise CheckpointError(gguf_refusal(path))
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} is a file; MODEL is the directory of a bundle or of a checkpoint.")
     if is_bundle(path):
@@ -128,13 +133,9 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
 
 def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
     """Find or make the bundle of a hub model; one that is there is used without asking the hub for news."""
-    def make(target: Path) -> None:
-        from .converters import fetch
-
-        _convert(fetch(repo_id, progress=progress and partial(progress, "download")), target, progress)
-
     name = f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
-    return cached_bundle(repo_id, name, make, convert, format_1=name, progress=progress)
+    return cached_bundle(repo_id, name, lambda target: _convert(repo_id, target, progress, hub=True), convert,
+                         format_1=name, progress=progress)
 
 
 def cached_bundle(
@@ -224,11 +225,10 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def _convert(source: Path, target: Path, progress: Progress | None) -> None:
-    from .converters import convert
+def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False) -> None:
+    from .converters import convert_apart
 
-    told = progress and partial(progress, "convert")
-    convert(source, target, weights=WEIGHTS, group_size=GROUP_SIZE, progress=told, overwrite=True)
+    convert_apart(source, target, WEIGHTS, GROUP_SIZE, hub=hub, progress=progress)
 
 
 def _file_stamps(directory: Path) -> list[str]:

@@ -250,7 +250,11 @@ def full_disks(directory: Path, count: int, seed: int) -> str:
         shutil.rmtree(place.cache / "bundles", ignore_errors=True)
         place.check(resolve(place.checkpoint))
 
-    with mock.patch.dict(os.environ, EDGEINFER_CACHE=str(place.cache)):
+    def here(source: Path, destination: Path, weights: str, group_size: int, **_: object) -> None:
+        convert(source, destination, weights=weights, group_size=group_size, overwrite=True)
+
+    cache = mock.patch.dict(os.environ, EDGEINFER_CACHE=str(place.cache))
+    with cache, mock.patch("edgeinfer.converters.convert_apart", here):  # it converts in another process, else
         runs = each_write(first_run, lambda: None)
         first_run()
     with LLM(out / "bundle", ctx=128, threads=1) as llm:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from edgeinfer.converters import read_gguf_config
+from edgeinfer.converters.gguf_header import _TYPES
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import builtin_shapes
+from edgeinfer.sizes import format_size
+from tests.command_line import edgeinfer
 
 F = {"u8": 0, "u32": 4, "f32": 6, "bool": 7, "str": 8, "array": 9, "u64": 10}
 
@@ -117,6 +120,100 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
     assert (described.config.vocab_size, described.config.head_dim) == (40, 8) and described.runnable
 
 
+def quantised_file(path: Path, kinds: dict[str, str]) -> dict[str, int]:
+    """A file of the gguf package whose tensors have these types by name, else F32; gives the bytes by type."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    c = builtin_shapes()["smollm2-135m"].config
+    hidden, ffn, layers = 256, 512, 2
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_token_list([f"t{i}" for i in range(40)])
+    shapes = {"token_embd": (40, hidden), "output": (40, hidden), "output_norm": (hidden,)}
+    for i in range(layers):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in {
+            "attn_norm": (hidden,), "attn_q": (hidden, hidden), "attn_k": (128, hidden), "attn_v": (128, hidden),
+            "attn_output": (hidden, hidden), "ffn_norm": (hidden,), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden),
+            "ffn_down": (hidden, ffn)}.items()}
+    wanted: dict[str, int] = {}
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType[kinds.get(name.rsplit(".", 1)[-1], "F32")]
+        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        raw = np.zeros((*shape[:-1], shape[-1] // elements * nbytes), np.uint8)
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=kind)
+        wanted[kind.name] = wanted.get(kind.name, 0) + raw.nbytes
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return wanted
+
+
+MATRICES = ("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+Q4_K_M = {**dict.fromkeys(MATRICES, "Q4_K"), "attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}
+
+
+@pytest.mark.parametrize("kinds", [Q4_K_M, dict.fromkeys(MATRICES, "Q8_0"), dict.fromkeys(MATRICES, "F16"), {}])
+def test_types_and_bytes_are_those_of_the_file(tmp_path: Path, kinds: dict[str, str]) -> None:
+    path = tmp_path / "m.gguf"
+    wanted = quantised_file(path, kinds)
+    described = describe(path, "q4", 32)
+    assert described.file_types == wanted and list(wanted.values()) != []
+    assert sorted(described.file_types.values(), reverse=True) == list(described.file_types.values())
+    total = sum(wanted.values())
+    assert 0 <= path.stat().st_size - total < 6000
+    assert described.file_note.startswith(f"The file holds {format_size(total)} of tensors (")
+    assert all(f"{name} {format_size(nbytes)}" in described.file_note for name, nbytes in wanted.items())
+    made = f"a bundle of {format_size(described.weight_bytes)} with weights q4"
+    assert described.file_note.endswith(f"These figures are those of converting the original: {made}.")
+
+
+def test_plan_and_estimate_tell_files_of_one_model_apart(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    totals, figures = set(), set()
+    for kinds in (Q4_K_M, dict.fromkeys(MATRICES, "Q8_0"), dict.fromkeys(MATRICES, "F16")):
+        path.unlink(missing_ok=True)
+        wanted = quantised_file(path, kinds)
+        plan = edgeinfer("plan", path, "--ctx", 64, "--json").json
+        speed = edgeinfer("estimate", path, "--device", "rpi5", "--ctx", 64, "--json").json
+        assert plan["file_types"] == speed["file_types"] == wanted
+        note = next(note for note in plan["notes"] if note.startswith("The file holds"))
+        assert "edgeinfer does not run or convert GGUF files, yet" in note and speed["file_note"] == note
+        totals.add(sum(wanted.values()))
+        figures.add((plan["total_bytes"], speed["weight_bytes"]))  # of converting the original, whatever the file is
+        for command in (["plan", path], ["estimate", path, "--device", "rpi5"]):
+            words = " ".join(edgeinfer(*command, "--ctx", 64).out.split())
+            assert f"The file holds {format_size(sum(wanted.values()))} of tensors" in words
+    assert len(totals) == 3 and len(figures) == 1
+    assert edgeinfer("plan", "smollm2-135m", "--json").json["file_types"] is None
+
+
+@pytest.mark.parametrize("command", ["run", "info", "convert", "bench"])
+def test_a_file_that_cannot_run_says_what_to_do(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(GOOD)
+    done = edgeinfer(command, path, *([tmp_path / "out"] if command == "convert" else []), stdin=b"hello")
+    assert done.code == 1 and done.sentence == (
+        f"{path} is a GGUF file, which edgeinfer does not run or convert, yet: give the checkpoint that it was made "
+        f"from, a directory with safetensors or an id on the hub (edgeinfer plan {path} says what that takes)."
+    )
+
+
+def test_the_table_of_types_is_that_of_the_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: row for number, row in _TYPES.items() if number in theirs} == {
+        number: row for number, row in theirs.items() if number in _TYPES}
+    assert {"Q4_K", "Q6_K", "Q8_0", "F16", "BF16", "IQ4_XS"} <= {name for name, _, _ in _TYPES.values()}
+
+
 GOOD = header(fields_of("smollm2-135m"), tensors_of("smollm2-135m"))
 
 
@@ -124,6 +221,14 @@ def changed(change: Callable[[dict[str, Any], dict[str, tuple[int, ...]]], objec
     fields, tensors = fields_of("smollm2-135m"), tensors_of("smollm2-135m")
     change(fields, tensors)
     return header(fields, tensors, version)
+
+
+def retyped(kind: int, columns: int | None = None) -> bytes:
+    """The header with another type, and perhaps another width, of its first tensor."""
+    begin = GOOD.index(text("token_embd.weight")) + len(text("token_embd.weight"))
+    n_dims, width, rows, _, offset = struct.unpack_from("<IQQIQ", GOOD, begin)
+    changed = struct.pack("<IQQIQ", n_dims, columns or width, rows, kind, offset)
+    return GOOD[:begin] + changed + GOOD[begin + len(changed) :]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +247,9 @@ def changed(change: Callable[[dict[str, Any], dict[str, tuple[int, ...]]], objec
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 4, 2**30), "items of an array"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQQ", 9, 8, 5000, 2**60), "is cut short"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + text("t") + struct.pack("<I", 9), "tensor t has 9 dimensions"),
+        (retyped(99), r"damaged: the tensor token_embd.weight has the type 99, which is not known; download it again"),
+        (retyped(2, columns=570), r"has rows of 570 elements, which are no blocks of 32, as Q4_0 needs; download"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + 2 * (text("t") + struct.pack("<IQIQ", 1, 1, 0, 0)), "tensor t twice"),
         (GOOD[:-200], r"is cut short: its header goes on after the file's \d+ bytes; download it again"),
         (changed(lambda f, t: f.update({"general.architecture": "mamba"})), "architecture 'mamba'; known: llama, "),
         (changed(lambda f, t: f.pop("general.architecture")), "of architecture None; known"),

@@ -16,8 +16,10 @@ import pytest
 from benchmarks import memory as memory_benchmark
 from benchmarks.memory import Case, Limited, Row, pairs, report
 from benchmarks.outside import control_group, watch
+from edgeinfer.cache import cache_root
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime import memory
+from tests.checkpoints import make_checkpoint
 from tests.command_line import PYTHON, environment
 from tests.sessions import session, tokens, write_model
 
@@ -72,6 +74,29 @@ def test_a_run_lives_within_what_was_planned() -> None:
                 pytest.skip("no control group with a memory controller can be made here")
             done = run_demo(*options, group=group)
         assert done.code == 0 and json.loads(done.out)["completion_tokens"] == 8, done.err
+
+
+def test_a_run_that_converts_first_takes_no_more(tmp_path: Path) -> None:
+    """The conversion's memory is that of another process, and gone before the model runs."""
+    source = make_checkpoint(tmp_path / "hf", hidden_size=512, intermediate_size=2048, num_attention_heads=8)
+    command, peaks = [*PYTHON, "run", str(source), "Once", "-n", "8", "--json"], []
+    variables = environment(EDGEINFER_CACHE=str(linked_cache(tmp_path)))
+    for _ in range(2):
+        done = watch(command, variables)
+        assert done.code == 0, done.err
+        peaks.append(done.vm_hwm_bytes)
+        assert abs(done.vm_hwm_bytes - json.loads(done.out)["planned_bytes"]) < 24 * MB
+    assert peaks[0] - peaks[1] < 8 * MB
+
+
+def linked_cache(tmp_path: Path) -> Path:
+    """A cache of one's own for bundles, with the kernels that are there."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    kernels = cache_root() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(kernels)
+    return cache
 
 
 def test_a_long_prompt_takes_no_more_than_a_short_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "cache"
+
+
+def in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_id: str) -> Path:
+    """Make a checkpoint as if it had been downloaded before."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / f"models--{repo_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    return make_checkpoint(repository / "snapshots" / ("0" * 40))
 
 
 def test_the_demo_is_a_bundle_in_the_package() -> None:
@@ -64,7 +74,7 @@ def test_an_older_conversion_is_replaced_with_one_line(
     model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_checkpoint(tmp_path / "tiny")
-    monkeypatch.setattr("edgeinfer.converters.fetch", lambda *_, **__: source, raising=False)
+    in_the_hubs_cache(tmp_path, monkeypatch, model)
     name = str(source) if model == "path" else model
     path = resolve(name)
     as_format_1(path)
@@ -151,19 +161,14 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def test_a_hub_model_is_fetched_and_converted_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_checkpoint(tmp_path / "snapshot")
-    asked: list[str] = []
-
-    def fetch(repo_id: str, revision: str | None = None, progress: object = None) -> Path:
-        asked.append(repo_id)
-        return source
-
-    monkeypatch.setattr("edgeinfer.converters.fetch", fetch, raising=False)
+    repo_ids = ("someone/a-model", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "someone/another")
+    source = [in_the_hubs_cache(tmp_path, monkeypatch, repo_id) for repo_id in repo_ids][-1]
     first = resolve("someone/a-model")
     assert first.name.startswith("someone--a-model-") and is_bundle(first)
+    shutil.rmtree(tmp_path / "hub" / "models--someone--a-model")  # it is not asked for again
     assert resolve("someone/a-model") == resolve("someone/a-model", convert=False) == first
     assert resolve("tinyllama").name.startswith("TinyLlama--TinyLlama-1.1B-Chat-v1.0-")
-    assert asked == ["someone/a-model", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
+    monkeypatch.setattr("edgeinfer.converters.fetch", lambda *_, **__: source, raising=False)
     assert checkpoint_path("someone/another") == source
     assert checkpoint_path(source) == source
 

@@ -72,6 +72,7 @@ def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> di
         "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
                  "parameters": model.parameters},
         "bits_per_weight": 8 * model.weight_bytes / model.parameters, "reason": model.reason,
+        "file_types": model.file_types or None, "file_note": model.file_note,
     }
 
 
@@ -178,6 +179,8 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
         yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
     if out["reason"]:
         yield f"{out['reason']}."
+    if out["file_note"]:
+        yield out["file_note"]
     point = out["break_even"]
     if point is None:
         yield ("Whether skipping neurons pays here is not known: scattered reads were not measured "

@@ -138,6 +138,7 @@ class _Planned:
             "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "alternatives": [alternative_object(option) for option in options],
+            "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
         }
         if not fits:
@@ -163,6 +164,8 @@ class _Planned:
         notes, own = [], self.model.config.max_position_embeddings
         if not self.model.runnable:
             notes.append(f"A shape only: {self.model.reason}.")
+        if self.model.file_types:
+            notes.append(self.model.file_note)
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile)):

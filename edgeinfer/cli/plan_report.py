@@ -39,6 +39,7 @@ JSON_FIELDS = {
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and as in "
         "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
+        "file_types": "of a GGUF file: bytes of its tensors by type; else null",
         "notes": "remarks",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "

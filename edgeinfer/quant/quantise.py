@@ -22,8 +22,8 @@ from .types import TYPES
 
 Floats = NDArray[np.float32]
 
-BLOCK_WEIGHTS = 1 << 18
-"""Weights that one thread handles at a time: its temporaries (about 2 MB a copy) stay in cache and bounded."""
+BLOCK_WEIGHTS = 1 << 17
+"""Weights that one thread handles at a time: its temporaries (about 0.5 MB a copy) stay in cache and bounded."""
 REFINEMENTS = 2
 FP16_MAX = 65504.0
 
