@@ -63,8 +63,8 @@ def futex(monkeypatch: pytest.MonkeyPatch) -> CountedFutex:
 
 
 def test_turns_last_longer_than_a_wake_up() -> None:
-    """Whatever a turn takes here; half of it for a clock that has changed since."""
-    turns = threads_module.spins(real(), 1)
+    """Whatever a turn takes here; half of that for a clock that has changed since."""
+    turns = max(threads_module.spins(real(), 1) for _ in range(10))
     ctx = np.zeros(abi.CTX_BYTES // 8, np.int64)
     spin, taken = real().function("spin"), []
     for _ in range(20):

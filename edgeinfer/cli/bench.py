@@ -188,7 +188,7 @@ def run_tests(
         bundle.check_contents(threads, partial(progress, "load"))  # once, and no part of load_ms
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
     with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
-        session, bundle, load_ms = open_session(path, replace(config, threads=threads), progress)
+        session, bundle, load_ms = open_session(path, config, progress)
         try:
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
             peak = peak_rss_bytes()
