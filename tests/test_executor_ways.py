@@ -238,6 +238,12 @@ def test_the_way_follows_the_machine() -> None:
     assert chosen[6000 + LONGEST_INTERVAL + 2 * TRIAL :].count(2) > 0.98 * (6000 - LONGEST_INTERVAL - 2 * TRIAL)
 
 
+def test_a_hopeless_trial_ends_at_once() -> None:
+    """Another program has the other core all the time: each walk of all threads waits for its turn."""
+    chosen = walked(Pace(2, choose=True, small=True), lambda i: 200, lambda i: 20_000, 20_000)
+    assert chosen.count(2) < 30
+
+
 def test_an_outlier_changes_nothing() -> None:
     pace = Pace(2, choose=True)
     chosen = walked(pace, lambda i: 300, lambda i: 50_000 if i == 2000 else 200, 2300)

@@ -14,8 +14,9 @@ TRIAL, UNCOUNTED = 8, 4
 """Walks of a trial, and how many of them do not count: threads are woken, and their caches have none of the weights."""
 INTERVAL, LONGEST_INTERVAL = 64, 1024
 """Walks until the next trial: at first, and after some in vain."""
-GAIN, LOSS = 0.95, 1.3
-"""A trial is kept if it takes less than that of the other way's time; from that on the other is tried at once."""
+GAIN, LOSS, COLD_LOSS = 0.95, 1.3, 5.0
+"""A trial is kept if it takes less than the first share of the other way's time. From the second on the other is tried
+at once, and a trial ends; from the third on already where its walks do not count."""
 
 
 @dataclass(slots=True)
@@ -55,13 +56,14 @@ class _Kind:
         """Take note of a walk; one outlier moves the figure by a quarter at most."""
         way, before, other = self.way, self.ns[self.way], self.ns[1 - self.way]
         self.last, self.left = ns, self.left - 1
-        if self.uncounted:
-            self.uncounted -= 1
+        counts, self.uncounted = not self.uncounted, max(0, self.uncounted - 1)
+        if not counts:
             self.ns[way] = before if before and not self.trial else ns
-            return
-        first = before == 0 or (self.trial and self.left == TRIAL - UNCOUNTED - 1)
-        self.ns[way] = ns if first else before + (min(ns, 2 * before) - before) / 4
-        if other and self.ns[way] > LOSS * other:
+        elif before == 0 or (self.trial and self.left == TRIAL - UNCOUNTED - 1):
+            self.ns[way] = ns
+        else:
+            self.ns[way] = before + (min(ns, 2 * before) - before) / 4
+        if other and self.ns[way] > (LOSS if counts else COLD_LOSS) * other:
             self.left = 0
 
 
