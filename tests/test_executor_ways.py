@@ -103,7 +103,7 @@ def test_a_walk_of_one_thread_wakes_nobody(make: Make, futex: CountedFutex) -> N
     ran: list[int] = []
     executor = make(["work"] * 3, 4, work=lambda record, tid: ran.append(tid))
     executor.pace = one = AnyWay(4)  # type: ignore[assignment]
-    one.plan = lambda tokens: (1, True)  # type: ignore[method-assign]
+    one.plan = lambda *walk: (1, True)  # type: ignore[method-assign]
     time.sleep(0.05)  # the threads fall asleep
     futex.calls.clear()
     for _ in range(10):
@@ -185,10 +185,10 @@ def test_short_walks_are_the_callers(make: Make) -> None:
     for pause[0], caller in ((0.0, False), (0.05, None), (0.05, False), (0.0, False)):
         executor.run()
         assert caller is None or (walkers[-1] == me) == caller
-    executor.pace.took(0, 1000)  # whatever this machine takes: a short one
+    executor.pace.took(1000, 0, 0, 1)  # whatever this machine takes: a short one
     executor.run()
     assert walkers[-1] == me
-    executor.pace.took(0, 1000)
+    executor.pace.took(1000, 0, 0, 1)
     executor.joins = False
     executor.run()
     assert walkers[-1] != me
@@ -197,8 +197,8 @@ def test_short_walks_are_the_callers(make: Make) -> None:
 def test_a_cancellation_during_the_callers_walk_counts(make: Make) -> None:
     cancellation = Cancellation()
     executor = make(["work"], 2, work=lambda record, tid: cancellation.cancel())
-    executor.pace.took = lambda tokens, ns: None  # type: ignore[method-assign]
-    executor.pace.plan = lambda tokens: (2, True)  # type: ignore[method-assign]
+    executor.pace.took = lambda *walk: None  # type: ignore[method-assign]
+    executor.pace.plan = lambda *walk: (2, True)  # type: ignore[method-assign]
     with pytest.raises(CancelledError):
         executor.run(cancel=cancellation)
 
@@ -211,7 +211,7 @@ def walked(pace: Pace, alone: Callable[[int], float], together: Callable[[int], 
     chosen = []
     for i in range(n):
         threads, _ = pace.plan(1)
-        pace.took(1, int(1000 * (alone if threads == 1 else together)(i)))
+        pace.took(int(1000 * (alone if threads == 1 else together)(i)), 1)
         chosen.append(threads)
     return chosen
 
@@ -261,15 +261,16 @@ def test_asked_for_threads_are_taken(threads: int, choose: bool) -> None:
     assert set(walked(pace, lambda i: 1, lambda i: 100, 500)) == {threads}
 
 
-def test_kinds_of_walks_are_told_apart_by_their_length() -> None:
+def test_kinds_of_walks_are_told_apart() -> None:
     pace = Pace(2)
     assert pace.plan(1) == (2, False)
-    pace.took(1, 1000)
+    pace.took(1000, 1)
     assert pace.plan(1) == (2, True)
     assert pace.plan(100) == (2, False)
-    pace.took(100, CALLER_NS)
+    pace.took(CALLER_NS, 100)
     assert pace.plan(100) == (2, False) and pace.plan(70) == (2, False)
     assert pace.plan(1) == (2, True)
+    assert pace.plan(1, 0, 5) == (2, False), "other records"
 
 
 def test_sessions_choose_unless_they_are_told() -> None:

@@ -125,7 +125,7 @@ class Executor:
 
                     run_checked(self, first, stop, cancel)
                 else:
-                    self._walk(cancel)
+                    self._walk(first, stop, cancel)
                 self._raise(int(words[_ERROR]), bool(words[_CANCEL] or words[_STOP]))
             elif not self._closed:
                 raise CancelledError("The run was cancelled.")
@@ -148,10 +148,10 @@ class Executor:
         if status:
             raise KernelError(f"A kernel failed with status {status}.")
 
-    def _walk(self, cancel: Cancellation | None) -> None:
+    def _walk(self, first: int, stop: int, cancel: Cancellation | None) -> None:
         words, wait, ctx, timeout = self.pool.words, self.pool.wait, self.pool.ctx, self._timeout
         tokens = int(words[_TOKENS])
-        threads, inside = self.pace.plan(tokens)
+        threads, inside = self.pace.plan(tokens, first, stop)
         began = time.perf_counter_ns()
         try:
             over = self.pool.submit(inside and self.joins, ctx, 0, threads)
@@ -166,7 +166,7 @@ class Executor:
         if self.ended(cancel):
             words[_CANCEL] = 1
         elif not words[_ERROR]:
-            self.pace.took(tokens, time.perf_counter_ns() - began)
+            self.pace.took(time.perf_counter_ns() - began, tokens, first, stop)
 
     # -- profile -----------------------------------------------------------------------------------------------------
 

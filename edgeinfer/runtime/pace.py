@@ -21,7 +21,7 @@ at once, and a trial ends; from the third on already where its walks do not coun
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of walks with about the same number of tokens; index 0: one thread, 1: all of them."""
+    """What is known of walks of the same records over about as many tokens; index 0: one thread, 1: all of them."""
 
     way: int
     ns: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -87,17 +87,18 @@ class Pace:
         self.threads, self.choose = threads, choose
         self._first = 0 if small else 1
         self._choosing = choose and threads > 1
-        self._kinds: dict[int, _Kind] = {}
+        self._kinds: dict[tuple[int, int, int], _Kind] = {}
 
-    def plan(self, tokens: int) -> tuple[int, bool]:
-        """Return the threads of a walk over so many tokens, and whether the caller is one of them."""
-        kind = self._kinds.get(tokens.bit_length())
+    def plan(self, tokens: int, first: int = 0, stop: int = 0) -> tuple[int, bool]:
+        """Return the threads of a walk of some records over so many tokens, and whether the caller is one of them."""
+        key = tokens.bit_length(), first, stop
+        kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[tokens.bit_length()] = _Kind(self._first if self._choosing else 1)
+            kind = self._kinds[key] = _Kind(self._first if self._choosing else 1)
         if self._choosing and kind.left <= 0:
             kind.turn()
         return self.threads if kind.way else 1, 0 < kind.last < CALLER_NS
 
-    def took(self, tokens: int, ns: int) -> None:
-        """Take note of how long the walk took that was planned last."""
-        self._kinds[tokens.bit_length()].took(ns)
+    def took(self, ns: int, tokens: int, first: int = 0, stop: int = 0) -> None:
+        """Take note of how long such a walk took, which was planned last."""
+        self._kinds[tokens.bit_length(), first, stop].took(ns)
