@@ -92,7 +92,7 @@ CTX_HOST_SLEEP = 552
 CTX_NAP = 560
 """What to call it with."""
 CTX_SPINS = 568
-"""Turns of the spin loop before a thread sleeps."""
+"""Most turns of the spin loop before a thread sleeps."""
 CTX_NAP_TIME = 576
 """The timespec that CTX_NAP may point to."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
@@ -121,9 +121,15 @@ CTX_HELPER = 1280
 """Gate of the helper, which is thread 0 of walks whose caller waits outside: the last such walk."""
 CTX_DONE = 1408
 """Gate of who waits for a walk: the last one that has ended."""
-CTX_SCRATCH = 1536
+CTX_TURNS = 1536
+"""Turns of the spin loop at the barrier now: fewer than CTX_SPINS where spinning was in vain."""
+CTX_VAIN = 1544
+"""Waits in vain since CTX_SPINS turns were last tried."""
+CTX_RETRY = 1552
+"""Waits in vain after which they are tried again."""
+CTX_SCRATCH = 1600
 """64 bytes of timespec."""
-CTX_BYTES = 1536 + 64
+CTX_BYTES = 1600 + 64
 
 ABANDONED, TICKET_FAILED = -1, -2
 """CTX_ERROR of a walk whose record was left half done; the highest of those whose data did not come."""

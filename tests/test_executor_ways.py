@@ -23,7 +23,6 @@ from edgeinfer.runtime.pace import CALLER_NS, LONGEST_INTERVAL, TRIAL, TRIED_NS,
 from tests.python_kernels import AnyWay, Make, executors, real
 from tests.sessions import logits_of, session, tokens, write_model
 
-UNLIMITED = 10**12
 SIX = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)
 
 
@@ -75,26 +74,26 @@ def test_turns_last_longer_than_a_wake_up() -> None:
     assert threads_module.spins(real(), 10_000) < turns
 
 
-def test_spinning_in_vain_leaves_no_trace(make: Make, futex: CountedFutex) -> None:
-    """Threads that had to sleep at some barriers spin at the next ones as long as before."""
-    slow = [True]
-
-    def work(record: int, tid: int) -> None:
-        if slow[0] and tid == record % 2:
-            time.sleep(2e-3)
-
-    executor = make(["work"] * 20, 2, work=work)
+def test_spinning_in_vain_is_no_trap(make: Make, futex: CountedFutex) -> None:
+    """Turns that fell below what threads wait for come back: waits of 1 ms, the most turns are of 30 ms."""
+    ctx = np.zeros(abi.CTX_BYTES // 8, np.int64)
+    began = time.perf_counter_ns()
+    real().function("spin")(10_000, ctx.ctypes.data, 0, 1)
+    most = 30_000_000 * 10_000 // (time.perf_counter_ns() - began)
+    executor = make(["work"] * 8, 2, work=lambda record, tid: time.sleep(1e-3 if tid == record % 2 else 0))
     generation = executor.pool.ctx + abi.CTX_GENERATION
-    executor.set(abi.CTX_SPINS, 10)
+    executor.set(abi.CTX_SPINS, most)
+    executor.set(abi.CTX_TURNS, 1)
+    executor.set(abi.CTX_VAIN, 0)
     executor.run()
-    assert (generation, True) in futex.calls
-    executor.set(abi.CTX_SPINS, UNLIMITED)
-    slow[0] = False
-    executor.run()
+    assert (generation, True) in futex.calls, "8 waits in vain"
+    for _ in range(8):
+        executor.run()
     futex.calls.clear()
     for _ in range(5):
         executor.run()
-    assert generation not in [word for word, _ in futex.calls]
+    assert futex.calls.count((generation, True)) < 10, "of 40 waits"
+    assert executor.get(abi.CTX_TURNS) > most / 8
     executor.set(abi.CTX_SPINS, 10)  # whoever spins now gets out of it by one more walk
     executor.run()
 

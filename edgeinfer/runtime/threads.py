@@ -22,8 +22,10 @@ from .memory import allocate
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """Linux system call numbers of futex."""
 SPIN_NS, CROWDED_NS = 50_000, 2_000
-"""Time that threads spin before they sleep: with a core for each, longer than waking one takes; with more threads than
-cores, because whoever is waited for may need this very core, next to nothing."""
+"""Most time that threads spin before they sleep: with a core for each, longer than waking one takes; with more threads
+than cores, because whoever is waited for may need this very core, next to nothing."""
+RETRY = 16
+"""Waits in vain after which fewer turns are given up again, at first."""
 NAP_NS = 200_000
 """Time that threads without work sleep at once where there is no futex."""
 Entry = Callable[[int, int, int, int], int]
@@ -106,10 +108,12 @@ class Pool:
         host = host_functions()
         self.words[abi.CTX_NAP_TIME // 8 + 1] = NAP_NS
         nap = 1 if sys.platform == "win32" else self.ctx + abi.CTX_NAP_TIME  # a millisecond, or a timespec
+        turns = spins(kernels, threads)
         for offset, value in ((abi.CTX_HOST_FUTEX, host["futex"]), (abi.CTX_FUTEX_NUMBER, host["futex_number"]),
                               (abi.CTX_HOST_YIELD, host["yield"]), (abi.CTX_HOST_CLOCK, host["clock"]),
                               (abi.CTX_CLOCK_ID, host["clock_id"]), (abi.CTX_HOST_SLEEP, host["sleep"]),
-                              (abi.CTX_NAP, nap), (abi.CTX_SPINS, spins(kernels, threads))):
+                              (abi.CTX_NAP, nap), (abi.CTX_SPINS, turns), (abi.CTX_TURNS, turns),
+                              (abi.CTX_RETRY, RETRY)):
             self.words[offset >> 3] = value
         # Threads look at ctx and run in the kernels' code as long as they live, so both stay until they have ended:
         # when the last program leaves, when the pool is forgotten, and when Python exits.

@@ -5,10 +5,12 @@ that Python stays able to see Ctrl-C. The others are the crew, who take part in 
 `worker` is the life of helper and crew: wait at the gate for the next walk, run the record that CTX_FIRST names, meet
 at the barrier, where the last to arrive decides for all what comes next (skip, cancel, error, end).
 
-Who waits at a gate spins for CTX_SPINS turns, then sleeps in a futex. The turns are always the same: they last longer
-than waking a thread takes, so whoever is on the way is met awake. (Turns that were halved whenever they had been in
-vain made a slow mode that fed itself: every barrier slept, waking took longer than the next spin, and so on.) Where
-there is no futex, threads give the core away within a walk and take naps between walks.
+Who waits at a gate spins for CTX_SPINS turns, longer than waking a thread takes, then sleeps in a futex. At the barrier
+a wait in vain halves the turns of the next ones and a wait in time doubles them: where the thread that is waited for
+needs this very core, spinning only keeps it away. But turns that are shorter than a wake-up feed themselves: everyone
+who sleeps comes late to the next barrier, where the others then sleep. So all turns are tried again after some waits in
+vain, and stay if that was in time. Where there is no futex, threads give the core away within a walk and take naps
+between walks.
 
 Why no thread is stranded and none runs a record twice:
 
@@ -55,10 +57,13 @@ from ..abi import (
     CTX_NAP,
     CTX_PROFILE,
     CTX_PROGRAM,
+    CTX_RETRY,
     CTX_SCRATCH,
     CTX_SPINS,
     CTX_STOP,
     CTX_TICKETS,
+    CTX_TURNS,
+    CTX_VAIN,
     CTX_WORK,
     GATE_SLEEPERS,
     REC_KERNEL,
@@ -73,6 +78,7 @@ from ..vector.simd import load_i32, load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call4, call6, pause
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+LEAST_RETRY, MOST_RETRY = 16, 256
 _EVERYONE = 2**31 - 1
 _LOW = 0xFFFFFFFF
 """What a futex compares: the low half of a word."""
@@ -91,10 +97,9 @@ def sleep_on(ctx, word, seen, timeout):
 
 
 @inline
-def await_change(ctx, gate, seen):
-    """Wait until the gate no longer holds `seen`; returns what it holds then."""
-    left = load_i64(ctx + CTX_SPINS)
-    value = atomic_load(gate)
+def await_change(ctx, gate, seen, turns):
+    """Wait until the gate no longer holds `seen`; returns what it holds then, and the turns that were left of these."""
+    value, left = atomic_load(gate), turns
     while value == seen:
         if left > 0:
             left -= 1
@@ -105,6 +110,25 @@ def await_change(ctx, gate, seen):
                 sleep_on(ctx, gate, seen, 0)
             atomic_add(gate + GATE_SLEEPERS, -1)
         value = atomic_load(gate)
+    return value, left
+
+
+@inline
+def await_barrier(ctx, seen):
+    """Wait at the barrier; threads share what they learn about spinning, and lose nothing if two write at once."""
+    most, usual = load_i64(ctx + CTX_SPINS), load_i64(ctx + CTX_TURNS)
+    again = usual < most and load_i64(ctx + CTX_VAIN) >= load_i64(ctx + CTX_RETRY)
+    value, left = await_change(ctx, ctx + CTX_GENERATION, seen, most if again else usual)
+    if left > 0:
+        if usual < most:
+            store_i64(ctx + CTX_TURNS, most if again else min(2 * usual, most))
+            store_i64(ctx + CTX_VAIN, 0)
+            store_i64(ctx + CTX_RETRY, LEAST_RETRY)
+    else:
+        store_i64(ctx + CTX_TURNS, max(usual >> 1, (most >> 6) + 1))
+        store_i64(ctx + CTX_VAIN, 0 if again else load_i64(ctx + CTX_VAIN) + 1)
+        if again:
+            store_i64(ctx + CTX_RETRY, min(2 * load_i64(ctx + CTX_RETRY), MOST_RETRY))
     return value
 
 
@@ -207,7 +231,7 @@ def meet(ctx, pc, n_threads):
         seen = atomic_load(ctx + CTX_GENERATION)
         number = (seen + 1) & _LOW
         if atomic_add(ctx + CTX_ARRIVED, 1) < n_threads - 1:
-            value = await_change(ctx, ctx + CTX_GENERATION, seen)
+            value = await_barrier(ctx, seen)
             return value >> 32 if value & _LOW == number else -1
         store_i64(ctx + CTX_ARRIVED, 0)
         following, epoch = advance(ctx, pc), load_i64(ctx + CTX_EPOCH)
@@ -236,7 +260,7 @@ def worker(rec, ctx, tid, n_threads):
     """The life of the helper (thread 0) or of one of the crew; returns when its gate holds -1."""
     gate, seen = ctx + (CTX_CREW if tid else CTX_HELPER), 0
     while True:
-        seen = await_change(ctx, gate, seen)
+        seen, _ = await_change(ctx, gate, seen, load_i64(ctx + CTX_SPINS))
         if seen < 0:
             return 0
         walk(ctx, tid, n_threads if tid else load_i64(ctx + CTX_ACTIVE))
@@ -267,7 +291,7 @@ def submit(rec, ctx, tid, n_threads):
             walk(ctx, 0, n_threads)
             done = atomic_load(ctx + CTX_DONE)
             while done != epoch:
-                done = await_change(ctx, ctx + CTX_DONE, done)
+                done, _ = await_change(ctx, ctx + CTX_DONE, done, load_i64(ctx + CTX_SPINS))
             return 1
         change(ctx, ctx + CTX_DONE, epoch)
         return 1
