@@ -2,7 +2,7 @@
 
     python benchmarks/between_tokens.py --output docs/performance.md
 
-For each vocabulary a model of smollm2-135m's shape with random weights and a byte-level tokenizer generates texts with
+For each vocabulary a model of smollm2-135m's shape with random weights generates texts with
 each setting in turns, round by round, in one process. Of every token two times are taken: all of it, from one piece of
 text to the next, and the part outside the executor, which is all that Python does. What the executor itself takes is
 added to the latter as far as it is Python: the time of a walk over no record. Medians count; ratios are those of
@@ -12,7 +12,6 @@ neighbouring turns.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -40,16 +39,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def write_model(directory: Path, vocab_size: int) -> Path:
-    """A bundle with random weights, and a tokenizer of single characters and pairs of them."""
+    """A bundle with random weights, and with the tokenizer that such bundles have."""
     path = directory / str(vocab_size)
-    config = read_config({**builtin_shapes()["smollm2-135m"].config, "vocab_size": vocab_size})
-    write_random_bundle(config, path)
-    first, n = 0x100, 256
-    letters = [chr(first + i) for i in range(n)]
-    words = [*letters, *(a + b + c for a in letters[:64] for b in letters[:64] for c in letters[:40])][:vocab_size]
-    model = {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []}
-    tokenizer = {"version": "1.0", "model": model, "decoder": {"type": "Fuse"}, "added_tokens": []}
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    write_random_bundle(read_config({**builtin_shapes()["smollm2-135m"].config, "vocab_size": vocab_size}), path)
     return path
 
 
