@@ -6,7 +6,6 @@ chooses within its walk; otherwise, and where their candidates do not suffice, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -78,16 +77,13 @@ class Sampler:
     Raises
     ------
     RequestError
-        `logit_bias` names an id outside the vocabulary or a value that is no number, or a penalty is not finite.
+        `logit_bias` names an id outside the vocabulary or a value that is no number.
     """
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None):
         self._config = config
         self._vocab_size = vocab_size
         bias = _checked_bias(config.logit_bias, vocab_size)
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(config, name)):
-                raise RequestError(f"{name} is {getattr(config, name)}; it must be a finite number.")
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
         self._penalises = self._penalties != (1, 0, 0)
         self._key = sampling.stream_key(seed, index)
