@@ -234,6 +234,7 @@ def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.timing
 def test_idle_threads_sleep(models: Path, threads: int) -> None:
     with session(write_model(models), threads=threads) as opened:
         logits_of(opened, tokens(40), n_decoded=3)
