@@ -194,3 +194,17 @@ def test_known_templates_as_transformers_renders_them(shared_data: Shared) -> No
                     assert chat.render(messages, **options) == want, path.name
                     n_equal += 1
     assert n_equal > 150 and n_refused > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"additional_special_tokens": ["<a>", {"content": "<b>"}, 7]}, "<a><b>"),
+     ({"extra_special_tokens": ["<a>"]}, "<a>"), ({"extra_special_tokens": {"image_token": "<i>"}}, "<i>"),
+     ({"additional_special_tokens": 3}, "")],
+)
+def test_templates_see_all_special_tokens(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for t in additional_special_tokens or [] %}{{ t }}{% endfor %}{{ image_token }}")
+    template = ChatTemplate.open(tmp_path)
+    assert template is not None and template.render([{"role": "user", "content": "x"}]) == text

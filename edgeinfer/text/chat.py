@@ -40,7 +40,7 @@ class ChatTemplate:
     source : the file, for messages
     """
 
-    def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, str], source: Path | str = "chat template"):
+    def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, Any], source: Path | str = "chat template"):
         for name, text in templates.items():
             if len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
                 raise TokenizerError(
@@ -124,8 +124,16 @@ class ChatTemplate:
             return render(self._compiled[name], known, str(self._source), stopped)
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {key: content for key in _TOKENS if (content := token_content(settings, key)) is not None}
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens by name, and the list of those without one, as templates of transformers see them."""
+    extra = settings.get("extra_special_tokens")
+    named = {**{key: settings.get(key) for key in _TOKENS}, **(extra if isinstance(extra, Mapping) else {})}
+    found: dict[str, Any] = {key: text for key in named if (text := token_content(named, key)) is not None}
+    unnamed = settings.get("additional_special_tokens", extra if isinstance(extra, list) else None)
+    if isinstance(unnamed, list):
+        texts = (token_content({"": token}, "") for token in unnamed)
+        found["additional_special_tokens"] = [text for text in texts if text is not None]
+    return found
 
 
 def _named_templates(value: Any) -> dict[str, str] | None:
