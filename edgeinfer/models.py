@@ -124,6 +124,10 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
         )
     path = path.resolve()
+    if not convert:  # what cannot be converted is said here, for there is nothing to find
+        from .converters import Checkpoint
+
+        Checkpoint.open(path).close()
     origin, stamps = _digest(str(path), WEIGHTS, str(GROUP_SIZE)), _digest(*_file_stamps(path))
     of_format_1, name = _digest(str(path), WEIGHTS, str(GROUP_SIZE), "1"), _plain_name(path.name)
     changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]

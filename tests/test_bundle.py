@@ -162,6 +162,7 @@ def test_config_round_trip() -> None:
     assert isinstance(config_from_json(json.loads(text)), ModelConfig)
 
 
+@pytest.mark.timing
 def test_opening_a_large_models_bundle_takes_under_20_ms(tmp_path: Path) -> None:
     """The table of a 7B model (32 layers), with tiny tensors: opening it compares no checksum of weights."""
     weight_type = WeightType("q4", 32)

@@ -210,6 +210,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(slow_bundle: Path, terminals: 
 
 
 @pytest.mark.parametrize("during", ["prompt", "answer"])
+@pytest.mark.timing
 def test_ctrl_c_ends_a_run_with_what_there_is(slow_bundle: Path, during: str) -> None:
     prompt = "a" * (CTX - 2000) if during == "prompt" else "a"
     command = [*PYTHON, "run", str(slow_bundle), "-n", str(CTX), "-c", str(CTX), "--json", "-t", "1"]

@@ -184,9 +184,10 @@ def test_a_kernel_of_many_chunks_stops_within(make: Make) -> None:
         executor.run()
 
 
+@pytest.mark.timing
 def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
     """From another thread; the chunk that was cut leaves no trace, and what came before it stays."""
-    path, ids = write_model(models, LONG), tokens(1500, vocab_size=LONG.vocab_size)
+    path, ids = write_model(models / "long", LONG), tokens(1500, vocab_size=LONG.vocab_size)
     with session(path, threads=2, prefill_chunk=512, kv="f16") as opened:
         expected = logits_of(opened, ids[:40]).tobytes()
         sequence = opened.new_sequence()
@@ -226,7 +227,7 @@ def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
         pytest.skip("needs Linux's /proc")
     if mode in ("fork", "interrupts", "ctrl_c") and os.name != "posix":
         pytest.skip("needs POSIX signals and fork")
-    path = write_model(models, LONG) if mode == "ctrl_c" else write_model(models)
+    path = write_model(models / "long", LONG) if mode == "ctrl_c" else write_model(models)
     run = subprocess.run(
         [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=60, capture_output=True, text=True
     )
@@ -305,6 +306,7 @@ def test_threads_that_the_system_refuses(make: Make, monkeypatch: pytest.MonkeyP
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_the_profile_has_the_time_of_each_record(make: Make) -> None:
     executor = make(
         ["quick", "slow", ("slow", abi.COUNT_MERGE), "quick"], 2, quick=lambda record, tid: 0,

@@ -62,6 +62,7 @@ def test_threads_get_what_they_would_get_alone() -> None:
     assert streamed == alone
 
 
+@pytest.mark.timing
 def test_cancel_ends_a_running_prefill_and_a_running_answer(slow: LLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         prefill = pool.submit(slow.complete, [7] * (CTX - 100), max_tokens=50, ignore_eos=True)
@@ -108,6 +109,7 @@ def test_ctrl_c_in_somebodys_program_leaves_the_model_usable(slow: LLM) -> None:
     assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
 
 
+@pytest.mark.timing
 def test_close_ends_what_runs_and_refuses_what_waits(tmp_path: Path) -> None:
     llm = LLM(write_slow_bundle(tmp_path / "bundle"), ctx=CTX)
     with ThreadPoolExecutor(2) as pool:

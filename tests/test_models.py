@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle, is_bundle
 from edgeinfer.cache import cache_entries, cache_root, clear_cache
-from edgeinfer.errors import DestinationError, ModelNotFoundError
+from edgeinfer.errors import DestinationError, ModelNotFoundError, UnsupportedModelError
 from edgeinfer.models import checkpoint_path, demo_path, resolve
 from tests.bundles import alter_header, as_format_1
 from tests.checkpoints import make_checkpoint
@@ -225,3 +226,11 @@ def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, 
     said = [err for _, err in answers if err]
     assert said == ["edgeinfer: Another process makes the bundle of m; this one waits for it.\n"] * (count - 1)
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["m-v2"]
+
+
+def test_a_checkpoint_that_cannot_be_converted_is_not_told_to_be(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
+    with pytest.raises(UnsupportedModelError, match="gemma2"):
+        resolve(source, convert=False)

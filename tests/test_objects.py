@@ -382,3 +382,14 @@ def test_two_kernels_of_one_name_are_refused() -> None:
             kernel("twice")(lambda rec, ctx, tid, n: 0)
     finally:
         del KERNELS["twice"]
+
+
+def test_what_lies_in_the_working_directory_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's directory may hold modules that are named like ours or like those that the compiler imports."""
+    for name in ("edgeinfer", "numba", "numpy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    child = build._start(available()[0])
+    child.communicate(timeout=60)
+    assert not (tmp_path / "executed").exists()

@@ -129,6 +129,7 @@ def test_a_tree_is_described_by_its_ancestors(opened: Session, seed: int) -> Non
     assert opened.decode([tree], [4])[0].tobytes() == logits_of(opened, [*tokens(base), 4])[0].tobytes()
 
 
+@pytest.mark.timing
 def test_a_large_walk_is_described_within_a_millisecond(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of several, and a factor of two, because the machine may be busy: it takes 0.4 ms."""
     with session(path, ctx=2048, prefill_chunk=2048, max_sequences=64) as opened:

@@ -130,12 +130,14 @@ def _start(isa: Isa, extension: Extension | None = None) -> subprocess.Popen[byt
     """A process that compiles kernels by name. Numba reads the CPU from its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features}
-    path = [_import_root(), environment.get("PYTHONPATH", ""), *(sys.path if extension else ())]
-    environment["PYTHONPATH"] = os.pathsep.join(path).rstrip(os.pathsep)
+    root, given = _import_root(), environment.get("PYTHONPATH", "")
+    path = [root, *(given.split(os.pathsep) if given else ()), *(sys.path if extension else ())]
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path))
     command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", isa.machine, isa.name]
     command += [extension.module] if extension else []
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+    # Python looks for modules in its working directory first, and there may lie anything, such as a model's own files.
+    return subprocess.Popen(command, env=environment, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 def _import_root() -> str:
