@@ -24,7 +24,7 @@ from tests.test_packaging import tracked_files
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_TOKEN_LIMIT_MS = 5000
-"""Four times what a quiet machine may take (docs/startup.md): others may be busy here."""
+"""Compiling would take longer, and others may be busy here; docs/startup.md has what a quiet machine takes."""
 ATTEMPTS = 5
 FOREIGN = next(isa for isa in LADDER if isa.machine != machine() and isa.name in ("neon_dotprod", "avx2"))
 FOREIGN_KERNELS = ("linear_q4_g32", "quantize")
