@@ -117,6 +117,10 @@ def main() -> int:
         outcome = "error", (type(error).__name__, str(error))
     except KeyboardInterrupt:
         return 1
+    except OSError as error:
+        outcome = "error", ("EdgeInferError", f"{error.filename or request['source']}: {error.strerror or error}.")
+    except MemoryError:
+        outcome = "error", ("EdgeInferError", f"The system has too little memory to convert {request['source']}.")
     except Exception:
         outcome = "bug", traceback.format_exc()
     tell(*outcome)
@@ -145,4 +149,6 @@ def _obey(commands: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the thread that waits for the parent's word holds a lock that Python wants at its end

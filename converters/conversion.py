@@ -144,7 +144,8 @@ def open_texts(folder: Path, names: Collection[str], checkpoint: Checkpoint) -> 
     """
     try:
         found = Tokenizer.of_model(folder, names, checkpoint.config) is not None
-        ChatTemplate.open(folder)
+        if template := ChatTemplate.open(folder):
+            template.check()
     except TokenizerError as error:
         raise TokenizerError(str(error).replace(str(folder), str(checkpoint.path))) from None
     return found

@@ -110,7 +110,8 @@ def _asking(repo_id: str, revision: str | None) -> Iterator[bool]:
     except errors.EntryNotFoundError:
         raise _no_config(repo_id) from None
     except Exception as error:  # of the HTTP library, which is another one in each version of the client
-        raise CheckpointError(f"Cannot download {repo_id}: {str(error).splitlines()[0][:200]}.") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(f"Cannot download {repo_id}: {reason}.") from None
     finally:
         log.setLevel(level)
 

@@ -14,11 +14,17 @@ _VALUES = re.compile(r"""(?<!\w)(['"])((?:(?!\1).)+)\1|[^\s'"]+""", re.DOTALL)
 """Values as messages hold them: in quotes (no apostrophe, which stands behind a letter), or without a space in it."""
 
 
+def printable(text: str) -> str:
+    """Return a text of a stranger in which what a terminal would obey, or cannot show, is spelt out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shortened(message: str) -> str:
     """Return a message that a person can read, whatever was given: long values show their ends, and characters that a
     terminal would obey or that cannot be written are spelt out."""
-    if not message.isprintable():
-        message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    message = printable(message)
     if len(message) <= LONG_MESSAGE:
         return message
     text = _VALUES.sub(lambda found: _ends(found[0], LONG_VALUE), message)

@@ -213,7 +213,7 @@ class LLM:
         ids = self.chat_ids(messages, tools, **_template_options(options))
         return self._stream(ids, _reusing(options))
 
-    def chat_ids(self, messages: Messages, tools: Messages | None = None, **template_options: Any) -> list[int]:
+    def chat_ids(self, messages: Messages, /, tools: Messages | None = None, **template_options: Any) -> list[int]:
         """Return the tokens of a conversation up to the beginning of the answer; raises as `chat`."""
         if self.chat_template is None:
             raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
@@ -301,7 +301,7 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
     given = options.pop("template_options", None)
     named = {} if given is None else checked("template_options", given, OBJECT)
     for name in named:
-        if not isinstance(name, str) or name in ("messages", "tools"):
-            raise UsageError(f"template_options names {shown(name)}; its names must be text, and neither messages nor "
-                             "tools, which are arguments of their own.")
+        if not isinstance(name, str) or name in ("messages", "tools", "stopped"):
+            raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
+                             "tools and stopped, which have their own meaning.")
     return dict(named)

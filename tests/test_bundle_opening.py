@@ -272,3 +272,29 @@ def test_special_files_are_not_opened(tmp_path: Path, kind: str, at_once: None) 
     put(tmp_path / "file", kind)
     with pytest.raises(OSError, match=WORDS[kind]):
         open_plain(tmp_path / "file")
+
+
+def test_a_thread_that_fails_in_its_own_way_passes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundle(tmp_path / "m")
+
+    def short_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("edgeinfer.bundle.checksums._Work._compare", short_of_memory)
+    with pytest.raises(BundleError, match=r"could not be compared \(MemoryError\)"):
+        Bundle.open(tmp_path / "m").check_contents()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_the_cache_is_private_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    write_bundle(tmp_path / "m")
+    time.sleep(0.1)  # files as young as this are not remembered
+    before = os.umask(0)
+    try:
+        with Bundle.open(tmp_path / "m") as bundle:
+            bundle.check_contents()
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")) if path.is_dir()]
+    assert made and all(path.stat().st_mode & 0o077 == 0 for path in made)

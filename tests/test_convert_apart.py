@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -134,3 +135,16 @@ def test_no_child_outlives_its_parent(source: Path, tmp_path: Path, how: signal.
     else:
         convert_apart(source, tmp_path / "bundle", "q4", 32)
         assert left(tmp_path) == ["bundle", "hf", "slowly.py"]
+
+
+def test_a_child_ends_well_while_its_parent_listens(source: Path, tmp_path: Path) -> None:
+    child = apart._start()
+    assert child.stdin and child.stdout
+    request = {"source": str(source), "destination": str(tmp_path / "b"), "hub": False, "weights": "q4",
+               "group_size": 32}
+    child.stdin.write(json.dumps(request).encode() + b"\n")
+    child.stdin.flush()
+    *_, last = child.stdout.readlines()
+    assert json.loads(last) == ["done", None] and child.wait(30) == 0
+    child.stdin.close()
+    child.stdout.close()

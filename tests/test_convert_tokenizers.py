@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.errors import TokenizerError
@@ -267,3 +268,19 @@ def test_a_closed_standard_error_is_no_obstacle(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "dup", closed)
     with held_back_stderr():
         pass
+
+
+def test_a_chat_template_that_cannot_be_compiled_is_not_converted(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf")
+    (source / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
+        convert(source, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
+def test_a_text_that_the_bundle_does_not_list_is_refused(tmp_path: Path, name: str) -> None:
+    convert(make_checkpoint(tmp_path / "hf"), tmp_path / "bundle")
+    (tmp_path / "bundle" / name).write_text("{}")
+    with pytest.raises(TokenizerError, match=f"holds {name}, which the bundle does not list"):
+        LLM(tmp_path / "bundle", ctx=64)

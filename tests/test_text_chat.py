@@ -208,3 +208,8 @@ def test_templates_see_all_special_tokens(tmp_path: Path, settings: dict[str, An
         "{% for t in additional_special_tokens or [] %}{{ t }}{% endfor %}{{ image_token }}")
     template = ChatTemplate.open(tmp_path)
     assert template is not None and template.render([{"role": "user", "content": "x"}]) == text
+
+
+def test_a_template_may_have_settings_of_any_name() -> None:
+    template = ChatTemplate({"default": "{{ self }}{{ messages[0].content }}{{ tone }}"}, {})
+    assert template.render([{"role": "user", "content": "a"}], **{"self": 1, "tone": "b"}).endswith("ab")

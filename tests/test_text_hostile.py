@@ -109,6 +109,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{%
 def test_rendering_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = ChatTemplate({"default": LOOP}, {})
     monkeypatch.setattr("edgeinfer.text.sandbox.MAX_STEPS", 1 << 50)
+    monkeypatch.setattr("edgeinfer.text.sandbox.MADE_BYTES", 1 << 50)
+    monkeypatch.setattr("edgeinfer.text.sandbox.MAX_SECONDS", 600.0)
     asked = threading.Event()
     threading.Timer(0.3, asked.set).start()
     with pytest.raises(CancelledError, match="was cancelled while its chat template was rendered"):

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.cache import cache_root
+from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
 
@@ -77,7 +77,7 @@ class Passed:
         if self._began_ns - self._newest_ns < (2 * 10**9 if self._whole_seconds else SETTLED_NS):
             return
         with suppress(OSError):  # no cache: the next start compares again
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(self._path.parent)
             self._path.touch()
             for other in self._path.parent.iterdir():
                 if time.time() - other.stat().st_mtime > KEPT_SECONDS:
@@ -152,6 +152,8 @@ class _Work:
                     self._fault(index, f"{piece.path.name} cannot be read: {error.strerror or error}.")
                 except BundleError as error:
                     self._fault(index, str(error))
+                except Exception as error:  # of a thread: nobody else would hear of it
+                    self._fault(index, f"{piece.path.name} could not be compared ({type(error).__name__}).")
 
     def _fault(self, index: int, sentence: str) -> None:
         self.faults.append((index, sentence))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import Recipe, RuntimeConfig
+from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
 from .options import DEFAULT_RECIPE, Budget, Ctx, Json, Kv, Model, Passes, Threads
@@ -124,8 +125,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     widths = f"hidden {c['hidden_size']}, feed-forward {c['intermediate_size']} ({c['hidden_act']})"
     size = format_size(report["weights_bytes"])
     return [
-        ("bundle", f"{report['path']} (format {report['format_version']}, made by {report['made_by']})"),
-        ("source", report["source"]),
+        ("bundle", f"{report['path']} (format {report['format_version']}, made by {printable(report['made_by'])})"),
+        ("source", printable(report["source"])),
         ("architecture", f"{c['model_type']}: {c['num_hidden_layers']} layers, {widths}, {heads}"),
         ("vocabulary", f"{c['vocab_size']} tokens{', embedding tied to the head' if c['tie_word_embeddings'] else ''}"),
         ("context", f"{c['max_position_embeddings']} tokens"),

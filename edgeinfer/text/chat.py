@@ -84,6 +84,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stopped: Callable[[], bool] | None = None,
@@ -117,11 +118,22 @@ class ChatTemplate:
                 f"{self._source} has no default chat template, only {', '.join(sorted(self._templates))}; {REMEDY}."
             )
         with self._lock:
-            from .sandbox import compile_template, render
+            from .sandbox import render
 
-            if name not in self._compiled:
-                self._compiled[name] = compile_template(self._templates[name], str(self._source))
-            return render(self._compiled[name], known, str(self._source), stopped)
+            return render(self._template(name), known, str(self._source), stopped)
+
+    def check(self) -> None:
+        """Compile all templates; raises `TokenizerError` where one is damaged."""
+        with self._lock:
+            for name in self._templates:
+                self._template(name)
+
+    def _template(self, name: str) -> Any:
+        from .sandbox import compile_template
+
+        if name not in self._compiled:
+            self._compiled[name] = compile_template(self._templates[name], str(self._source))
+        return self._compiled[name]
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:

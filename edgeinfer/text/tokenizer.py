@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any of these makes a tokenizer."""
+READ = (*FILES, "merges.txt", "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json",
+        "generation_config.json", "chat_template.jinja")
+"""All that is read of a bundle's texts."""
 PROBES = ("Once upon a time", "3 crows,\n\tein \u00fcbler Fuchs", "\u4e2d\u6587", "\U0001f98a", " ", "\0\x01")
 """Texts that every tokenizer must take: words, digits, spaces, characters of one to four bytes, and control ones."""
 
@@ -79,6 +82,9 @@ class Tokenizer:
 
         Raises `TokenizerError` as `open`.
         """
+        if strays := [name for name in READ if name not in names and (directory / name).exists()]:
+            raise TokenizerError(f"{directory} holds {strays[0]}, which the bundle does not list and nobody checked; "
+                                 "remove it, or convert the model again with it.")
         if not any(name in names for name in FILES):
             return None
         ids = {"eos_token_id": list(model.eos_token_ids), "bos_token_id": model.bos_token_id}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from edgeinfer.cache import make_directories
 from edgeinfer.errors import KernelError
 
 from ..catalogue import Extension, family_of
@@ -164,7 +165,10 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.perf_counter()
         wanted = KernelSet(isa)
         directory = wanted.directory(root or cache_directory(), released=root is not None)
-        directory.mkdir(parents=True, exist_ok=True)
+        if root:
+            directory.mkdir(parents=True, exist_ok=True)
+        else:
+            make_directories(directory)
         for name, code in build(wanted, wanted.names, _show).items():
             wanted.write(directory, name, code)
             if root:
