@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from edgeinfer import errors
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.process import python_command
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item); the stages are download and convert."""
@@ -70,12 +71,8 @@ def _start() -> subprocess.Popen[bytes]:
 
     In a session of its own: Ctrl-C on a terminal reaches the parent, which asks the child to stop.
     """
-    import edgeinfer
-
-    root = str(Path(edgeinfer.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "edgeinfer.converters.apart"]
+    command, path = python_command("edgeinfer.converters.apart")
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                             start_new_session=True)
 
@@ -149,6 +146,9 @@ def _obey(commands: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:  # the parent's word may come at any moment
+        code = 1
     sys.stderr.flush()
     os._exit(code)  # the thread that waits for the parent's word holds a lock that Python wants at its end

@@ -193,5 +193,6 @@ def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int) -> float | Non
     if not traffic.parameters:
         return None
     seen = traffic.kv_bytes_at(depth) / traffic.kv_bytes_at(1) if depth and traffic.kv_bytes_at(1) else 0.0
-    nbytes = traffic.parameters * traffic.pure_bits / 8 + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
+    weights = min(traffic.parameters * traffic.pure_bits / 8, traffic.weight_bytes)  # rows of an embedding stay unread
+    nbytes = weights + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
     return (profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes

@@ -16,6 +16,22 @@ def say(sentence: str) -> None:
         print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
 
 
+_RUN = ("import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "
+        "run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)")
+
+
+def python_command(module: str, *arguments: str) -> tuple[list[str], str]:
+    """Return a command that runs a module of this installation, and the PYTHONPATH with which it finds it.
+
+    The working directory is not searched, as it is with ``-m``: there may lie anything, such as a model's own files.
+    """
+    import edgeinfer
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(edgeinfer.__file__)))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # an empty entry is the working directory
+    return [sys.executable, "-c", _RUN, module, *arguments], os.pathsep.join([root, *given])
+
+
 def peak_rss_bytes() -> int | None:
     """Return the most physical memory that this process has held, or None where the system does not say.
 

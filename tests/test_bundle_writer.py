@@ -248,3 +248,23 @@ for _ in range(20):
     assert [process.returncode for process in running] == [0, 0, 0], results
     assert names(tmp_path) == ["m"]
     Bundle.open(tmp_path / "m").verify()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_no_part_of_a_bundle_is_not_deleted_with_it(tmp_path: Path, damaged: bool) -> None:
+    write_bundle(tmp_path / "m")
+    stray = tmp_path / "m" / ("inner" if damaged else "notes.txt")
+    if damaged:
+        (tmp_path / "m" / "bundle.json").write_text("{")
+        stray.mkdir()
+    else:
+        stray.write_text("mine")
+    with pytest.raises(DestinationError, match=f"also holds {stray.name}, which is no part of the bundle"):
+        write_bundle(tmp_path / "m", overwrite=True)
+    stray.rmdir() if damaged else stray.unlink()
+    write_bundle(tmp_path / "m", overwrite=True)
+
+
+def test_the_root_is_no_place() -> None:
+    with pytest.raises(DestinationError, match="is no place for a bundle"):
+        write_bundle(Path("/"), overwrite=True)

@@ -142,7 +142,7 @@ def test_all_devices_say_where_it_does_not_fit() -> None:
     (("--device", "rpi5", "--kv", "int2"), "kv is 'int2'; choose one of int8, f16, f32"),
     (("--device", "rpi5", "--weights", "q3"), "q3"),
     (("--device", "rpi5", "--group-size", "48"), "48"),
-    (("--device", "rpi5", "--accepted", "0.5"), "--accepted 0.5 is out of range; a pass yields at least 1 token"),
+    (("--device", "rpi5", "--accepted", "0.5"), "--accepted 0.5 is out of range; a pass yields 1 to 64 tokens"),
     (("--device", "rpi5", "--draft-cost", "-1"), "--draft-cost -1 is out of range; it is a share of a token's time"),
     (("--all-devices", "--device", "rpi5"), "--device belongs to one device; leave --all-devices out"),
     (("--all-devices", "--plot", "a.svg"), "--plot belongs to one device"),

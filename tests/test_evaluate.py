@@ -18,6 +18,7 @@ from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
 from tests.checkpoints import make_checkpoint
+from tests.command_line import edgeinfer
 
 TEXT = "Once upon a time there was a king.\fThe king had three daughters, and the youngest was the wisest.\n"
 
@@ -154,3 +155,16 @@ def test_perplexity_on_held_out_text_is_that_of_the_models_card(
         result = evaluate(session, token_stream(Tokenizer.open(tmp_path / "bundle"), text, "\n\n\n"))
         session.close()
     assert result.tokens == 59292 and result.perplexity == pytest.approx(18.21, abs=0.006)
+
+
+def test_no_more_of_a_text_is_read_than_is_needed(tmp_path: Path) -> None:
+    """A pipe without end has a beginning, which is enough for so many tokens."""
+    (tmp_path / "short.txt").write_bytes(b"Once upon a time there was a hen. " * 40)
+    (tmp_path / "long.txt").write_bytes(b"Once upon a time there was a hen. " * 2_000_000)
+    asked = ("--max-tokens", 20, "--json")
+    short, long = (edgeinfer("eval", "demo", "--text", tmp_path / f"{name}.txt", *asked) for name in ("short", "long"))
+    assert short.json["tokens"] == 20 and long.json["perplexity"] == short.json["perplexity"]
+    refused = edgeinfer("eval", "demo", "--text", tmp_path / "long.txt")
+    assert refused.code == 1 and "is longer than 64 MiB" in refused.err.splitlines()[-1]
+    if Path("/dev/zero").exists():
+        assert edgeinfer("eval", "demo", "--text", "/dev/zero", *asked).code == 0

@@ -365,6 +365,7 @@ def test_the_profile_of_a_model(models: Path) -> None:
         logits_of(opened, tokens(200))
         wall = time.perf_counter_ns() - begin
         profile = opened.executor.stop_profile()
-        merge = np.array([record.kernel == "attention_merge" for record in opened.program.records])
-        assert (profile[~merge] > 0).all() and not profile[merge].any()
+        idle = np.array([record.kernel == "attention_merge" or record.kernel.startswith("draw_")
+                         for record in opened.program.records])
+        assert (profile[~idle] > 0).all() and not profile[idle].any()
         assert profile.sum() < wall

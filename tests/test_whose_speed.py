@@ -87,7 +87,7 @@ def test_notes_were_found() -> None:
 def test_the_ceiling_follows_the_types(weights: str, kv: str, bits: int, kv_bits: int) -> None:
     asked = ("estimate", "llama-2-7b", "--device", "m4", "--weights", weights, "--kv", kv)
     out = edgeinfer(*asked, "--json").json
-    nbytes = out["pure"]["parameters"] * bits / 8 + out["pure"]["kv_bytes"] * kv_bits / 8
+    nbytes = min(out["pure"]["parameters"] * bits / 8, out["weight_bytes_read"]) + out["pure"]["kv_bytes"] * kv_bits / 8
     assert out["decode_tok_per_s"] < out["ceiling_tok_per_s"] == pytest.approx(120e9 / nbytes)
     shown = " ".join(edgeinfer(*asked).out.split())
     assert f"of a token, pure {bits} bits and {kv} KV" in shown
@@ -98,3 +98,11 @@ def test_rows_that_were_wrong() -> None:
     rows = {row.device: row for row in read_prompts()}
     assert rows["m4"].model == rows["m1-max"].model == "Llama-3.1-8B Q4_K_M"
     assert load_profile("orin-nx").int8_peak_gops == 30000
+
+
+@pytest.mark.parametrize("weights", ["q4", "f32"])
+def test_nothing_is_faster_than_its_ceiling(weights: str) -> None:
+    report = edgeinfer("estimate", "llama-2-7b", "--all-devices", "--weights", weights, "--json").json
+    found = [item for item in report["devices"] if item["decode_tok_per_s"] and item["ceiling_tok_per_s"]]
+    assert len(found) > 20
+    assert [item["device"] for item in found if item["decode_tok_per_s"] > 1.000001 * item["ceiling_tok_per_s"]] == []

@@ -6,11 +6,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import EdgeInferError
+from ..process import python_command
 
 if TYPE_CHECKING:
     from ..text import Tokenizer
@@ -30,11 +30,12 @@ def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...],
     EdgeInferError
         The run fails or prints nothing.
     """
-    command = [sys.executable, "-m", "edgeinfer", "run", str(bundle), prompt_of(tokenizer), "--raw", "--json",
-               "-n", str(ANSWER_TOKENS), "--temp", "0", "-t", str(threads), "--kv", kv, "--recipe", recipe]
+    words = ["run", str(bundle), prompt_of(tokenizer), "--raw", "--json", "-n", str(ANSWER_TOKENS), "--temp", "0",
+             "-t", str(threads), "--kv", kv, "--recipe", recipe]
     for token in eos_ids:
-        command += ["--logit-bias", f"{token}=-inf"]
-    return statistics.median(_first_ms(command) for _ in range(repetitions))
+        words += ["--logit-bias", f"{token}=-inf"]
+    command, path = python_command("edgeinfer", *words)
+    return statistics.median(_first_ms(command, path) for _ in range(repetitions))
 
 
 def prompt_of(tokenizer: Tokenizer, n_tokens: int = PROMPT_TOKENS) -> str:
@@ -49,12 +50,10 @@ def prompt_of(tokenizer: Tokenizer, n_tokens: int = PROMPT_TOKENS) -> str:
     return text
 
 
-def _first_ms(command: list[str]) -> float:
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]  # also where edgeinfer runs from a checkout
+def _first_ms(command: list[str], path: str) -> float:
     try:
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True,
-                              text=True, encoding="utf-8", timeout=TIMEOUT_SECONDS)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+                              encoding="utf-8", timeout=TIMEOUT_SECONDS)
         first = json.loads(done.stdout).get("ttft_process_ms")
     except subprocess.TimeoutExpired:
         raise EdgeInferError(

@@ -17,6 +17,7 @@ from edgeinfer import __version__
 from edgeinfer.errors import BundleError, CheckpointError, DestinationError
 from edgeinfer.files import open_plain
 from edgeinfer.graph import ModelConfig
+from edgeinfer.json_text import parse_json
 from edgeinfer.lock import DestinationLock
 from edgeinfer.quant import WeightType
 
@@ -66,6 +67,8 @@ class BundleWriter:
     def __init__(self, destination: str | Path, config: ModelConfig, quantisation: Quantisation, *,
                  overwrite: bool = False, source: str = "", waiting: Callable[[], object] | None = None):
         self.destination = Path(os.path.abspath(destination))
+        if not self.destination.name:
+            raise DestinationError(f"{destination} is no place for a bundle; name a directory that is to be made.")
         self._config = config
         self._quantisation = quantisation
         self._overwrite = overwrite
@@ -252,6 +255,19 @@ class BundleWriter:
             raise DestinationError(
                 f"{self.destination} exists and is no bundle, so it is not overwritten; remove it first."
             )
+        if strays := self._strays():
+            raise DestinationError(f"{self.destination} also holds {strays[0]}, which is no part of the bundle, so it "
+                                   "is not overwritten; move that elsewhere first.")
+
+    def _strays(self) -> list[str]:
+        """What lies in the bundle that would be overwritten and belongs to nobody's conversion."""
+        try:
+            rows = parse_json((self.destination / HEADER_FILE).read_bytes())["files"]
+            own = {HEADER_FILE, WEIGHTS_FILE, *(row["name"] for row in rows)}
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: its files cannot be told from others
+            own = set()
+        return sorted(path.name for path in self.destination.iterdir()
+                      if path.is_dir() or (own and path.name not in own and not path.name.startswith(".")))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CTX, MOST_CTX = 4096, (1 << 24) - 1
 DEFAULT_PROMPT = 512
+MOST_ACCEPTED = 64
+"""Tokens of one sequence that a walk can check."""
 
 JSON_FIELDS = {
     "estimate": {
@@ -109,8 +111,8 @@ def estimate(
     if all_devices and from_environment(command, "device"):
         device = None
     check_request(device, ctx, prompt, kv, all_devices, plot)
-    if not (math.isfinite(accepted) and accepted >= 1):
-        raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields at least 1 token.")
+    if not 1 <= accepted <= MOST_ACCEPTED:
+        raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise UsageError(f"--draft-cost {draft_cost:g} is out of range; it is a share of a token's time, 0 or more.")
     drafting = accepted, draft_cost

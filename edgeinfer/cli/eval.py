@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ..evaluate import Evaluation
     from ..runtime import Session
 
+MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
+"""Longest text, and what is read beyond the bytes that surely hold the tokens, so that none is cut."""
 JSON_FIELDS = {
     "eval": {
         "perplexity": "exp of `nll_per_token`",
@@ -84,11 +87,11 @@ def evaluate(
     from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
     from ..evaluate import evaluate as measure
 
-    content = read_text(text)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe))
     with ExitStack() as stack, ProgressLine() as progress:
+        file = stack.enter_context(open_text(text))
         session, tokenizer = open_session(stack, model, own, progress)
         planned, other = session.plan.total_bytes, None
         if reference:
@@ -97,7 +100,8 @@ def evaluate(
             other = open_session(stack, reference, config(kv=reference_kv, budget_bytes=left), progress)[0]
             planned = more + other.plan.total_bytes
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
-        stream = token_stream(tokenizer, content, between, max_tokens)
+        most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
+        stream = token_stream(tokenizer, read_text(file, text, most), between, max_tokens)
         result = measure(session, stream, reference=other, window=window, progress=partial(progress, "evaluate"))
     report = report_object(result, planned)
     if json:
@@ -122,12 +126,30 @@ def open_session(
     return session, Tokenizer.open(path, {"bos_token_id": session.model.bos_token_id})
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; raises `EdgeInferError` where it cannot be read or is not UTF-8."""
+def open_text(path: Path) -> BinaryIO:
+    """Open a text, which may be a pipe; raises `EdgeInferError` where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return open(path, "rb")
     except OSError as error:
         raise EdgeInferError(f"The text {path} cannot be read: {error.strerror or error}.") from error
+
+
+def read_text(file: BinaryIO, path: Path, most: int | None = None) -> str:
+    """Return a text, of which the first `most` bytes are enough; by default all of it, if it is not too long.
+
+    Raises `EdgeInferError` where it cannot be read, is no UTF-8, or is longer than `MOST_BYTES`.
+    """
+    limit = MOST_BYTES if most is None else min(most + SPARE_BYTES, MOST_BYTES)
+    try:
+        data = file.read(limit + 1)
+    except OSError as error:
+        raise EdgeInferError(f"The text {path} cannot be read: {error.strerror or error}.") from error
+    if len(data) > MOST_BYTES:
+        raise EdgeInferError(f"The text {path} is longer than {MOST_BYTES >> 20} MiB; give a part of it, or "
+                             "--max-tokens, for which its beginning is enough.")
+    cut = len(data) > limit
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data[:limit] if cut else data, final=not cut)
     except UnicodeDecodeError as error:
         raise EdgeInferError(f"The text {path} is not UTF-8 (byte {error.start}).") from error
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from edgeinfer.cache import make_directories
 from edgeinfer.errors import KernelError
+from edgeinfer.process import python_command
 
 from ..catalogue import Extension, family_of
 from ..isa import LADDER, Isa, choose
@@ -131,21 +132,12 @@ def _start(isa: Isa, extension: Extension | None = None) -> subprocess.Popen[byt
     """A process that compiles kernels by name. Numba reads the CPU from its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features}
-    root, given = _import_root(), environment.get("PYTHONPATH", "")
-    path = [root, *(given.split(os.pathsep) if given else ()), *(sys.path if extension else ())]
-    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path))
-    command = [sys.executable, "-m", "edgeinfer.kernels.toolchain.compile", isa.machine, isa.name]
-    command += [extension.module] if extension else []
+    module = [extension.module] if extension else []
+    command, path = python_command("edgeinfer.kernels.toolchain.compile", isa.machine, isa.name, *module)
+    more = map(os.path.abspath, sys.path if extension else ())
+    environment["PYTHONPATH"] = os.pathsep.join([path, *more])
     pipe = subprocess.PIPE
-    # Python looks for modules in its working directory first, and there may lie anything, such as a model's own files.
-    return subprocess.Popen(command, env=environment, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe)
-
-
-def _import_root() -> str:
-    """Where the children find edgeinfer: the same place as this process."""
-    import edgeinfer
-
-    return str(Path(edgeinfer.__file__).resolve().parent.parent)
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 def _show(done: int, total: int, name: str) -> None:
