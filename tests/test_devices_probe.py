@@ -388,6 +388,7 @@ def test_a_quick_probe_leaves_storage_and_load_out(tmp_path: Path, believed: Non
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.timing
 def test_the_calibration_stops_filling_when_time_is_up(tmp_path: Path, believed: None) -> None:
     request = small_request(tmp_path, quick=True)
     lengths = replace(request.lengths or Lengths(), seconds=0.0)
