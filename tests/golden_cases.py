@@ -105,7 +105,7 @@ def write_checkpoint(case: GoldenCase, directory: Path) -> Path:
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
-        "decoder": None,
+        "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
     }
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}

@@ -15,7 +15,6 @@ from edgeinfer.errors import (
     ClosedError,
     ModelNotFoundError,
     RequestError,
-    TokenizerError,
     UsageError,
 )
 from tests.checkpoints import make_checkpoint
@@ -276,7 +275,7 @@ def test_a_damaged_tokenizer_is_found_when_the_model_is_opened(tmp_path: Path) -
     convert(make_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle")
     file = tmp_path / "bundle" / "tokenizer.json"
     file.write_text("{" * file.stat().st_size)
-    with pytest.raises(TokenizerError, match=r"tokenizer.json is not a usable tokenizer"):
+    with pytest.raises(BundleError, match=r"the file 'tokenizer.json' is damaged: its checksum does not match"):
         LLM(tmp_path / "bundle")
 
 
