@@ -206,7 +206,7 @@ class _Reader:
 
 def _config(header: Header, path: Path) -> dict[str, Any]:
     fields, name = header.fields, header.fields.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise UnsupportedModelError(f"{path} holds a model of architecture {name!r:.60}; known: "
                                     f"{', '.join(_ARCHITECTURES)}.")
     config = {ours: fields[f"{name}.{key}"] for key, ours in _FIELDS.items() if f"{name}.{key}" in fields}

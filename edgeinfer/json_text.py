@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 64
 """Levels of lists and objects within each other; tokenizers, the deepest files in use, have about ten."""
 
@@ -22,7 +24,7 @@ def parse_json(text: bytes | str, unique: bool = False) -> Any:
     Raises
     ------
     ValueError
-        The text is no JSON, or nests deeper than `MAX_DEPTH` levels; the message says what and where.
+        The text is no JSON, nests deeper than `MAX_DEPTH` levels, or holds texts that are no Unicode.
     """
     pairs, constants = (_unique, _refuse) if unique else (None, None)
     try:
@@ -31,6 +33,11 @@ def parse_json(text: bytes | str, unique: bool = False) -> Any:
     except RecursionError:
         raise ValueError(f"it nests deeper than {MAX_DEPTH} levels") from None
     check_depth(value)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds one half of a pair of surrogates, which is no character") from None
     return value
 
 

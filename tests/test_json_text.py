@@ -39,6 +39,13 @@ def test_what_is_no_json(text: bytes) -> None:
         parse_json(text)
 
 
+@pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDFFF": 1}', r'["\ud83e\ud83e\udd8a"]'])
+def test_half_a_pair_of_surrogates_is_no_text(text: str) -> None:
+    with pytest.raises(ValueError, match="one half of a pair of surrogates"):
+        parse_json(text)
+    assert parse_json(r'"\ud83e\udd8a"') == "\U0001f98a"
+
+
 def test_a_strict_reading() -> None:
     assert parse_json('{"a": 1, "a": 2, "b": NaN}')["a"] == 2
     for text in ('{"a": 1, "a": 2}', "[NaN]", "[-Infinity]"):
