@@ -115,6 +115,7 @@ def run(work: Path, core: str) -> None:
     os.environ["EDGEINFER_ISA"] = rung
     import pytest
 
+    os.environ["EDGEINFER_TEST_EMULATED"] = "1"
     code = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--durations=3", "-k", SELECTION, *TESTS])
     require(code == 0, f"{core}: kernel tests fail on {rung}")
 
