@@ -47,7 +47,7 @@ class Place:
         self.directory, self.cache = directory, directory / "cache"
         self.checkpoint = make_checkpoint(directory / "model", **shape)
         self.tokens = tokens_of(convert(self.checkpoint, directory / "expected") and directory / "expected")
-        shutil.copytree(cache.cache_root() / "kernels", self.cache / "kernels", symlinks=True)
+        shutil.copytree(cache.cache_root() / "kernels", self.cache / "kernels", ignore=shutil.ignore_patterns(".*"))
         self.variables = environment(EDGEINFER_CACHE=str(self.cache), PYTHONDONTWRITEBYTECODE="")
 
     def start(self, *arguments: object, before: list[str] | None = None) -> subprocess.Popen[str]:
