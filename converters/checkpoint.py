@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
+from edgeinfer.text import FOLDER
 
 from .folder import checkpoint_file
 from .gguf_header import gguf_refusal, is_gguf
@@ -29,6 +30,8 @@ TRAVELLING = re.compile(
     r"|README\.md"
 )
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
+TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
+"""Further chat templates, in a folder; the names of those that a bundle takes along."""
 HEAD = "lm_head.weight"
 COMPARED = 1 << 20
 """Elements of two tensors that are compared at a time."""
@@ -98,10 +101,12 @@ class Checkpoint:
         return self.read(name, [start * size], (stop - start) * size).reshape(-1, size)
 
     @property
-    def travelling_files(self) -> list[Path]:
-        """Tokenizer, chat template, licence and card, sorted by name."""
-        names = sorted(p.name for p in self.path.iterdir() if TRAVELLING.fullmatch(p.name) and not p.is_dir())
-        return [path for name in names if (path := checkpoint_file(self.path, name))]
+    def travelling_files(self) -> dict[str, Path]:
+        """Tokenizer, chat templates, licence and card by their names in a bundle, which has no folders; sorted."""
+        names = {p.name: p.name for p in self.path.iterdir() if TRAVELLING.fullmatch(p.name) and not p.is_dir()}
+        names |= {f"chat_template.{p.name}": f"{FOLDER}/{p.name}" for p in self.path.glob(f"{FOLDER}/*")
+                  if TEMPLATE.fullmatch(p.name) and not p.is_dir()}
+        return {name: path for name, where in sorted(names.items()) if (path := checkpoint_file(self.path, where))}
 
     def check(self, graph: Graph) -> list[str]:
         """Compare the tensors with what the graph needs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -85,13 +85,12 @@ def convert(
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []
         asked = quantisation_of(type_of, weights, group_size)
-        name = Path(source).resolve().name
-        with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite, source=name,
-                          waiting=_told_once(destination)) as writer:
-            writer.reserve(bundle_bytes(graph, files))
-            for path in files:
-                writer.copy_file(path)
-            if not open_texts(writer.folder, [path.name for path in files], checkpoint):
+        with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
+                          source=Path(source).resolve().name, waiting=_told_once(destination)) as writer:
+            writer.reserve(bundle_bytes(graph, list(files.values())))
+            for name, path in files.items():
+                writer.copy_file(path, name)
+            if not open_texts(writer.folder, files, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
             for weight in graph.weights:
                 stored = graph.types[weight.name]
@@ -134,7 +133,7 @@ def bundle_bytes(graph: Graph, files: Sequence[Path]) -> int:
     return weights + sum(path.stat().st_size for path in files) + ENTRY_BYTES * (len(graph.weights) + 4 * len(files))
 
 
-def open_texts(folder: Path, names: Collection[str], checkpoint: Checkpoint) -> bool:
+def open_texts(folder: Path, files: Mapping[str, Path], checkpoint: Checkpoint) -> bool:
     """Open copied tokenizer and chat template as running does, so that what converts also runs; False without one.
 
     Raises
@@ -143,11 +142,14 @@ def open_texts(folder: Path, names: Collection[str], checkpoint: Checkpoint) -> 
         Running could not open them; the message names the file of the checkpoint.
     """
     try:
-        found = Tokenizer.of_model(folder, names, checkpoint.config) is not None
+        found = Tokenizer.of_model(folder, files, checkpoint.config) is not None
         if template := ChatTemplate.open(folder):
             template.check()
     except TokenizerError as error:
-        raise TokenizerError(str(error).replace(str(folder), str(checkpoint.path))) from None
+        message = str(error)
+        for name, path in files.items():
+            message = message.replace(str(folder / name), str(path))
+        raise TokenizerError(message.replace(str(folder), str(checkpoint.path))) from None
     return found
 
 

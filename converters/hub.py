@@ -13,6 +13,7 @@ from typing import Any
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.process import say
+from edgeinfer.text import FOLDER
 
 from .json_file import CONFIG_FILE
 
@@ -20,6 +21,7 @@ PATTERNS = [
     "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
+    f"{FOLDER}/*.jinja",
 ]
 Progress = Callable[[int, int, str], None]
 ATTEMPT_SECONDS = 5.0

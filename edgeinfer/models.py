@@ -237,8 +237,10 @@ def _convert(source: str | Path, target: Path, progress: Progress | None, hub: b
 
 def _file_stamps(directory: Path) -> list[str]:
     """Return what changes when a file of the checkpoint does: name, size and time."""
+    from .text import FOLDER
+
     stamps = []
-    for path in sorted(directory.iterdir()):
+    for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{FOLDER}/*.jinja"))):
         if path.is_file():
             status = path.stat()
             stamps.append(f"{path.name}:{status.st_size}:{status.st_mtime_ns}")

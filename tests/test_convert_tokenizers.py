@@ -19,7 +19,8 @@ import pytest
 from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
-from edgeinfer.errors import TokenizerError
+from edgeinfer.errors import CheckpointError, TokenizerError
+from edgeinfer.models import _file_stamps
 from edgeinfer.text import ChatTemplate, Tokenizer
 from edgeinfer.text.libraries import held_back_stderr, library_errors
 from tests.checkpoints import SENTENCES, make_checkpoint
@@ -278,7 +279,31 @@ def test_a_chat_template_that_cannot_be_compiled_is_not_converted(tmp_path: Path
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
+def test_further_chat_templates_travel(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf")
+    (source / "chat_template.jinja").write_text("plain")
+    folder = source / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{% if %}")
+    (folder / "notes.txt").write_text("x")
+    before = _file_stamps(source)
+    with pytest.raises(TokenizerError, match=r"hf/additional_chat_templates/tool_use\.jinja"):
+        convert(source, tmp_path / "bundle")
+    (folder / "tool_use.jinja").write_text("with {{ tools | length }}")
+    assert _file_stamps(source) != before, "a conversion in the cache is used on where only such a file changes"
+    convert(source, tmp_path / "bundle")
+    with LLM(tmp_path / "bundle", ctx=64) as llm:
+        assert llm.chat_template is not None
+        hi = [{"role": "user", "content": "x"}]
+        assert (llm.chat_template.render(hi), llm.chat_template.render(hi, tools=[{}])) == ("plain", "with 1")
+    (folder / "tool_use.jinja").unlink()
+    (folder / "tool_use.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja is a link to /etc/passwd"):
+        convert(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.x.jinja", "special_tokens_map.json",
+                                  "added_tokens.json"])
 def test_a_text_that_the_bundle_does_not_list_is_refused(tmp_path: Path, name: str) -> None:
     convert(make_checkpoint(tmp_path / "hf"), tmp_path / "bundle")
     (tmp_path / "bundle" / name).write_text("{}")

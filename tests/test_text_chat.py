@@ -128,6 +128,25 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert chat is not None and chat.render(HI) == "jinja</s>"
 
 
+@pytest.mark.parametrize("further", ["additional_chat_templates/{}.jinja", "chat_template.{}.jinja"])
+def test_further_templates_in_files_of_their_own(tmp_path: Path, further: str) -> None:
+    """As transformers reads them: any file goes before all of tokenizer_config.json."""
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of the settings"}')
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / further.format("tool_use")).write_text("with {{ tools | length }}")
+    chat = ChatTemplate.open(tmp_path)
+    assert chat is not None and chat.render(HI, tools=TOOLS) == "with 1"
+    with pytest.raises(TokenizerError, match="has no default chat template, only tool_use"):
+        chat.render(HI)
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    chat = ChatTemplate.open(tmp_path)
+    assert chat is not None and (chat.render(HI), chat.render(HI, tools=TOOLS)) == ("plain", "with 1")
+    for number in range(16):
+        (tmp_path / further.format(number)).write_text("x")
+    with pytest.raises(TokenizerError, match="has 18 chat templates, but may have at most 16"):
+        ChatTemplate.open(tmp_path)
+
+
 @pytest.mark.parametrize("value", [7, ["x"], [{"name": "default"}]])
 def test_damaged_settings(tmp_path: Path, value: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))

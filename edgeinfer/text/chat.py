@@ -13,6 +13,8 @@ from .files import REMEDY, read_optional_object, read_text, token_content
 
 MAX_TEMPLATE_BYTES = 1_000_000
 """Templates in use have some ten thousand."""
+MAX_TEMPLATES = 16
+TEMPLATE_FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 MAX_DEPTH = 64
 """How deep messages, tools and variables may nest."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,9 +40,11 @@ class ChatTemplate:
     templates : source by name; ``tool_use`` serves calls with tools, ``default`` all others
     tokens : special tokens that templates refer to (``bos_token``, ...)
     source : the file, for messages
+    files : the file of each template, where they have files of their own
     """
 
-    def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, Any], source: Path | str = "chat template"):
+    def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, Any], source: Path | str = "chat template",
+                 files: Mapping[str, Path] | None = None):
         for name, text in templates.items():
             if len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
                 raise TokenizerError(
@@ -49,15 +53,16 @@ class ChatTemplate:
         self._templates = dict(templates)
         self._tokens = dict(tokens)
         self._source = source
+        self._files = files or {}
         self._compiled: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, directory: Path | str) -> ChatTemplate | None:
-        """Open the chat template of a bundle or checkpoint directory; None where it has none.
+        """Open the chat templates of a bundle or checkpoint directory; None where it has none.
 
-        chat_template.jinja goes before the ``chat_template`` of tokenizer_config.json, which is a string or a list
-        of named ones.
+        Files of their own (`template_files`) go before the ``chat_template`` of tokenizer_config.json, which is a
+        string or a list of named ones.
 
         Raises
         ------
@@ -65,12 +70,16 @@ class ChatTemplate:
             A file is damaged.
         """
         directory = Path(directory)
-        settings_path, jinja_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        settings_path, files = directory / "tokenizer_config.json", template_files(directory)
         settings = read_optional_object(settings_path)
         older_settings = read_optional_object(directory / "special_tokens_map.json")
         tokens = _special_tokens(older_settings) | _special_tokens(settings)
-        if jinja_path.exists():
-            return cls({"default": read_text(jinja_path, MAX_TEMPLATE_BYTES)}, tokens, jinja_path)
+        if len(files) > MAX_TEMPLATES:
+            raise TokenizerError(f"{directory} has {len(files)} chat templates, but may have at most {MAX_TEMPLATES}; "
+                                 "remove those that nothing needs.")
+        if files:
+            texts = {name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in files.items()}
+            return cls(texts, tokens, directory, files)
         value = settings.get("chat_template")
         if not value:
             return None
@@ -120,7 +129,7 @@ class ChatTemplate:
         with self._lock:
             from .sandbox import render
 
-            return render(self._template(name), known, str(self._source), stopped)
+            return render(self._template(name), known, self._where(name), stopped)
 
     def check(self) -> None:
         """Compile all templates; raises `TokenizerError` where one is damaged."""
@@ -132,8 +141,23 @@ class ChatTemplate:
         from .sandbox import compile_template
 
         if name not in self._compiled:
-            self._compiled[name] = compile_template(self._templates[name], str(self._source))
+            self._compiled[name] = compile_template(self._templates[name], self._where(name))
         return self._compiled[name]
+
+    def _where(self, name: str) -> str:
+        return str(self._files.get(name, self._source))
+
+
+def template_files(directory: Path) -> dict[str, Path]:
+    """Return the files of a directory that hold chat templates, by the template's name.
+
+    A checkpoint has further ones in a folder, additional_chat_templates/NAME.jinja; a bundle, which has no folders,
+    as chat_template.NAME.jinja.
+    """
+    found = {"default": directory / TEMPLATE_FILE} if (directory / TEMPLATE_FILE).exists() else {}
+    for path in sorted(directory.glob("chat_template.*.jinja")):
+        found[path.name.removeprefix("chat_template.").removesuffix(".jinja")] = path
+    return found | {path.stem: path for path in sorted(directory.glob(f"{FOLDER}/*.jinja"))}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import RequestError, TokenizerError
+from .chat import template_files
 from .files import REMEDY, read_optional_object, token_content
 from .libraries import held_back_stderr
 from .pieces import PieceRules
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any of these makes a tokenizer."""
 READ = (*FILES, "merges.txt", "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json",
-        "generation_config.json", "chat_template.jinja")
-"""All that is read of a bundle's texts."""
+        "generation_config.json")
+"""All that is read of a bundle's texts, beside its chat templates."""
 PROBES = ("Once upon a time", "3 crows,\n\tein \u00fcbler Fuchs", "\u4e2d\u6587", "\U0001f98a", " ", "\0\x01")
 """Texts that every tokenizer must take: words, digits, spaces, characters of one to four bytes, and control ones."""
 
@@ -82,7 +83,8 @@ class Tokenizer:
 
         Raises `TokenizerError` as `open`.
         """
-        if strays := [name for name in READ if name not in names and (directory / name).exists()]:
+        read = [*READ, *(path.relative_to(directory).as_posix() for path in template_files(directory).values())]
+        if strays := [name for name in read if name not in names and (directory / name).exists()]:
             raise TokenizerError(f"{directory} holds {strays[0]}, which the bundle does not list and nobody checked; "
                                  "remove it, or convert the model again with it.")
         if not any(name in names for name in FILES):
