@@ -40,6 +40,8 @@ class StopStrings:
         """
         if self._stopped:
             return "", True
+        if not self._stops:
+            return text, False
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
