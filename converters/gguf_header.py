@@ -6,8 +6,9 @@ Format: ggml's docs/gguf.md, versions 2 and 3, little-endian.
 
 from __future__ import annotations
 
+import io
 import math
-import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,21 +97,24 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
     """
     path = Path(path)
     try:
-        with open_plain(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Reader(data, path).header()
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"Cannot read the GGUF file {path}: {why}.") from None
+        with open_plain(path) as file:
+            header = _Reader(file, path).header()
+    except OSError as error:
+        raise CheckpointError(f"Cannot read the GGUF file {path}: {error.strerror or error}.") from None
     config = _config(header, path)
     _check(config, header, path)
     return config, header.types
 
 
 class _Reader:
-    """Walks through the header; every length is checked before it is used."""
+    """Walks through the header; every length is checked before it is used.
 
-    def __init__(self, data: mmap.mmap, path: Path):
-        self._data, self._path, self._at, self._size = data, path, 0, len(data)
+    By reads and not by a mapping, of which a file that shrinks meanwhile would end the process.
+    """
+
+    def __init__(self, file: io.BufferedReader, path: Path):
+        self._file, self._path, self._left = file, path, os.fstat(file.fileno()).st_size
+        self._size = self._left
 
     def header(self) -> Header:
         if self._take(4) != b"GGUF":
@@ -162,21 +166,15 @@ class _Reader:
         if kind == _STRING:
             self._pass_over_texts(count)
         elif kind in _SCALARS:
-            self._take(count * struct.calcsize(_SCALARS[kind]))
+            self._skip(count * struct.calcsize(_SCALARS[kind]))
         else:
             raise self._damaged(f"there is no type {kind}")
         return range(count)
 
     def _pass_over_texts(self, count: int) -> None:
         """Step over the strings of a vocabulary."""
-        at, size, unpack = self._at, self._size, struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if at + 8 > size:
-                raise self._cut_short()
-            at += 8 + unpack(self._data, at)[0]
-        if at > size:
-            raise self._cut_short()
-        self._at = at
+            self._skip(int.from_bytes(self._take(8), "little"))
 
     def _text(self) -> str:
         return self._take(self._count(MAX_TEXT, "bytes of a text")).decode("utf-8", errors="replace")
@@ -191,10 +189,17 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _take(self, n: int) -> bytes:
-        if self._at + n > self._size:
+        self._left -= n
+        data = self._file.read(n) if self._left >= 0 else b""
+        if len(data) < n:
             raise self._cut_short()
-        self._at += n
-        return self._data[self._at - n : self._at]
+        return data
+
+    def _skip(self, n: int) -> None:
+        self._left -= n
+        if self._left < 0:
+            raise self._cut_short()
+        self._file.seek(n, os.SEEK_CUR)
 
     def _cut_short(self) -> CheckpointError:
         return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._size} bytes; "

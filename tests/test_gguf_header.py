@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.converters import read_gguf_config
-from edgeinfer.converters.gguf_header import _TYPES
+from edgeinfer.converters.gguf_header import _TYPES, _Reader
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import builtin_shapes
@@ -275,6 +276,20 @@ def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(small[:n])
         with pytest.raises(CheckpointError, match=r"cut short|no GGUF file|damaged"):
             read_gguf_config(tmp_path / "m.gguf")
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping of it would end the process by SIGBUS."""
+    path, read = tmp_path / "model.gguf", _Reader.header
+    path.write_bytes(header(fields_of("llama-3.2-1b"), tensors_of("llama-3.2-1b")))
+
+    def cut_then_read(reader: _Reader) -> Any:
+        os.truncate(path, 0)
+        return read(reader)
+
+    monkeypatch.setattr(_Reader, "header", cut_then_read)
+    with pytest.raises(CheckpointError, match=r"model\.gguf is cut short: its header goes on after"):
+        read_gguf_config(path)
 
 
 def test_the_beginning_of_a_file_is_enough(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from edgeinfer.runtime import Session
 from tests.sessions import TINY, free_blocks, session, tokens, write_model
 
 PROMPT = tokens(53)
-DAMAGED = r"^The prompt cache \S+ is damaged or cut short; delete it\.$"
+DAMAGED = r"^The prompt cache \S+ is damaged or cut short; give another file\.$"
 OTHER = r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe"
 
 

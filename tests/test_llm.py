@@ -179,7 +179,7 @@ def test_a_prompt_cache_is_saved_loaded_and_outgrown(llm: LLM, tmp_path: Path) -
     assert longer.cached_tokens == first.prompt_tokens and len(file.read_bytes()) > len(written)
     assert llm.complete("The fox", prompt_cache=file, **GREEDY).cached_tokens == 1  # the beginning-of-text token
     file.write_bytes(written[:-1])
-    with pytest.raises(BundleError, match="is damaged or cut short; delete it"):
+    with pytest.raises(BundleError, match="is damaged or cut short; give another file"):
         llm.complete(PROMPT, prompt_cache=file)
     assert llm.generate(PROMPT, **GREEDY) == first.text  # the failure left nothing behind
 

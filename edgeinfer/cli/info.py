@@ -12,7 +12,7 @@ from ..config import Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from .options import DEFAULT_RECIPE, Budget, Ctx, Json, Kv, Model, Passes, Threads
+from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Json, Kv, Passes, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -39,7 +39,7 @@ JSON_FIELDS = {
 
 
 def info(
-    model: Model,
+    model: Converted,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     program: Annotated[
         bool, typer.Option("--program", help="Print the program: record, kernel, operation, bytes read for a token.")

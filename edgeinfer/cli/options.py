@@ -16,6 +16,16 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Converted = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Bundle directory, or what was converted into the cache before: checkpoint directory, known name, or hub "
+             "id. Nothing is converted here.",
+        show_default=False,
+    ),
+]
+
 
 def option(*flags: str, metavar: str | None = None, help: str) -> Any:
     """Declare an option that has the same meaning, and the environment variable of its long flag, in every command."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..sizes import format_size
-from .options import Json, Model
+from .options import Converted, Json
 from .output import print_json
 from .progress import ProgressLine
 
@@ -21,7 +21,7 @@ JSON_FIELDS = {
 """Fields of the JSON object, by command."""
 
 
-def verify(model: Model, json: Json = False) -> None:
+def verify(model: Converted, json: Json = False) -> None:
     """Read a whole bundle and compare every checksum.
 
     Its tensors must be those of its architecture, each with the right shape.

@@ -215,7 +215,7 @@ class KVCache:
         if {k: header.get(k) for k in self._header(model)} != self._header(model):
             raise BundleError(
                 f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
-                "--recipe or instruction set; delete it or give another file."
+                "--recipe or instruction set; give another file."
             )
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
@@ -228,4 +228,4 @@ def _start_digest(header: dict[str, Any]) -> Any:
 
 
 def _damaged(path: Path) -> BundleError:
-    return BundleError(f"The prompt cache {path} is damaged or cut short; delete it.")
+    return BundleError(f"The prompt cache {path} is damaged or cut short; give another file.")
