@@ -166,17 +166,18 @@ class _Reading(SourceReader):
         for start in range(0, weight.shape[0], step):
             yield read(weight, start, min(start + step, weight.shape[0]), cols)
 
-    def neurons(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
-        """Blocks (neurons, 3, hidden_size) of an FFN: gate rows, up rows, down columns."""
+    def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
+        """Blocks (parts, hidden_size) of an FFN stored neuron by neuron: all gate rows, then up row, down column, ..."""
         gate, up, down = weight.sources
         total, _, hidden = weight.shape
-        step = max(1, 4 * BLOCK_WEIGHTS // (3 * hidden))  # columns are read piece by piece, so many at a time
+        step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, so many at a time
+        for start in range(0, total, step):
+            yield self.rows(gate, start, min(start + step, total))
         for start in range(0, total, step):
             stop = min(start + step, total)
-            block = np.empty((stop - start, 3, hidden), np.float32)
-            block[:, 0], block[:, 1] = self.rows(gate, start, stop), self.rows(up, start, stop)
-            block[:, 2] = self.columns(down, start, stop).T
-            yield block
+            block = np.empty((stop - start, 2, hidden), np.float32)
+            block[:, 0], block[:, 1] = self.rows(up, start, stop), self.columns(down, start, stop).T
+            yield block.reshape(-1, hidden)
 
     def _concatenated(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
         out = np.empty((stop - start, cols), np.float32)
@@ -207,12 +208,10 @@ def packed(
     """The stored bytes of a weight, block by block; errors of its quantisation are appended to `sums`."""
     name = ", ".join(dict.fromkeys(source.name for source in weight.sources))
     if stored.layout == "neuron":
-        for neurons in reading.neurons(weight):
-            codes, scales, errors = quantise.quantise(
-                neurons.reshape(-1, neurons.shape[2]), stored.dtype, stored.group_size, name)
+        for parts in reading.parts(weight):
+            codes, scales, errors = quantise.quantise(parts, stored.dtype, stored.group_size, name)
             sums.append(errors)
-            yield layouts.pack_neuron(codes.reshape(neurons.shape), stored.dtype, stored.group_size,
-                                      scales.reshape(*neurons.shape[:2], -1))
+            yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
         return
     for block in reading.blocks(weight):
         if stored.layout == "plain":

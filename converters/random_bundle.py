@@ -116,13 +116,13 @@ def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -
 def random_neurons(rng: np.random.Generator, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
     """Stored bytes of a random FFN in layout neuron; down columns are as large as intermediate_size asks for."""
     n, _, hidden = weight.shape
-    step = max(1, BLOCK_WEIGHTS // (3 * hidden))
-    for start in range(0, n, step):
-        rows = min(step, n - start)
-        codes, scales = random_codes(rng, (3 * rows, hidden), stored)
-        scales = scales.reshape(rows, 3, -1)
-        scales[:, 2] *= np.float16(np.sqrt(hidden / n))
-        yield layouts.pack_neuron(codes.reshape(rows, 3, hidden), stored.dtype, stored.group_size, scales)
+    step = max(1, BLOCK_WEIGHTS // (2 * hidden))
+    for parts in (1, 2):
+        for start in range(0, n, step):
+            codes, scales = random_codes(rng, (parts * min(step, n - start), hidden), stored)
+            if parts == 2:
+                scales[1::2] *= np.float16(np.sqrt(hidden / n))
+            yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
 
 
 def random_codes(

@@ -34,9 +34,14 @@ FLAG_RESIDUAL = 1
 """linear: add the product to what the output holds."""
 FLAG_BIAS = 2
 """linear, gated: add a bias vector."""
-FLAG_LIST = 16
-"""neuron kernels: only the COUNT_ACTIVE neurons whose numbers (int32, ascending) operand 3 holds; activations are
-in the order of the list."""
+FLAG_MASK = 16
+"""neuron_gated: tokens of role ROLE_DECODE compute the neurons of their masks alone, the others are 0 to them.
+
+A mask is a row of operand 3, `mask_stride` bytes (a multiple of 8) from one token's to the next: bit i % 64 of its
+int64 i // 64 stands for neuron i, bits behind the last neuron count for nothing. There is a row for each token of the
+walk; those of prompt tokens are not read."""
+FLAG_DENSE = 32
+"""neuron kernels: rows and columns of dead neurons are read and computed too."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
 FUSED_QUANTISE, FUSED_NORM = 1, 2
@@ -141,8 +146,6 @@ COUNT_MERGE = 2
 COUNT_SEVERAL = 6
 """Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread alone,
 which costs less than a barrier."""
-COUNT_ACTIVE = 3
-"""Active neurons (sparse FFN)."""
 COUNT_DRAWS = 4
 """Rows of logits if a token is to be drawn from one of them, else 0."""
 
@@ -275,7 +278,7 @@ NEURON_TOKENS = 4
 NEURON_BATCH = 8
 """Neurons that are computed together: gates, then ups, then columns."""
 NEURON_WINDOW = 1024
-"""Most neurons of a block."""
+"""Most neurons of a block, and of those that are claimed together."""
 NEURON_LINES = 16
 """Most 64-byte lines of a down column in a chunk."""
 
@@ -307,10 +310,15 @@ def neuron_chunks(neurons: int, part_bytes: int, lines: int, threads: int) -> tu
             max(2, min(NEURON_LINES, -(-lines // (4 * threads)) * 2)))
 
 
+def neuron_mask_bytes(neurons: int) -> int:
+    """Bytes of a token's mask of neurons (FLAG_MASK): whole words of 64 bits."""
+    return 8 * -(-neurons // 64)
+
+
 def neuron_gated_scratch_bytes(width: int, group_size: int, dtype: str) -> int:
-    """Scratch of a thread in neuron_gated: sums, gates and lists of a batch, x as lines, scales, a fused input row."""
+    """Scratch of a thread in neuron_gated: sums, gates, lists of a window, x as lines, scales, a fused input row."""
     columns, lines = neuron_line_columns(dtype), neuron_lines(width, group_size, dtype)
-    fixed = 2 * 64 * NEURON_TOKENS + 2 * 16 * NEURON_BATCH + 8 * NEURON_BATCH * NEURON_TOKENS
+    fixed = 2 * 64 * NEURON_TOKENS + 64 + NEURON_WINDOW * (16 + 4 * NEURON_TOKENS)
     row = q8_row_bytes(width, group_size)[0] + 4 * (-(-width // 16) * 16)
     return fixed + lines * NEURON_TOKENS * (columns + 128) + (NEURON_BATCH + 1) * 16 * (lines + 3) + row + 128
 

@@ -108,7 +108,7 @@ class _Attention(NamedTuple):
 class _NeuronGated(NamedTuple):
     neurons: int
     part_bytes: int
-    """Bytes of a gate row, an up row or a down column; a neuron has one of each, in this order."""
+    """Bytes of a gate row, an up row or a down column: all gates come first, then up and down of each neuron."""
     groups: int
     """Groups of columns in a part."""
     group: int
@@ -138,6 +138,8 @@ class _NeuronGated(NamedTuple):
     """Place of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
     """Place of the offsets (-8 x sum of a group) in a row of x."""
+    mask_stride: int
+    """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
 
 
 class _NeuronDown(NamedTuple):
@@ -177,7 +179,7 @@ LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
 ATTENTION = _Attention(*range(13))
-NEURON_GATED = _NeuronGated(*range(17))
+NEURON_GATED = _NeuronGated(*range(18))
 NEURON_DOWN = _NeuronDown(*range(11))
 DRAW = _Draw(*range(5))
 

@@ -96,13 +96,14 @@ class Bench:
         region = self.regions[abi.REGIONS[place >> abi.REGION_SHIFT]]
         return np.ndarray(shape, dtype, region, place & ((1 << abi.REGION_SHIFT) - 1), strides)
 
-    def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0, rows=None, bases=-1, masks=-1) -> None:
+    def tokens(self, positions: Sequence[int], ids=0, sequences=0, slots=0, rows=None, bases=-1, masks=-1,
+               roles=-1) -> None:
         """Tokens of the walk, chains unless told otherwise; also sets their count."""
         self._tokens = np.full((len(positions), abi.TOKEN_BYTES // 8), -1, np.int64)
         names = (abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT, abi.TOKEN_ROW, abi.TOKEN_BASE,
-                 abi.TOKEN_MASK)
+                 abi.TOKEN_MASK, abi.TOKEN_ROLE)
         rows = positions if rows is None else rows
-        for name, values in zip(names, (ids, sequences, positions, slots, rows, bases, masks), strict=True):
+        for name, values in zip(names, (ids, sequences, positions, slots, rows, bases, masks, roles), strict=True):
             self._tokens[:, name // 8] = values
         self.counts[abi.COUNT_TOKENS] = len(positions)
 

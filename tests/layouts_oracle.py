@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -56,8 +58,8 @@ def neuron(codes: np.ndarray, dtype: str, group: int, scales: np.ndarray) -> byt
     n, _, hidden = codes.shape
     groups = -(-hidden // group)
     out = bytearray()
-    for i in range(n):
-        for part in range(3):
+    for parts in ((0,), (1, 2)):
+        for i, part in itertools.product(range(n), parts):
             start = len(out)
 
             def code(c: int, i: int = i, part: int = part) -> int:

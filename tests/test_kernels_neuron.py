@@ -26,17 +26,14 @@ def random_neurons(rng: np.random.Generator, dtype: str, group: int, neurons: in
     return layouts.pack_neuron(codes, dtype, group, scales)
 
 
-def chosen(n: int, some: list[int] | None) -> int:
-    return n if some is None else len(some)
-
-
 class Ffn:
     """A bench with the operands of both halves of an FFN."""
 
     def __init__(self, dtype: str, group: int, weights: np.ndarray, neurons: int, width: int,
-                 x: Activations, some: list[int] | None = None, bias: np.ndarray | None = None):
+                 x: Activations, masks: np.ndarray | None = None, bias: np.ndarray | None = None):
         self.bench, self.x, self.dtype, self.group = Bench(), x, dtype, group
-        self.neurons, self.width, self.tokens, self.some = neurons, width, len(x.values), some
+        self.neurons, self.width, self.tokens = neurons, width, len(x.values)
+        self.roles: list[int] = [abi.ROLE_DECODE] * self.tokens
         self.f_stride, self.out_stride = 64 * -(-neurons // 16) + 64, 64 * -(-width // 16) + 64
         x_bytes = self.tokens * x.layout()[0]
         scratch = abi.neuron_gated_scratch_bytes(width, group, dtype) + 64
@@ -45,12 +42,15 @@ class Ffn:
         self.x_place = self.bench.reserve("activations", x_bytes)
         self.f_place = self.bench.reserve("activations", self.tokens * self.f_stride)
         self.out_place = self.bench.reserve("activations", self.tokens * self.out_stride)
-        self.list = self.bench.put("activations", np.asarray(some if some is not None else [0], np.int32))
+        stored = np.full((self.tokens, abi.neuron_mask_bytes(neurons) + 8), 0xA5, np.uint8)  # what follows is not read
+        if masks is not None:
+            bits = np.packbits(np.pad(masks, ((0, 0), (0, -neurons % 64)), constant_values=True), 1, "little")
+            stored[:, : bits.shape[1]] = bits
+        self.mask_stride, self.masks = stored.shape[1], self.bench.put("activations", stored)
         self.bias = self.bench.put("constants", np.zeros(1, np.float32) if bias is None else bias)
         self.sums = self.bench.reserve("activations", abi.neuron_sums_bytes(neurons, width, group, dtype))
         self.scratch_place = self.bench.scratch(self.scratch, 3)
-        self.flags = abi.FLAG_LIST * (some is not None) | abi.FLAG_BIAS * (bias is not None)
-        self.bench.counts[abi.COUNT_ACTIVE] = chosen(neurons, some)
+        self.flags = abi.FLAG_MASK * (masks is not None) | abi.FLAG_BIAS * (bias is not None)
         self.values = {"neurons": neurons, "part_bytes": weights.size // (3 * neurons), "groups": -(-width // group),
                        "group": group, "rows": abi.COUNT_TOKENS, "scratch": self.scratch,
                        "block": abi.neuron_block(neurons)}
@@ -59,20 +59,21 @@ class Ffn:
               chunk: int = 3, keep: bool = False) -> np.ndarray:
         """f of the tokens from `first` on, whose x is laid out anew."""
         tokens = self.tokens - first if tokens is None else tokens
-        self.bench.tokens([0] * tokens)
+        self.bench.tokens([0] * tokens, roles=self.roles[first : first + tokens])
         stride = self.x.layout()[0]
         data = self.x.memory(isa, slice(first, first + tokens))
         x = self.bench.array(self.x_place, np.uint8, (self.tokens * stride,))
         x[:], x[: data.size] = 0xFF, data
         parameters = fill(NEURON_GATED, **self.values, x_stride=stride, out_stride=self.f_stride, chunk=chunk,
-                          activation=ACTIVATIONS[activation], token_tiles=abi.pack_token_tiles(token_tiles(isa)))
-        places = [self.weights, self.x_place, self.f_place + first * self.f_stride, self.list, self.scratch_place,
-                  self.bias, self.sums]
+                          activation=ACTIVATIONS[activation], token_tiles=abi.pack_token_tiles(token_tiles(isa)),
+                          mask_stride=self.mask_stride)
+        places = [self.weights, self.x_place, self.f_place + first * self.f_stride,
+                  self.masks + first * self.mask_stride, self.scratch_place, self.bias, self.sums]
         return self.bench.run(isa, f"neuron_gated_{self.dtype}", places, parameters, self.flags, threads, keep)["f"]
 
     def down(self, isa: str, f: np.ndarray, threads: int = 1, chunk: int = 2,
              residual: np.ndarray | None = None) -> np.ndarray:
-        """Outputs of rows f (T, neurons or the list's). One row alone: of the sums that `gated` has left."""
+        """Outputs of rows f (T, neurons). One row alone: of the sums that `gated` has left."""
         tokens = len(f)
         self.bench.tokens([0] * tokens)
         self.bench.array(self.f_place, np.float32, f.shape, (self.f_stride, 4))[:] = f
@@ -81,7 +82,7 @@ class Ffn:
             self.bench.array(self.out_place, np.float32, shape, (self.out_stride, 4))[:] = residual
         parameters = fill(NEURON_DOWN, **self.values, x_stride=self.f_stride, out_stride=self.out_stride,
                           width=self.width, chunk=chunk)
-        places = [self.weights, self.f_place, self.out_place, self.list, self.scratch_place, self.bias, self.sums]
+        places = [self.weights, self.f_place, self.out_place, self.scratch_place, self.bias, self.sums]
         flags = self.flags | abi.FLAG_RESIDUAL * (residual is not None)
         return self.bench.run(isa, f"neuron_down_{self.dtype}", places, parameters, flags, threads)["out"]
 
@@ -150,29 +151,45 @@ def test_the_same_bits_for_any_tokens_threads_and_chunks(dtype: str, group: int,
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
-def test_a_list_computes_its_neurons_alone_with_the_same_bits(dtype: str, group: int, isa: str) -> None:
+def test_a_mask_computes_its_neurons_alone_with_the_same_bits(dtype: str, group: int, isa: str) -> None:
+    """Each decoded token has the bits that it has alone, whatever other tokens choose; prompts are dense."""
     rng = np.random.default_rng(4)
-    neurons, width, tokens = 70, 288, 5
+    neurons, width, tokens = 150, 288, 7  # three blocks
     x = activations(rng.standard_normal((tokens, width)).astype(np.float32), group)
     weights = random_neurons(rng, dtype, group, neurons, width)
     dense = Ffn(dtype, group, weights, neurons, width, x)
-    f = dense.gated(isa)
-    whole = [dense.outputs(isa, first=t, tokens=1)[0] for t in range(tokens)]
-    for some in ([], [0], [69], sorted(rng.choice(neurons, 20, replace=False).tolist()), list(range(neurons))):
-        listed = Ffn(dtype, group, weights, neurons, width, x, some)
-        np.testing.assert_array_equal(listed.gated(isa, "silu", threads=2), dense.gated(isa, "silu")[:, some])
-        alone = np.zeros_like(f)
-        alone[:, some] = f[:, some]
-        np.testing.assert_array_equal(listed.down(isa, f[:, some], threads=2), dense.down(isa, alone))
-    for t in range(tokens):  # whatever else is listed, the live neurons give the result
-        some = sorted({*np.flatnonzero(f[t]).tolist(), *rng.choice(neurons, 9).tolist()})
-        listed = Ffn(dtype, group, weights, neurons, width, x, some)
-        np.testing.assert_array_equal(listed.outputs(isa, first=t, tokens=1, threads=2)[0], whole[t])
+    masks = rng.random((tokens, neurons)) < np.array([0, 1, 0.02, 0.1, 0.3, 0.9, 0.5])[:, None]
+    masks[2, [63, 64, 149]] = True
+    some = Ffn(dtype, group, weights, neurons, width, x, masks)
+    some.roles[5] = abi.ROLE_PROMPT
+    masks[5] = True  # which is what its role says
+    for activation in ("relu", "silu"):
+        f = dense.gated(isa, activation) * masks
+        np.testing.assert_array_equal(some.gated(isa, activation, threads=2), f)
+        whole = some.outputs(isa, activation)
+        np.testing.assert_array_equal(whole, dense.down(isa, f))
+        for first, n in ((0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 4), (3, 3)):
+            for threads, chunk in ((1, 2), (3, 9)):
+                got = some.outputs(isa, activation, first, n, threads, chunk)
+                np.testing.assert_array_equal(got, whole[first : first + n])
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
+@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[::3])
+def test_computing_dead_neurons_too_changes_no_bit(dtype: str, group: int, activation: str) -> None:
+    rng = np.random.default_rng(8)
+    ffn = random_ffn(rng, dtype, group, 150, 288, 6)
+    for isa in ISAS:
+        for first, n in ((0, 6), (2, 1)):
+            ffn.flags = 0
+            want = ffn.outputs(isa, activation, first, n)
+            ffn.flags = abi.FLAG_DENSE
+            np.testing.assert_array_equal(ffn.outputs(isa, activation, first, n, 2), want)
 
 
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales that are NaN in the up rows and down columns of dead neurons change nothing."""
+    """Scales that are NaN in the up rows and down columns of dead neurons change nothing, unless all are computed."""
     rng = np.random.default_rng(5)
     neurons, width = 40, 288
     low, high = (-8, 8) if dtype == "q4" else (-127, 128)
@@ -194,6 +211,9 @@ def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.M
                 for name in ("gated", "down"):  # twins multiply with all weights
                     patch.setitem(TWINS, f"neuron_{name}_{dtype}", unchecked(TWINS[f"neuron_{name}_{dtype}"]))
                 np.testing.assert_array_equal(ffn.outputs(isa, tokens=tokens), want)
+                ffn.flags |= abi.FLAG_DENSE
+                assert np.isnan(ffn.outputs(isa, tokens=tokens)).all()
+                ffn.flags = 0
             place[:] = packed
 
 

@@ -10,7 +10,7 @@ from edgeinfer.quant import LINE_BYTES, WeightType
 from edgeinfer.sizes import round_up
 
 FORMAT_NAME = "edgeinfer-bundle"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """What is written; older ones are read."""
 WEIGHTS_FILE = "weights.bin"
 PARTS = ("predictor", "statistics", "quality", "draft_head")

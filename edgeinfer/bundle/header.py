@@ -128,8 +128,9 @@ def _check_places(header: Header) -> None:
         raise BundleError(f"{HEADER_FILE} lists no tensors.")
     if header.weights_bytes != (want := end_of_file(end, header.version)):
         raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
-    if header.version == 1 and header.tensors[-1].type.layout == "neuron":  # kernels read a little behind it
-        raise BundleError("it ends with a tensor in layout neuron, as no bundle of format 1 may; convert it again.")
+    if header.version < 3 and any(entry.type.layout == "neuron" for entry in header.tensors):
+        raise BundleError(f"it has a tensor in layout neuron as format version {header.version} stored it, with the "
+                          "gates among the other rows; convert the model again.")
     if len({entry.name for entry in header.files}) != len(header.files):
         raise BundleError(f"a file occurs twice in {HEADER_FILE}.")
 

@@ -8,8 +8,8 @@ product:
 * int8: the same with g/4 lines per group; byte 4r+j of line l is column 4l+j.
 * f16: a line holds 16 values of column 2l, then 16 of column 2l+1. f32: a line holds 16 values of one column.
 
-neuron stores per neuron its gate row, up row and down column, each as codes, then fp16 scales, padded to 64 bytes.
-In q4 byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
+neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Each of these parts is
+codes, then fp16 scales, padded to 64 bytes. In q4 byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
 
 Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
 rows.
@@ -109,19 +109,39 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
     -------
     uint8 array of shape (WeightType(dtype, group_size, 'neuron').nbytes(codes.shape),)
     """
-    n, _, hidden = codes.shape
-    nbytes = WeightType(dtype, group_size, "neuron").nbytes(codes.shape)
-    groups = -(-hidden // group_size)
-    if scales.shape != (n, 3, groups) or scales.dtype != np.float16:
+    WeightType(dtype, group_size, "neuron").nbytes(codes.shape)  # or it is refused
+    return np.concatenate([pack_parts(codes[:, parts], dtype, group_size, scales[:, parts])
+                           for parts in (slice(0, 1), slice(1, 3))])
+
+
+def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Bytes:
+    """Bytes of parts of neurons as they lie in layout neuron, one behind the other.
+
+    A tensor may be packed piece by piece: first all gates, then neuron by neuron the others.
+
+    Parameters
+    ----------
+    codes : int8 array of shape (..., hidden_size)
+    dtype : {'q4', 'int8'}
+    group_size : {32, 64, 128}
+    scales : float16 array of shape (..., ceil(hidden_size / group_size))
+
+    Returns
+    -------
+    uint8 array of one dimension
+    """
+    hidden, groups = codes.shape[-1], -(-codes.shape[-1] // group_size)
+    if scales.shape != (*codes.shape[:-1], groups) or scales.dtype != np.float16:
         raise ValueError(f"{dtype} codes of shape {codes.shape} need float16 scales for each group of {group_size}.")
-    padded = _padded_codes(codes.reshape(n * 3, hidden), dtype, group_size, n * 3, groups * group_size)
+    rows = codes.reshape(-1, hidden)
+    padded = _padded_codes(rows, dtype, group_size, len(rows), groups * group_size)
     if TYPES[dtype].bits == 4:
-        halves = padded.reshape(n * 3, groups, 2, group_size // 2)
-        padded = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(n * 3, -1)
-    out = np.zeros((n * 3, nbytes // (n * 3)), np.uint8)
+        halves = padded.reshape(len(rows), groups, 2, group_size // 2)
+        padded = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(rows), -1)
+    out = np.zeros((len(rows), WeightType(dtype, group_size, "neuron").part_bytes(hidden)), np.uint8)
     end = padded.shape[1]
     out[:, :end] = padded
-    out[:, end : end + 2 * groups] = np.ascontiguousarray(scales).reshape(n * 3, groups).view(np.uint8)
+    out[:, end : end + 2 * groups] = np.ascontiguousarray(scales).reshape(-1, groups).view(np.uint8)
     return out.reshape(-1)
 
 
@@ -130,6 +150,7 @@ def neuron_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
     n, _, hidden = shape
     groups = -(-hidden // group_size)
     parts = _checked(data, WeightType(dtype, group_size, "neuron").nbytes(shape)).reshape(n * 3, -1)
+    parts = np.concatenate([parts[:n, None], parts[n:].reshape(n, 2, -1)], axis=1).reshape(n * 3, -1)
     end = groups * group_size * TYPES[dtype].bits // 8
     codes = parts[:, :end]
     if TYPES[dtype].bits == 4:

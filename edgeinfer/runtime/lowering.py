@@ -233,7 +233,7 @@ def _(op: NeuronDown, at: Lowering) -> list[Record]:
     more, (_, chunk) = _neurons(op, at)
     parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
                       chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
-    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), NOTHING, at.scratch, at.at(op.bias), at.shared]
+    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared]
     flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 

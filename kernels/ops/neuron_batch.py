@@ -1,23 +1,38 @@
-"""Steps on a batch of at most NEURON_BATCH neurons: gates, which of them are alive, ups."""
+"""Steps on chosen neurons: gates and which of them are alive, then ups of these, in batches of NEURON_BATCH."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import NEURON_BATCH, NEURON_TOKENS
+from ..abi import FLAG_DENSE, FLAG_MASK, NEURON_BATCH, NEURON_TOKENS, NEURON_WINDOW
 from ..parameters import NEURON_GATED
-from ..vector.record import inline, outlined, parameter
-from ..vector.simd import f32_from_bits, load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64, sum_lanes
+from ..vector.record import flags, inline, outlined, parameter
+from ..vector.simd import (
+    f32_from_bits,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_f32x16,
+    store_i32,
+    store_i64,
+    sum_lanes,
+)
 from ..vector.vecmath import activate
-from .neuron_ffn import number, part_at
+from .neuron_ffn import chosen, column_at, fetch
 
-# A thread's scratch: sums of rows, gates of a batch (16 floats a token), then of up to 16 live neurons their entries,
-# addresses of their columns, their values for all tokens; then what the number of lines gives the size of.
+# A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
+# of a window their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
+# lines gives the size of.
 GATES = 64 * NEURON_TOKENS
-LIVE = 2 * GATES
-FOUND = LIVE + 16 * NEURON_BATCH
-VALUES = FOUND + 16 * NEURON_BATCH
-AREAS = VALUES + 8 * NEURON_BATCH * NEURON_TOKENS
+MASKS = 2 * GATES
+NUMBERS = MASKS + 64
+FOUND = NUMBERS + 4 * NEURON_WINDOW
+VALUES = FOUND + 8 * NEURON_WINDOW
+AREAS = VALUES + 4 * NEURON_WINDOW * NEURON_TOKENS
+ROWS_AHEAD = 2
+"""Gate rows between the one in work and the one that is fetched."""
 
 
 class Areas(NamedTuple):
@@ -37,14 +52,14 @@ class Areas(NamedTuple):
     """A fused input row."""
 
 
-class Batch(NamedTuple):
-    """Entries first .. stop; those up to `last` come next."""
+class Window(NamedTuple):
+    """Chosen neurons first .. stop of a list of `n`, all of which this thread computes."""
 
+    numbers: int
+    """Address of the list; the numbers of live neurons replace those of `first` and on."""
     first: int
     stop: int
-    last: int
-    eager: bool
-    """Whether all parts of what comes next are fetched, not its gates alone."""
+    n: int
 
 
 @inline
@@ -56,9 +71,18 @@ def areas_of(scratch, lines, x_bytes):
 
 
 @inline
-def upcoming(ffn, batch, call):
-    """Return the address of part `call` of the batch that follows: gate, up, column, gate, ... in one stream."""
-    return part_at(ffn, min(batch.stop + call // 3, batch.last), call % 3)
+def gate_at(ffn, window, k):
+    """Return the address of a chosen neuron's gate row; behind the list's end it is the last one's."""
+    return ffn.gates + load_i32(window.numbers + 4 * min(k, window.n - 1)) * ffn.part
+
+
+@inline
+def upcoming(ffn, areas, window, live, part):
+    """Return the address of a part of the live neurons, up, column, up, ... in one stream, then gates of what follows.
+    """
+    if part < 2 * live:
+        return load_i64(areas.scratch + FOUND + 8 * (part >> 1)) - ffn.part * (1 - (part & 1))
+    return gate_at(ffn, window, window.stop + part - 2 * live)
 
 
 @outlined
@@ -69,54 +93,81 @@ def activate_gates(gates, tokens, kind):
 
 
 @outlined
-def gates(form, ffn, areas, batch):
-    """Put activated gates into scratch. What follows is fetched: a third of the next batch, or its gates alone."""
+def gates(form, ffn, areas, window, first, stop):
+    """Put the activated gates of chosen neurons first .. stop into scratch, while rows ahead are fetched."""
     at = areas.scratch + GATES
-    for entry in range(batch.first, batch.stop):
-        ahead = part_at(ffn, min(entry + 2, batch.last), 0)
-        if batch.eager:
-            ahead = upcoming(ffn, batch, entry - batch.first)
-        form.row_sums(ffn, part_at(ffn, entry, 0), areas.x, ahead, areas.row, areas.scratch)
+    for k in range(first, stop):
+        neuron = load_i32(window.numbers + 4 * k)
+        if flags(ffn.rec) & FLAG_MASK and k - window.first < NEURON_BATCH:  # most of them will live
+            fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
+        form.row_sums(ffn, ffn.gates + neuron * ffn.part, areas.x, gate_at(ffn, window, k + ROWS_AHEAD), areas.row,
+                      areas.scratch)
         for t in range(form.n):
             gate = sum_lanes(load_f32x16(areas.scratch + 64 * t))
             if ffn.bias:
-                gate += load_f32(ffn.bias + 4 * number(ffn, entry))
-            store_f32(at + 4 * (16 * t + entry - batch.first), gate)
+                gate += load_f32(ffn.bias + 4 * neuron)
+            store_f32(at + 4 * (16 * t + k - first), gate)
     activate_gates(at, form.n, parameter(ffn.rec, NEURON_GATED.activation))
 
 
 @outlined
-def alive(form, ffn, scratch, tokens, batch, waiting):
-    """Append live neurons to those that wait, store the zeros of dead ones; return how many wait now."""
-    for entry in range(batch.first, batch.stop):
-        live = 0
+def alive(form, ffn, scratch, tokens, window, first, stop, live):
+    """Append the live ones of the neurons first .. stop, whose gates are there, to `live` others; return how many.
+
+    A neuron lives if one of the tokens that have chosen it has a gate that is not 0, or if all are to be computed.
+    """
+    for k in range(first, stop):
+        neuron, any_token = load_i32(window.numbers + 4 * k), flags(ffn.rec) & FLAG_DENSE
         for j in range(tokens.present):
-            value = load_f32(scratch + GATES + 4 * (16 * j + entry - batch.first))
-            live |= value != 0
-            store_f32(scratch + VALUES + 4 * (form.n * waiting + j), value)
-            store_f32(tokens.f + j * tokens.stride + 4 * entry, f32_from_bits(0))
-        store_i64(scratch + LIVE + 8 * waiting, entry)
-        store_i64(scratch + FOUND + 8 * waiting, part_at(ffn, entry, 2))
-        waiting += live
-    return waiting
+            value = load_f32(scratch + GATES + 4 * (16 * j + k - first))
+            if not chosen(tokens, j, neuron):
+                value = f32_from_bits(0)
+            any_token |= value != 0
+            store_f32(scratch + VALUES + 4 * (form.n * live + j), value)
+        store_i32(window.numbers + 4 * (window.first + live), neuron)
+        store_i64(scratch + FOUND + 8 * live, column_at(ffn, neuron))
+        live += any_token != 0
+    return live
+
+
+@inline
+def all_alive(form, ffn, areas, tokens, window):
+    """Compute the gates of a window and find its live neurons; the pairs of a first batch of them are fetched."""
+    live = 0
+    for first in range(window.first, window.stop, NEURON_BATCH):
+        stop = min(first + NEURON_BATCH, window.stop)
+        gates(form, ffn, areas, window, first, stop)
+        before, live = live, alive(form, ffn, areas.scratch, tokens, window, first, stop, live)
+        for k in range(before, min(live, NEURON_BATCH)):
+            fetch(load_i64(areas.scratch + FOUND + 8 * k) - ffn.part, 2 * ffn.part)
+    return live
 
 
 @outlined
-def ups(form, ffn, areas, tokens, batch, waiting):
-    """Put the values of waiting neurons, gates times ups, into f and scratch."""
+def ups(form, ffn, areas, tokens, window, first, stop, live):
+    """Put the values of live neurons first .. stop, gates times ups, into f and scratch.
+
+    Half of the batch that follows, of `live` neurons in all, is fetched.
+    """
     scratch = areas.scratch
-    for k in range(waiting):
-        entry, row = load_i64(scratch + LIVE + 8 * k), load_i64(scratch + FOUND + 8 * k) - ffn.part
-        ahead = row
-        if batch.eager:
-            ahead = upcoming(ffn, batch, NEURON_BATCH + k)
-        form.row_sums(ffn, row, areas.x, ahead, areas.row, scratch)
+    for k in range(first, stop):
+        neuron = load_i32(window.numbers + 4 * (window.first + k))
+        ahead = upcoming(ffn, areas, window, live, 2 * stop + k - first)
+        form.row_sums(ffn, column_at(ffn, neuron) - ffn.part, areas.x, ahead, areas.row, scratch)
         for j in range(tokens.present):
             at = scratch + VALUES + 4 * (form.n * k + j)
             value = load_f32(at)
             if value != 0:
                 up = sum_lanes(load_f32x16(scratch + 64 * j))
                 if ffn.bias:
-                    up += load_f32(ffn.bias + 4 * (ffn.neurons + number(ffn, entry)))
+                    up += load_f32(ffn.bias + 4 * (ffn.neurons + neuron))
                 store_f32(at, value * up)
-                store_f32(tokens.f + j * tokens.stride + 4 * entry, value * up)
+                store_f32(tokens.f + j * tokens.stride + 4 * neuron, value * up)
+
+
+@inline
+def clear(tokens, first, stop):
+    """Store zeros in f of the neurons first .. stop."""
+    for j in range(tokens.present):
+        for neuron in range(first, stop):
+            store_f32(tokens.f + j * tokens.stride + 4 * neuron, f32_from_bits(0))

@@ -1,17 +1,17 @@
 """The second half of an FFN in layout neuron, f D^T, by outputs; see `neuron_gated.py`.
 
-Operands: 0 weights, 1 f, 2 out, 3 list, 4 scratch, 5 bias, 6 sums of blocks. Parameters: parameters.NEURON_DOWN.
+Operands: 0 weights, 1 f, 2 out, 3 scratch, 4 bias, 5 sums of blocks. Parameters: parameters.NEURON_DOWN.
 Twin: reference/neuron.py.
 """
 
 from __future__ import annotations
 
-from ..abi import FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_WINDOW
+from ..abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_WINDOW
 from ..parameters import NEURON_DOWN
 from ..registry import kernel
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
 from ..vector.simd import div_i64, f32_from_bits, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16, store_i64
-from .neuron_ffn import Tokens, first_entry, open_ffn, part_at
+from .neuron_ffn import Tokens, column_at, open_ffn
 from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
 
 # A thread's scratch: sums of a block, totals, factors of a batch, addresses of a block's live columns, their values.
@@ -24,16 +24,16 @@ VALUES = FOUND + 8 * (NEURON_WINDOW + 1)
 
 @outlined
 def find(ffn, tokens, scratch, first, end):
-    """Find the entries first .. end with a value that is not 0: addresses of their columns, values of all TOKENS."""
+    """Find the neurons first .. end with a value that is not 0: addresses of their columns, values of all TOKENS."""
     n = 0
-    for entry in range(first, end):
-        live = 0
+    for neuron in range(first, end):
+        live = flags(ffn.rec) & FLAG_DENSE
         for j in range(TOKENS):
-            value = load_f32(tokens.f + j * tokens.stride + 4 * entry) if j < tokens.present else f32_from_bits(0)
+            value = load_f32(tokens.f + j * tokens.stride + 4 * neuron) if j < tokens.present else f32_from_bits(0)
             store_f32(scratch + VALUES + 4 * (TOKENS * n + j), value)
             live |= value != 0
-        store_i64(scratch + FOUND + 8 * n, part_at(ffn, entry, 2))
-        n += live
+        store_i64(scratch + FOUND + 8 * n, column_at(ffn, neuron))
+        n += live != 0
     return n
 
 
@@ -52,10 +52,9 @@ def outputs(form, ffn, tokens, scratch, first, stop, out):
     """Put the outputs of lines first .. stop for some tokens, the first of which has them at `out`."""
     stride, totals = 4 * form.columns * (stop - first), scratch + TOTALS
     zero(totals, TOKENS * stride)
-    neuron, start = 0, 0
-    while neuron < ffn.neurons:
-        neuron += parameter(ffn.rec, NEURON_DOWN.block)
-        end = first_entry(ffn, neuron)
+    end = 0
+    while end < ffn.neurons:
+        start, end = end, min(end + parameter(ffn.rec, NEURON_DOWN.block), ffn.neurons)
         m = find(ffn, tokens, scratch, start, end)
         zero(scratch, TOKENS * stride)
         for begin in range(0, m, NEURON_BATCH):
@@ -67,7 +66,6 @@ def outputs(form, ffn, tokens, scratch, first, stop, out):
                 form.add(ffn, columns, line, columns.factors + 16 * at, scratch + 4 * form.columns * at, stride)
         for at in range(0, TOKENS * stride, 64):
             store_f32x16(totals + at, load_f32x16(totals + at) + load_f32x16(scratch + at))
-        start = end
     for j in range(tokens.present):
         for c in range(form.columns * first, min(form.columns * stop, parameter(ffn.rec, NEURON_DOWN.width)), 16):
             finish(ffn, c, load_f32x16(totals + j * stride + 4 * (c - form.columns * first)),
@@ -92,18 +90,18 @@ def _register(dtype):
 
     @kernel(f"neuron_down_{dtype}")
     def run(rec, ctx, tid, n_threads):
-        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits), operand(rec, ctx, 1), operand(rec, ctx, 2)
+        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits, 4), operand(rec, ctx, 1), operand(rec, ctx, 2)
         x_stride, out_stride = parameter(rec, NEURON_DOWN.x_stride), parameter(rec, NEURON_DOWN.out_stride)
-        scratch = operand(rec, ctx, 4) + tid * parameter(rec, NEURON_DOWN.scratch)
+        scratch = operand(rec, ctx, 3) + tid * parameter(rec, NEURON_DOWN.scratch)
         tokens, chunk = count(ctx, parameter(rec, NEURON_DOWN.rows)), max(2, parameter(rec, NEURON_DOWN.chunk) & -2)
         first = claim(ctx) * chunk
         while first < ffn.lines:
             stop = min(first + chunk, ffn.lines)
             if tokens == 1:
-                merge(form, ffn, operand(rec, ctx, 6), first, stop, out)
+                merge(form, ffn, operand(rec, ctx, 5), first, stop, out)
             else:
                 for t in range(0, tokens, TOKENS):
-                    some = Tokens(min(TOKENS, tokens - t), f + t * x_stride, x_stride)
+                    some = Tokens(min(TOKENS, tokens - t), f + t * x_stride, x_stride, 0)
                     outputs(form, ffn, some, scratch, first, stop, out + t * out_stride)
             first = claim(ctx) * chunk
         return 0

@@ -1,29 +1,28 @@
-"""An FFN in layout neuron as a record describes it: its weights, its shape, and which of its neurons are computed."""
+"""An FFN in layout neuron as a record describes it: its weights, its shape, and which neurons a token computes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import COUNT_ACTIVE, FLAG_BIAS, FLAG_LIST
-from ..vector.record import count, flags, inline, operand, parameter
-from ..vector.simd import load_i32, prefetch
+from ..abi import FLAG_BIAS, FLAG_MASK, ROLE_DECODE, TOKEN_ROLE
+from ..parameters import NEURON_GATED
+from ..vector.record import flags, inline, operand, outlined, parameter, token
+from ..vector.simd import load_i64, prefetch, shift_right, store_i32, store_i64, trailing_zeros
 
 
 class Ffn(NamedTuple):
     """What all steps of a record know."""
 
     rec: int
-    weights: int
-    """Address of neuron 0."""
+    gates: int
+    """Address of neuron 0's gate row; those of all neurons follow each other."""
+    pairs: int
+    """Address of neuron 0's up row; its down column follows, then the next neuron's pair."""
     bias: int
     """Address of the biases, 0: none."""
-    listed: int
-    """Address of the numbers of the neurons that are computed, 0: all are."""
-    entries: int
-    """Neurons that are computed. An entry is a place in the list or, where there is none, a neuron."""
     neurons: int
     part: int
-    """Bytes of a gate row, an up row or a down column; a neuron has one of each, in this order."""
+    """Bytes of a gate row, an up row or a down column."""
     codes: int
     """Bytes of a part's codes; its scales follow."""
     groups: int
@@ -43,45 +42,24 @@ class Tokens(NamedTuple):
     """Address of the first one's activations of the neurons."""
     stride: int
     """Bytes from one token's to the next."""
+    masks: int
+    """Address of the addresses of their masks of neurons, 0: all neurons are computed."""
 
 
 @inline
-def open_ffn(rec, ctx, family, bits):
-    """Read a record whose parameters are named by NEURON_GATED or NEURON_DOWN."""
-    neurons, part = parameter(rec, family.neurons), parameter(rec, family.part_bytes)
+def open_ffn(rec, ctx, family, bits, bias):
+    """Read a record whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`."""
+    neurons, part, weights = parameter(rec, family.neurons), parameter(rec, family.part_bytes), operand(rec, ctx, 0)
     groups, group = parameter(rec, family.groups), parameter(rec, family.group)
-    bias = operand(rec, ctx, 5) if flags(rec) & FLAG_BIAS else 0
-    listed = operand(rec, ctx, 3) if flags(rec) & FLAG_LIST else 0
-    entries, codes = count(ctx, COUNT_ACTIVE) if listed else neurons, groups * group * bits >> 3
-    return Ffn(rec, operand(rec, ctx, 0), bias, listed, entries, neurons, part, codes, groups, group,
+    biases, codes = operand(rec, ctx, bias) if flags(rec) & FLAG_BIAS else 0, groups * group * bits >> 3
+    return Ffn(rec, weights, weights + neurons * part, biases, neurons, part, codes, groups, group,
                group * bits >> 7, (codes + 63) >> 6)
 
 
 @inline
-def number(ffn, entry):
-    """Return the number of the neuron that stands at `entry`."""
-    return load_i32(ffn.listed + 4 * entry) if ffn.listed else entry
-
-
-@inline
-def first_entry(ffn, neuron):
-    """Return the entry of the first neuron that is not below `neuron`."""
-    if not ffn.listed:
-        return min(neuron, ffn.entries)
-    low, high = 0, ffn.entries
-    while low < high:
-        middle = (low + high) >> 1
-        if number(ffn, middle) < neuron:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@inline
-def part_at(ffn, entry, part):
-    """Return the address of the gate row (0), up row (1) or down column (2) of the neuron at `entry`."""
-    return ffn.weights + (3 * number(ffn, entry) + part) * ffn.part
+def column_at(ffn, neuron):
+    """Return the address of a neuron's down column; its up row stands a part before it."""
+    return ffn.pairs + (2 * neuron + 1) * ffn.part
 
 
 @inline
@@ -89,3 +67,41 @@ def fetch(address, nbytes):
     """Ask for the lines of so many bytes."""
     for at in range(address, address + nbytes, 64):
         prefetch(at)
+
+
+@inline
+def find_masks(rec, ctx, t, tokens):
+    """Write the addresses of the masks of tokens t and on; a prompt's token has none."""
+    stride = parameter(rec, NEURON_GATED.mask_stride)
+    for j in range(tokens.present):
+        mask = 0
+        if flags(rec) & FLAG_MASK and token(ctx, t + j, TOKEN_ROLE) == ROLE_DECODE:
+            mask = operand(rec, ctx, 3) + (t + j) * stride
+        store_i64(tokens.masks + 8 * j, mask)
+
+
+@inline
+def chosen(tokens, j, neuron):
+    """Tell whether token j computes a neuron."""
+    mask = load_i64(tokens.masks + 8 * j)
+    return mask == 0 or shift_right(load_i64(mask + 8 * (neuron >> 6)), neuron & 63) & 1 != 0
+
+
+@outlined
+def choose(tokens, first, stop, numbers):
+    """Write the numbers of the neurons first .. stop that one of the tokens computes; return how many they are."""
+    n = 0
+    for at in range(first & -64, stop, 64):
+        bits = 0
+        for j in range(tokens.present):
+            mask = load_i64(tokens.masks + 8 * j)
+            bits |= load_i64(mask + 8 * (at >> 6)) if mask else -1
+        if first > at:
+            bits &= -1 << (first - at)
+        if stop < at + 64:
+            bits &= ~(-1 << (stop - at))
+        while bits:
+            store_i32(numbers + 4 * n, at + trailing_zeros(bits))
+            bits &= bits - 1
+            n += 1
+    return n

@@ -1,33 +1,34 @@
 """An FFN stored neuron by neuron (layout neuron): f = act(x G^T) * (x U^T), then f D^T.
 
-Only live neurons cost memory traffic: up rows and down columns are read where the gate's activation is not exactly 0.
-With a list (FLAG_LIST) only its neurons are computed, and f is in the list's order.
+Only live neurons cost memory traffic: up rows and down columns are read where the gate's activation is not exactly 0,
+unless FLAG_DENSE asks for all. With FLAG_MASK decoded tokens compute the gates of the neurons in their masks alone.
 
-One token (`neuron_block.py`): `neuron_gated_*` goes through blocks of neurons and computes each from gate to column
-while its bytes stream in; a block leaves f and the sum of its columns, and `neuron_down_*` (`neuron_down.py`) adds up
-these sums. More tokens: `neuron_gated_*` computes f, `neuron_down_*` the sums, split by outputs among threads. Both
-ways go in batches (`neuron_batch.py`): gates, which of them are alive, ups of these. `neuron_ffn.py` says where
-neurons lie, `neuron_parts.py` multiplies a row with tokens and adds a column up.
+One token (`neuron_block.py`): `neuron_gated_*` goes through blocks of neurons. The gates of a block come as one stream;
+then its live neurons are known, and their pairs of up row and down column come one batch ahead of use. A block leaves f
+and the sum of its columns, and `neuron_down_*` (`neuron_down.py`) adds up these sums. More tokens: `neuron_gated_*`
+computes f, `neuron_down_*` the sums, split by outputs among threads. Both ways share their steps (`neuron_batch.py`):
+gates, which of them are alive, ups of these. `neuron_ffn.py` says where neurons lie and which are chosen,
+`neuron_parts.py` multiplies a row with tokens and adds a column up.
 
 A row's sum is 16 lanes that grow line by line. An output is summed neuron by neuron within fixed blocks of neurons,
-then block by block, and adding 0 changes nothing. So no bit depends on the number of tokens, on threads or on what was
-skipped.
+then block by block, and adding 0 changes nothing. So no bit depends on the number of tokens, on threads, on what was
+skipped, or on the masks of other tokens.
 
-Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 list, 4 scratch, 5 bias (gates', then ups'), 6 sums of blocks,
+Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 masks, 4 scratch, 5 bias (gates', then ups'), 6 sums of blocks,
 7 source and 8 norm weight of a fused input. Parameters: parameters.NEURON_GATED. Twin: reference/neuron.py.
 """
 
 from __future__ import annotations
 
-from ..abi import COUNT_SEVERAL, NEURON_BATCH
+from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_WINDOW
 from ..parameters import NEURON_GATED
 from ..registry import kernel
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter
-from ..vector.simd import div_i64
+from ..vector.simd import div_i64, load_i32, load_i64
 from .elementwise import fused_input
-from .neuron_batch import Batch, alive, areas_of, gates, ups
-from .neuron_block import block, most_live
-from .neuron_ffn import Tokens, fetch, first_entry, open_ffn, part_at
+from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, gate_at, ups
+from .neuron_block import block
+from .neuron_ffn import Tokens, choose, fetch, find_masks, open_ffn
 from .neuron_parts import TOKENS, make_form, q8_block
 
 MANY_CHUNKS = 16
@@ -52,23 +53,25 @@ def single(form, ffn, areas, ctx, f, n_threads):
     """Compute all blocks of neurons for one token."""
     form.as_lines(ffn, input_row(ffn.rec, ctx, areas.own), 0, 1, areas.x, form.x_bytes)
     height, sums_bytes = parameter(ffn.rec, NEURON_GATED.block), 4 * form.columns * ffn.lines
-    span = 1  # blocks of a list are short: more of them are claimed at once
-    if ffn.listed:
-        span = max(1, div_i64(ffn.neurons, 4 * n_threads * height))
+    token, numbers, span = Tokens(1, f, 0, areas.scratch + MASKS), areas.scratch + NUMBERS, 1
+    find_masks(ffn.rec, ctx, 0, token)
+    if load_i64(token.masks):  # few neurons of a block are chosen: more blocks are claimed at once
+        span = max(1, min(div_i64(NEURON_WINDOW, height), div_i64(ffn.neurons, 4 * n_threads * height)))
     at = claim(ctx) * span
     while at * height < ffn.neurons:
-        eager = most_live(ffn)
-        start = first_entry(ffn, at * height)
-        last = first_entry(ffn, (at + span) * height) - 1
-        for entry in range(start, min(start + (NEURON_BATCH if eager else 2), last + 1)):
-            fetch(part_at(ffn, entry, 0), 3 * ffn.part if eager else ffn.part)
-        for _ in range(span):
-            if at * height < ffn.neurons:
-                sums = operand(ffn.rec, ctx, 6) + sums_bytes * at
-                at += 1
-                end = first_entry(ffn, at * height)
-                eager = block(form, ffn, areas, Tokens(1, f, 0), sums, Batch(start, end, last, eager))
-                start = end
+        end = min((at + span) * height, ffn.neurons)
+        n, first = choose(token, at * height, end, numbers), 0
+        clear(token, at * height, end)
+        for k in range(min(n, ROWS_AHEAD)):
+            fetch(gate_at(ffn, Window(numbers, 0, 0, n), k), ffn.part)
+        while at * height < end:
+            sums = operand(ffn.rec, ctx, 6) + sums_bytes * at
+            at += 1
+            stop = first
+            while stop < n and load_i32(numbers + 4 * stop) < at * height:
+                stop += 1
+            block(form, ffn, areas, token, sums, Window(numbers, first, stop, n))
+            first = stop
         at = claim(ctx) * span
 
 
@@ -76,20 +79,22 @@ def single(form, ffn, areas, ctx, f, n_threads):
 def several(form, ffn, areas, ctx, f, tokens, n_threads):
     """Compute f of more tokens, TOKENS at a time."""
     chunk, stride = parameter(ffn.rec, NEURON_GATED.chunk), parameter(ffn.rec, NEURON_GATED.out_stride)
-    chunk = max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.entries, n_threads) + 1))
-    x, start = operand(ffn.rec, ctx, 1), claim(ctx) * chunk
-    while start < ffn.entries:
-        end = min(start + chunk, ffn.entries)
+    chunk = min(NEURON_WINDOW, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
+    x, start, numbers = operand(ffn.rec, ctx, 1), claim(ctx) * chunk, areas.scratch + NUMBERS
+    while start < ffn.neurons:
+        end = min(start + chunk, ffn.neurons)
         for t in range(0, tokens, TOKENS):
-            some, first = Tokens(min(TOKENS, tokens - t), f + t * stride, stride), start
+            some = Tokens(min(TOKENS, tokens - t), f + t * stride, stride, areas.scratch + MASKS)
+            find_masks(ffn.rec, ctx, t, some)
             for j in range(some.present):
                 q8, at, height = q8_block(x, parameter(ffn.rec, NEURON_GATED.x_stride), t + j, tokens)
                 form.as_lines(ffn, q8, at, height, areas.x + j * form.x_bytes, TOKENS * form.x_bytes)
-            while first < end:
-                batch = Batch(first, min(first + NEURON_BATCH, end), end - 1, False)
-                gates(form, ffn, areas, batch)
-                ups(form, ffn, areas, some, batch, alive(form, ffn, areas.scratch, some, batch, 0))
-                first = batch.stop
+            clear(some, start, end)
+            n = choose(some, start, end, numbers)
+            window = Window(numbers, 0, n, n)
+            live = all_alive(form, ffn, areas, some, window)
+            for first in range(0, live, NEURON_BATCH):
+                ups(form, ffn, areas, some, window, first, min(first + NEURON_BATCH, live), live)
         start = claim(ctx) * chunk
 
 
@@ -98,7 +103,7 @@ def _register(dtype):
 
     @kernel(f"neuron_gated_{dtype}")
     def run(rec, ctx, tid, n_threads):
-        ffn, f = open_ffn(rec, ctx, NEURON_GATED, one.bits), operand(rec, ctx, 2)
+        ffn, f = open_ffn(rec, ctx, NEURON_GATED, one.bits, 5), operand(rec, ctx, 2)
         scratch = operand(rec, ctx, 4) + tid * parameter(rec, NEURON_GATED.scratch)
         areas = areas_of(scratch, ffn.lines, one.x_bytes)
         tokens = count(ctx, parameter(rec, NEURON_GATED.rows))

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from edgeinfer.quant import layouts
 
 from ..abi import (
-    COUNT_ACTIVE,
     FLAG_BIAS,
-    FLAG_LIST,
+    FLAG_MASK,
     FLAG_RESIDUAL,
+    ROLE_DECODE,
+    TOKEN_ROLE,
     neuron_line_columns,
     neuron_lines,
     q8_row_bytes,
@@ -29,20 +30,21 @@ from .view import RecordView, memory
 Doubles = NDArray[np.float64]
 
 
-def _neurons(view: RecordView, neurons: int) -> NDArray[np.int64]:
-    """Numbers of the neurons that a record computes."""
-    if view.flags & FLAG_LIST:
-        return view.array(3, np.int32, (view.count(COUNT_ACTIVE),)).astype(np.int64)
-    return np.arange(neurons)
+def _chosen(view: RecordView, p: Any, tokens: int) -> NDArray[np.bool_]:
+    """Which neurons each token computes: (tokens, neurons)."""
+    chosen = np.ones((tokens, p.neurons), bool)
+    if view.flags & FLAG_MASK:
+        decoded = view.tokens(TOKEN_ROLE)[:tokens] == ROLE_DECODE
+        masks = view.array(3, np.uint8, (tokens, -(-p.neurons // 8)), (p.mask_stride, 1))[decoded]
+        chosen[decoded] = np.unpackbits(masks, axis=1, bitorder="little")[:, : p.neurons]
+    return chosen
 
 
-def _parts(view: RecordView, p: Any, dtype: str, numbers: NDArray[np.int64], parts: slice) -> Doubles:
-    """Weights of some neurons' parts, dequantised: (neurons, parts, columns with the padding of groups)."""
-    data = memory(view.address(0), np.uint8, (p.neurons, 3 * p.part_bytes))[numbers]
-    shape = (len(numbers), 3, p.groups * p.group)
-    if not len(numbers):
-        return np.zeros((0, len(range(3)[parts]), shape[2]))
-    return layouts.unpack_neuron(data.reshape(-1), dtype, p.group, shape)[:, parts].astype(np.float64)
+def _parts(view: RecordView, p: Any, dtype: str) -> Doubles:
+    """Gate rows, up rows and down columns, dequantised: (3, neurons, columns with the padding of groups)."""
+    shape = (p.neurons, 3, p.groups * p.group)
+    data = memory(view.address(0), np.uint8, (3 * p.neurons * p.part_bytes,))
+    return layouts.unpack_neuron(data, dtype, p.group, shape).transpose(1, 0, 2).astype(np.float64)
 
 
 def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
@@ -51,31 +53,30 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(NEURON_GATED)
-        tokens, numbers = view.count(p.rows), _neurons(view, p.neurons)
-        weights = _parts(view, p, dtype, numbers, slice(0, 2))
+        tokens, (gate, up, down) = view.count(p.rows), _parts(view, p, dtype)
         x, near = quantised_input(view, p, q8_row_bytes(p.groups * p.group, p.group)[1], 7, 8)
         biases = np.zeros((2, p.neurons))
         if view.flags & FLAG_BIAS:
             biases[:] = view.array(5, np.float32, biases.shape)
-        gate, up = weights[:, 0], weights[:, 1]
         x, near = x[:, : gate.shape[1]], near[:, : gate.shape[1]]
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases[:, numbers], near=near)
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near)
+        unchosen = ~_chosen(view, p, tokens)
+        y[unchosen] = tolerance[unchosen] = 0
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         expected = [Expected("f", out, y, exact=False, tolerance=tolerance)]
         if tokens == 1:
-            expected.append(_sums(view, p, dtype, numbers, out, y, tolerance))
+            expected.append(_sums(view, p, dtype, down, out, y, tolerance))
         return expected
 
     return twin
 
 
-def _sums(view: RecordView, p: Any, dtype: str, numbers: NDArray[np.int64], out: NDArray[np.float32], y: Doubles,
+def _sums(view: RecordView, p: Any, dtype: str, columns: Doubles, out: NDArray[np.float32], y: Doubles,
           tolerance: Doubles) -> Expected:
     """Sums of the columns of each block of neurons, by the values that are stored."""
-    columns = _parts(view, p, dtype, numbers, slice(2, 3))[:, 0]
     line = neuron_line_columns(dtype)
     width = line * neuron_lines(columns.shape[1], p.group, dtype)
-    of_block = np.arange(0, p.neurons, p.block)[:, None] == numbers // p.block * p.block
+    of_block = np.arange(0, p.neurons, p.block)[:, None] == np.arange(p.neurons) // p.block * p.block
     where = view.array(6, np.float32, (len(of_block), width))
     largest = np.zeros(where.shape)
     largest[:, : columns.shape[1]] = of_block @ ((np.abs(y) + tolerance).T * np.abs(columns))
@@ -93,12 +94,12 @@ def neuron_down_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(NEURON_DOWN)
-        tokens, numbers, width = view.count(p.rows), _neurons(view, p.neurons), -(-p.width // 16) * 16
-        columns = _parts(view, p, dtype, numbers, slice(2, 3))[:, 0, :width]
+        tokens, width = view.count(p.rows), -(-p.width // 16) * 16
         if tokens == 1:
             return [_merged(view, p, dtype, width)]
-        f = view.array(1, np.float32, (tokens, len(numbers)), (p.x_stride, 4)).astype(np.float64)
-        bias = view.array(5, np.float32, (width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
+        columns = _parts(view, p, dtype)[2, :, :width]
+        f = view.array(1, np.float32, (tokens, p.neurons), (p.x_stride, 4)).astype(np.float64)
+        bias = view.array(4, np.float32, (width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
         y, tolerance = linear_reference(f, columns.T, bias)
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         if view.flags & FLAG_RESIDUAL:
@@ -112,11 +113,11 @@ def neuron_down_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
 def _merged(view: RecordView, p: Any, dtype: str, width: int) -> Expected:
     """One token: the sums of blocks are added up."""
     row = neuron_line_columns(dtype) * neuron_lines(p.groups * p.group, p.group, dtype)
-    sums = view.array(6, np.float32, (-(-p.neurons // p.block), row))[:, :width].astype(np.float64)
+    sums = view.array(5, np.float32, (-(-p.neurons // p.block), row))[:, :width].astype(np.float64)
     y, tolerance = sums.sum(axis=0, keepdims=True), TOLERANCES["linear"] * np.abs(sums).sum(axis=0, keepdims=True)
     out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
     if view.flags & FLAG_BIAS:
-        y += view.array(5, np.float32, (width,))
+        y += view.array(4, np.float32, (width,))
         tolerance += 1e-7 * np.abs(y)
     if view.flags & FLAG_RESIDUAL:
         tolerance += 1e-7 * np.abs(out)
