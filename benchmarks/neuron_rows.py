@@ -27,8 +27,8 @@ from edgeinfer.runtime import Executor, Program, Record, allocate
 from edgeinfer.sizes import round_up
 
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
-"""Parts of the neurons that a list names."""
-LIVE = (0.2, 0.1, 0.05)
+"""Parts of the neurons that a mask chooses."""
+LIVE = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
 """Parts of the neurons that are alive where all gates are computed."""
 
 
@@ -83,7 +83,7 @@ class Bench:
         self.q8 = abi.q8_row_bytes(s.hidden, s.group)
         self.f_q8 = abi.q8_row_bytes(s.neurons, s.group)
         self.width, self.f_width = 4 * round_up(s.hidden, 16), 4 * round_up(s.neurons, 16)
-        places = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0], "list": 4 * s.neurons,
+        places = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0], "mask": abi.neuron_mask_bytes(s.neurons),
                   "bias": 2 * self.f_width, "norm": self.width,
                   "sums": abi.neuron_sums_bytes(s.neurons, s.hidden, s.group, s.dtype)}
         self.at: dict[str, tuple[str, int]] = {}
@@ -93,6 +93,7 @@ class Bench:
             total += round_up(nbytes, 64) + 64
         self.activations = allocate(total)
         floats(self.activations, self.at["norm"], s.hidden)[:] = 1
+        self.token = np.zeros(abi.TOKEN_BYTES // 8, np.int64)
         self.scratch = round_up(max(abi.neuron_gated_scratch_bytes(s.hidden, s.group, s.dtype),
                                     abi.neuron_down_scratch_bytes(),
                                     abi.GATED_SCRATCH_BYTES + self.f_q8[0] + self.width) + 64, 64)
@@ -102,6 +103,8 @@ class Bench:
         regions = {"weights": weights, "activations": self.activations, "scratch": allocate(threads * self.scratch)}
         executor = Executor(Program(tuple(records)), self.kernels, threads, regions)
         executor.set_count(abi.COUNT_TOKENS, 1)
+        self.token[abi.TOKEN_ROLE // 8] = abi.ROLE_DECODE
+        executor.set(abi.CTX_TOKENS, self.token.ctypes.data)
         return executor
 
     def _fused(self, kind: int, width: int, row: tuple[int, int, int]) -> dict[str, int | float]:
@@ -146,26 +149,26 @@ class Bench:
             weights = ("weights", layer * s.neurons * 3 * s.part_bytes)
             parameters = fill(NEURON_GATED, **common, out_stride=self.f_width, chunk=rows,
                               activation=ACTIVATIONS[activation], **self._fused(abi.FUSED_NORM, s.hidden, self.q8))
-            places = (weights, self.at["q"], self.at["f"], self.at["list"], ("scratch", 0), self.at["bias"],
+            places = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
                       self.at["sums"], self.at["x"], self.at["norm"])
             records.append(Record(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
             parameters = fill(NEURON_DOWN, **common, group=s.group, x_stride=self.f_width, out_stride=self.width,
                               width=s.hidden, chunk=lines)
-            places = (weights, self.at["f"], self.at["x"], self.at["list"], ("scratch", 0), self.at["norm"],
-                      self.at["sums"])
+            places = (weights, self.at["f"], self.at["x"], ("scratch", 0), self.at["norm"], self.at["sums"])
             records.append(Record(f"neuron_down_{s.dtype}", "down", places, tuple(parameters),
-                                  abi.FLAG_RESIDUAL | (flags & abi.FLAG_LIST)))
+                                  abi.FLAG_RESIDUAL | (flags & abi.FLAG_DENSE)))
         return records
 
     def set_input(self) -> None:
         """Random x: the residual of the last run would grow."""
         floats(self.activations, self.at["x"], self.shape.hidden)[:] = self.rng.standard_normal(self.shape.hidden)
 
-    def set_list(self, n: int) -> None:
-        """Name n random neurons."""
-        numbers = np.sort(self.rng.choice(self.shape.neurons, n, replace=False)).astype(np.int32)
-        start = self.at["list"][1]
-        self.activations[start : start + 4 * n].view(np.int32)[:] = numbers
+    def set_mask(self, n: int) -> None:
+        """Choose n random neurons."""
+        bits = np.zeros(8 * abi.neuron_mask_bytes(self.shape.neurons), bool)
+        bits[self.rng.choice(self.shape.neurons, n, replace=False)] = True
+        start = self.at["mask"][1]
+        self.activations[start : start + bits.size // 8] = np.packbits(bits, bitorder="little")
 
     def set_live(self, n: int) -> None:
         """Gate biases that leave n random neurons alive."""
@@ -192,10 +195,10 @@ def measure(bench: Bench, threads: int, rounds: int) -> dict[str, list[Reading]]
     whole = s.layers * s.neurons * 3 * s.part_bytes
     out: dict[str, list[Reading]] = {}
     dense = bench.executor(bench.neuron_records(threads, "silu"), bench.neuron, threads)
-    listed = bench.executor(bench.neuron_records(threads, "silu", abi.FLAG_LIST), bench.neuron, threads)
+    masked = bench.executor(bench.neuron_records(threads, "silu", abi.FLAG_MASK), bench.neuron, threads)
     exact = bench.executor(bench.neuron_records(threads, "relu", abi.FLAG_BIAS), bench.neuron, threads)
     tiles = bench.executor(bench.tile16_records(threads), bench.tile16, threads)
-    with MachineProbe(threads, 1 << 30) as probe, dense, listed, exact, tiles:
+    with MachineProbe(threads, 1 << 30) as probe, dense, masked, exact, tiles:
 
         def read(name: str, executor: Executor, nbytes: float, prepare: Callable[[], object] = int) -> None:
             """One reading: as many runs as make up half of all bytes, each with neurons of its own."""
@@ -212,8 +215,7 @@ def measure(bench: Bench, threads: int, rounds: int) -> dict[str, list[Reading]]
             read("neuron", dense, whole)
             for share in SHARES:
                 n = round(share * s.neurons)
-                listed.set_count(abi.COUNT_ACTIVE, n)
-                read(f"list {share}", listed, whole * n / s.neurons, lambda n=n: bench.set_list(n))
+                read(f"mask {share}", masked, whole * n / s.neurons, lambda n=n: bench.set_mask(n))
             for share in LIVE:
                 n = round(share * s.neurons)
                 read(f"live {share}", exact, whole * (1 + 2 * n / s.neurons) / 3, lambda n=n: bench.set_live(n))

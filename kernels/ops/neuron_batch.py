@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import FLAG_DENSE, FLAG_MASK, NEURON_BATCH, NEURON_TOKENS, NEURON_WINDOW
+from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_TOKENS, NEURON_WINDOW
 from ..parameters import NEURON_GATED
 from ..vector.record import flags, inline, outlined, parameter
 from ..vector.simd import (
@@ -32,7 +32,7 @@ FOUND = NUMBERS + 4 * NEURON_WINDOW
 VALUES = FOUND + 8 * NEURON_WINDOW
 AREAS = VALUES + 4 * NEURON_WINDOW * NEURON_TOKENS
 ROWS_AHEAD = 2
-"""Gate rows between the one in work and the one that is fetched."""
+"""Gate rows between the one in work and the one that is fetched, where gates are a stream."""
 
 
 class Areas(NamedTuple):
@@ -60,6 +60,9 @@ class Window(NamedTuple):
     first: int
     stop: int
     n: int
+    eager: bool
+    """Whether most of them will live: it is one batch, and pairs of the next batch are fetched before their gates are
+    known."""
 
 
 @inline
@@ -78,11 +81,14 @@ def gate_at(ffn, window, k):
 
 @inline
 def upcoming(ffn, areas, window, live, part):
-    """Return the address of a part of the live neurons, up, column, up, ... in one stream, then gates of what follows.
-    """
+    """Return the address of a part of the live neurons, up, column, up, ... in one stream, then of what follows."""
     if part < 2 * live:
         return load_i64(areas.scratch + FOUND + 8 * (part >> 1)) - ffn.part * (1 - (part & 1))
-    return gate_at(ffn, window, window.stop + part - 2 * live)
+    part -= 2 * live
+    if window.eager:
+        neuron = load_i32(window.numbers + 4 * min(window.stop + (part >> 1), window.n - 1))
+        return column_at(ffn, neuron) - ffn.part * (1 - (part & 1))
+    return gate_at(ffn, window, window.stop + part)
 
 
 @outlined
@@ -95,12 +101,10 @@ def activate_gates(gates, tokens, kind):
 @outlined
 def gates(form, ffn, areas, window, first, stop):
     """Put the activated gates of chosen neurons first .. stop into scratch, while rows ahead are fetched."""
-    at = areas.scratch + GATES
+    at, ahead = areas.scratch + GATES, NEURON_BATCH if window.eager else ROWS_AHEAD
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * k)
-        if flags(ffn.rec) & FLAG_MASK and k - window.first < NEURON_BATCH:  # most of them will live
-            fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
-        form.row_sums(ffn, ffn.gates + neuron * ffn.part, areas.x, gate_at(ffn, window, k + ROWS_AHEAD), areas.row,
+        form.row_sums(ffn, ffn.gates + neuron * ffn.part, areas.x, gate_at(ffn, window, k + ahead), areas.row,
                       areas.scratch)
         for t in range(form.n):
             gate = sum_lanes(load_f32x16(areas.scratch + 64 * t))
@@ -138,7 +142,7 @@ def all_alive(form, ffn, areas, tokens, window):
         stop = min(first + NEURON_BATCH, window.stop)
         gates(form, ffn, areas, window, first, stop)
         before, live = live, alive(form, ffn, areas.scratch, tokens, window, first, stop, live)
-        for k in range(before, min(live, NEURON_BATCH)):
+        for k in range(before, 0 if window.eager else min(live, NEURON_BATCH)):
             fetch(load_i64(areas.scratch + FOUND + 8 * k) - ffn.part, 2 * ffn.part)
     return live
 

@@ -1,13 +1,14 @@
-"""One token: a block of neurons from gate to column."""
+"""One token: neurons from gate to column."""
 
 from __future__ import annotations
 
 from ..abi import NEURON_BATCH
-from ..vector.record import inline, outlined
-from ..vector.simd import div_i64
+from ..parameters import NEURON_GATED
+from ..vector.record import inline, outlined, parameter
+from ..vector.simd import div_i64, load_i32
 from .neuron_batch import FOUND, VALUES, all_alive, upcoming, ups
 from .neuron_ffn import fetch
-from .neuron_parts import Columns, multiply, zero
+from .neuron_parts import Columns, multiply
 
 
 @outlined
@@ -26,11 +27,23 @@ def add_columns(form, ffn, areas, window, sums, first, stop, live):
 
 
 @inline
-def block(form, ffn, areas, token, sums, window):
-    """Put f of a window's neurons and the sum of their columns."""
-    zero(sums, 4 * form.columns * ffn.lines)
+def add_to_blocks(form, ffn, areas, window, sums, first, stop, live):
+    """Add the columns of live neurons first .. stop to the sums of their blocks; `sums` are those of block 0."""
+    height = parameter(ffn.rec, NEURON_GATED.block)
+    while first < stop:
+        at, end = div_i64(load_i32(window.numbers + 4 * (window.first + first)), height), first + 1
+        while end < stop and load_i32(window.numbers + 4 * (window.first + end)) < (at + 1) * height:
+            end += 1
+        add_columns(form, ffn, areas, window, sums + 4 * form.columns * ffn.lines * at, first, end, live)
+        first = end
+
+
+@inline
+def compute(form, ffn, areas, token, sums, window):
+    """Put f of a window's neurons and add up their columns; return how many live."""
     live = all_alive(form, ffn, areas, token, window)
     for first in range(0, live, NEURON_BATCH):
         stop = min(first + NEURON_BATCH, live)
         ups(form, ffn, areas, token, window, first, stop, live)
-        add_columns(form, ffn, areas, window, sums, first, stop, live)
+        add_to_blocks(form, ffn, areas, window, sums, first, stop, live)
+    return live

@@ -26,10 +26,10 @@ from ..registry import kernel
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter
 from ..vector.simd import div_i64, load_i32, load_i64
 from .elementwise import fused_input
-from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, gate_at, ups
-from .neuron_block import block
-from .neuron_ffn import Tokens, choose, fetch, find_masks, open_ffn
-from .neuron_parts import TOKENS, make_form, q8_block
+from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, ups
+from .neuron_block import compute
+from .neuron_ffn import Tokens, choose, column_at, fetch, find_masks, open_ffn
+from .neuron_parts import TOKENS, make_form, q8_block, zero
 
 MANY_CHUNKS = 16
 """Chunks that are claimed together where there are many tokens, because x is laid out as lines once a claim."""
@@ -52,26 +52,28 @@ def input_row(rec, ctx, own):
 def single(form, ffn, areas, ctx, f, n_threads):
     """Compute all blocks of neurons for one token."""
     form.as_lines(ffn, input_row(ffn.rec, ctx, areas.own), 0, 1, areas.x, form.x_bytes)
-    height, sums_bytes = parameter(ffn.rec, NEURON_GATED.block), 4 * form.columns * ffn.lines
+    height, sums, sums_bytes = parameter(ffn.rec, NEURON_GATED.block), operand(ffn.rec, ctx, 6), 4 * form.columns * ffn.lines
     token, numbers, span = Tokens(1, f, 0, areas.scratch + MASKS), areas.scratch + NUMBERS, 1
     find_masks(ffn.rec, ctx, 0, token)
-    if load_i64(token.masks):  # few neurons of a block are chosen: more blocks are claimed at once
+    eager = load_i64(token.masks) != 0
+    if eager:  # few neurons of a block are chosen: more blocks are claimed at once
         span = max(1, min(div_i64(NEURON_WINDOW, height), div_i64(ffn.neurons, 4 * n_threads * height)))
     at = claim(ctx) * span
     while at * height < ffn.neurons:
         end = min((at + span) * height, ffn.neurons)
-        n, first = choose(token, at * height, end, numbers), 0
+        n, first, live = choose(token, at * height, end, numbers), 0, 0
         clear(token, at * height, end)
-        for k in range(min(n, ROWS_AHEAD)):
-            fetch(gate_at(ffn, Window(numbers, 0, 0, n), k), ffn.part)
-        while at * height < end:
-            sums = operand(ffn.rec, ctx, 6) + sums_bytes * at
-            at += 1
-            stop = first
-            while stop < n and load_i32(numbers + 4 * stop) < at * height:
-                stop += 1
-            block(form, ffn, areas, token, sums, Window(numbers, first, stop, n))
+        zero(sums + sums_bytes * at, sums_bytes * div_i64(end - at * height + height - 1, height))
+        for k in range(min(n, NEURON_BATCH if eager else ROWS_AHEAD)):
+            neuron = load_i32(numbers + 4 * k)
+            fetch(ffn.gates + neuron * ffn.part, ffn.part)
+            if eager:
+                fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
+        while first < n:
+            stop = min(first + NEURON_BATCH, n) if eager else n
+            live += compute(form, ffn, areas, token, sums, Window(numbers, first, stop, n, eager))
             first = stop
+        eager = load_i64(token.masks) != 0 and 2 * live >= n
         at = claim(ctx) * span
 
 
@@ -91,7 +93,7 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
                 form.as_lines(ffn, q8, at, height, areas.x + j * form.x_bytes, TOKENS * form.x_bytes)
             clear(some, start, end)
             n = choose(some, start, end, numbers)
-            window = Window(numbers, 0, n, n)
+            window = Window(numbers, 0, n, n, False)
             live = all_alive(form, ffn, areas, some, window)
             for first in range(0, live, NEURON_BATCH):
                 ups(form, ffn, areas, some, window, first, min(first + NEURON_BATCH, live), live)
