@@ -83,8 +83,8 @@ class Bench:
         self.q8 = abi.q8_row_bytes(s.hidden, s.group)
         self.f_q8 = abi.q8_row_bytes(s.neurons, s.group)
         self.width, self.f_width = 4 * round_up(s.hidden, 16), 4 * round_up(s.neurons, 16)
-        places = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0], "mask": abi.neuron_mask_bytes(s.neurons),
-                  "bias": 2 * self.f_width, "norm": self.width,
+        places = {"x": self.width, "q": self.q8[0], "f": self.f_width, "fq": self.f_q8[0],
+                  "mask": abi.neuron_mask_bytes(s.neurons), "bias": 2 * self.f_width, "norm": self.width,
                   "sums": abi.neuron_sums_bytes(s.neurons, s.hidden, s.group, s.dtype)}
         self.at: dict[str, tuple[str, int]] = {}
         total = 0

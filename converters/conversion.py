@@ -167,7 +167,7 @@ class _Reading(SourceReader):
             yield read(weight, start, min(start + step, weight.shape[0]), cols)
 
     def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
-        """Blocks (parts, hidden_size) of an FFN stored neuron by neuron: all gate rows, then up row, down column, ..."""
+        """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ..."""
         gate, up, down = weight.sources
         total, _, hidden = weight.shape
         step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, so many at a time

@@ -14,6 +14,8 @@ from .quant import GROUP_SIZES as GROUP_SIZES
 
 KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = tuple(quant.TYPES)
+SPARSE_MODES = ("off", "exact", "predict")
+"""What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
 _INF = float("inf")
 
 
@@ -112,6 +114,10 @@ class Recipe:
                                  "or none.")
             steps.append(Step(name, tuple((key, _number(value)) for key, _, value in pairs)))
         return cls(tuple(steps))
+
+    def sparse(self, mode: str | None) -> Recipe:
+        """Return the recipe with the pass `sparse` of this mode behind the others; of none, itself."""
+        return self if mode is None else Recipe((*self.steps, Step("sparse", (("mode", mode),))))
 
 
 def _number(text: str) -> str | float:

@@ -55,6 +55,9 @@ class LLM:
         Map the weights from their file, as by default; False copies them into memory of the process.
     recipe : str or Recipe, optional
         The passes over the model's graph.
+    sparse : {"off", "exact"}, optional
+        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone. The text
+        is the same.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -98,11 +101,15 @@ class LLM:
         mlock: bool | None = None,
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
+        sparse: str | None = None,
         progress: Progress | None = None,
     ):
+        passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+        if sparse is not None:
+            passes = (passes or Recipe()).sparse(sparse)
         settings: dict[str, Any] = {  # of which each may be None, whatever its type
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
-            "mlock": mlock, "mmap": mmap, "recipe": Recipe.parse(recipe) if isinstance(recipe, str) else recipe,
+            "mlock": mlock, "mmap": mmap, "recipe": passes,
             "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
         config = RuntimeConfig(**settings)

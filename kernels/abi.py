@@ -278,7 +278,9 @@ NEURON_TOKENS = 4
 NEURON_BATCH = 8
 """Neurons that are computed together: gates, then ups, then columns."""
 NEURON_WINDOW = 1024
-"""Most neurons of a block, and of those that are claimed together."""
+"""Most neurons of a block."""
+NEURON_CLAIM = 2048
+"""Most neurons that are claimed together."""
 NEURON_LINES = 16
 """Most 64-byte lines of a down column in a chunk."""
 
@@ -316,9 +318,9 @@ def neuron_mask_bytes(neurons: int) -> int:
 
 
 def neuron_gated_scratch_bytes(width: int, group_size: int, dtype: str) -> int:
-    """Scratch of a thread in neuron_gated: sums, gates, lists of a window, x as lines, scales, a fused input row."""
+    """Scratch of a thread in neuron_gated: sums, gates, lists of a claim, x as lines, scales, a fused input row."""
     columns, lines = neuron_line_columns(dtype), neuron_lines(width, group_size, dtype)
-    fixed = 2 * 64 * NEURON_TOKENS + 64 + NEURON_WINDOW * (16 + 4 * NEURON_TOKENS)
+    fixed = 2 * 64 * NEURON_TOKENS + 64 + NEURON_CLAIM * (12 + 4 * NEURON_TOKENS)
     row = q8_row_bytes(width, group_size)[0] + 4 * (-(-width // 16) * 16)
     return fixed + lines * NEURON_TOKENS * (columns + 128) + (NEURON_BATCH + 1) * 16 * (lines + 3) + row + 128
 

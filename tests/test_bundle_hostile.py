@@ -50,8 +50,8 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d.update(format="gguf"), "bundle.json is no bundle header: its format is not 'edgeinfer-bundle'."),
     (lambda d: d.update(version="1"), "bundle.json has no valid format version."),
     (lambda d: d.update(version=0), "bundle.json has no valid format version."),
-    (lambda d: d.update(version=3), "the bundle has format version 3, made by a newer edgeinfer; this one reads up to "
-                                    "version 2: upgrade edgeinfer."),
+    (lambda d: d.update(version=4), "the bundle has format version 4, made by a newer edgeinfer; this one reads up to "
+                                    "version 3: upgrade edgeinfer."),
     (lambda d: d.update(hidden=1), "bundle.json has the unknown field 'hidden'" + ADVICE),
     (lambda d: d.update(hidden=1, made_by="x\ny" * 99), "; the bundle was written by x?yx?y"),
     (lambda d: d.update(hidden=1, made_by=""), "; the bundle was written by an unknown program: upgrade"),

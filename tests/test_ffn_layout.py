@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter
+from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UsageError
@@ -37,6 +38,43 @@ def test_no_chunk_and_no_thread_changes_a_bit(weights: str, group: int, activati
         with session(tmp_path / "m", ctx=128, threads=threads, prefill_chunk=chunk) as opened:
             rows.append(logits_of(opened, ids, n_decoded=5))
     assert all((row == rows[0]).all() for row in rows)
+
+
+@pytest.mark.parametrize(("weights", "group", "shape"), [
+    ("q4", 32, {}), ("int8", 64, {"intermediate_size": 333}),
+    ("q4", 64, {"hidden_size": 132, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 66})])
+def test_dead_neurons_change_no_bit(weights: str, group: int, shape: dict[str, int], tmp_path: Path) -> None:
+    config = replace(TINY, hidden_act="relu", **shape)
+    write_random_bundle(config, tmp_path / "m", weights, group, ffn_layout="neuron")
+    ids, rows = tokens(70), {}
+    for mode in ("off", "exact"):
+        for threads, chunk in WALKS:
+            with session(tmp_path / "m", ctx=128, threads=threads, prefill_chunk=chunk,
+                         recipe=Recipe().sparse(mode)) as opened:
+                records = [record for record in opened.program.records if record.kernel.startswith("neuron")]
+                flags = {record.flags & abi.FLAG_DENSE for record in records}
+                assert flags == {abi.FLAG_DENSE if mode == "off" else 0}
+                rows[mode, threads, chunk] = logits_of(opened, ids, n_decoded=5)
+    first = rows["off", 1, 64]
+    assert first.any() and all((row == first).all() for row in rows.values())
+
+
+def test_sparse_is_an_option_of_every_command_that_has_passes(tmp_path: Path) -> None:
+    bundle, text = tmp_path / "m", tmp_path / "text"
+    write_random_bundle(replace(TINY, hidden_act="relu"), bundle, ffn_layout="neuron")
+    text.write_text("a b c d e f " * 20)
+    dense = edgeinfer("info", bundle, "--program", "--json", "--sparse", "off").json["program"]
+    assert dense != edgeinfer("info", bundle, "--program", "--json", "--sparse", "exact").json["program"]
+    for command in (("run", bundle, "a", "--raw"), ("bench", bundle), ("eval", bundle, "--text", text),
+                    ("plan", bundle), ("estimate", bundle), ("info", bundle)):
+        wrong = edgeinfer(*command, "--sparse", "some")
+        assert (wrong.code, wrong.sentence) == (2, "sparse is 'some'; choose one of off, exact, predict.")
+        wrong = edgeinfer(*command, "--sparse", "predict")
+        assert (wrong.code, wrong.sentence) == (
+            2, "sparse is 'predict', but the model has no predictor of its neurons; choose off or exact.")
+    run = ("run", bundle, "a", "--raw", "-n", "4", "--temp", "0", "--sparse")
+    said = [edgeinfer(*run, mode) for mode in ("off", "exact")]
+    assert said[0].code == 0 and said[0].out == said[1].out
 
 
 @pytest.mark.parametrize("weights", ["q4", "int8"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.bundle import Bundle, is_bundle
+from edgeinfer.bundle import FORMAT_VERSION, Bundle, is_bundle
 from edgeinfer.cache import cache_entries, cache_root, clear_cache
 from edgeinfer.errors import DestinationError, ModelNotFoundError, UnsupportedModelError
 from edgeinfer.models import checkpoint_path, demo_path, resolve
@@ -79,13 +79,13 @@ def test_an_older_conversion_is_replaced_with_one_line(
     name = str(source) if model == "path" else model
     path = resolve(name)
     as_format_1(path)
-    stem, origin, *stamps = path.name.removesuffix("-v2").rsplit("-", 2 if model == "path" else 1)
+    stem, origin, *stamps = path.name.removesuffix(f"-v{FORMAT_VERSION}").rsplit("-", 2 if model == "path" else 1)
     if stamps:  # format 1 had its version in there
         origin = hashlib.sha256("\0".join([name, "q4", "32", "1"]).encode()).hexdigest()[:8]
     older = path.rename(path.with_name("-".join([stem, origin, *stamps])))
     assert resolve(name, convert=False) == older and capsys.readouterr().err == ""
     made_by = Bundle.open(older).header.made_by
-    assert resolve(name) == path and not older.exists() and Bundle.open(path).header.version == 2
+    assert resolve(name) == path and not older.exists() and Bundle.open(path).header.version == FORMAT_VERSION
     said = f"edgeinfer: {name} was converted by {made_by}, to bundle format 1; it is converted again.\n"
     assert capsys.readouterr().err == said
     assert resolve(name) == path and capsys.readouterr().err == ""
@@ -225,7 +225,7 @@ def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, 
     assert len(made) == 1 and len(waited) == count - 1
     said = [err for _, err in answers if err]
     assert said == ["edgeinfer: Another process makes the bundle of m; this one waits for it.\n"] * (count - 1)
-    assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["m-v2"]
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [f"m-v{FORMAT_VERSION}"]
 
 
 def test_a_checkpoint_that_cannot_be_converted_is_not_told_to_be(tmp_path: Path) -> None:

@@ -128,9 +128,10 @@ def _check_places(header: Header) -> None:
         raise BundleError(f"{HEADER_FILE} lists no tensors.")
     if header.weights_bytes != (want := end_of_file(end, header.version)):
         raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
-    if header.version < 3 and any(entry.type.layout == "neuron" for entry in header.tensors):
-        raise BundleError(f"it has a tensor in layout neuron as format version {header.version} stored it, with the "
-                          "gates among the other rows; convert the model again.")
+    for entry in header.tensors if header.version < 3 else ():
+        if entry.type.layout == "neuron":
+            raise BundleError(f"tensor {entry.name!r} is in layout neuron as format {header.version} had it, with each "
+                              "gate beside its up row; convert the model again.")
     if len({entry.name for entry in header.files}) != len(header.files):
         raise BundleError(f"a file occurs twice in {HEADER_FILE}.")
 

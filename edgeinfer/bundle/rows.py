@@ -15,6 +15,7 @@ from .format import PARTS, FileEntry, Quantisation, TensorEntry, UnknownError
 
 _OF_TABLE = {"bits": int, "grid": list, "table": list, "scale": str, "minimum": bool}
 _PLACE = {"shape": list, "offset": int, "nbytes": int, "sha256": str}
+# By version; those of 3 are as in 2.
 _TYPE = {
     1: {"layout": str, "dtype": str, "group_size": int},
     2: {"layout": str, "group_size": int, **_OF_TABLE},
@@ -35,7 +36,7 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
-    data = _row(row, {"name": str} | _TYPE[version] | _PLACE, f"tensors[{index}]")
+    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _PLACE, f"tensors[{index}]")
     name = data["name"]
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")
@@ -57,7 +58,7 @@ def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
 
 def file_from_json(row: object, index: int, version: int) -> FileEntry:
     """Return the entry that a row of the list of files stands for."""
-    data = _row(row, _FILE[version], f"files[{index}]")
+    data = _row(row, _FILE[min(version, 2)], f"files[{index}]")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", data["name"]):
         raise BundleError(f"files[{index}] has the unusable name {data['name'][:60]!r}.")
     if data["nbytes"] < 0:

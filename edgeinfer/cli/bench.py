@@ -18,7 +18,7 @@ from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
 from .bench_report import bench_object, print_report
-from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Json, Kv, Passes, PrefillChunk, Threads
+from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Json, Kv, Passes, PrefillChunk, Sparse, Threads
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
@@ -84,6 +84,7 @@ def bench(
     kv: Kv = "int8",
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
+    sparse: Sparse = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
@@ -112,12 +113,12 @@ def bench(
     check_request(model, shape, weights, group_size, repetitions)
     limit = None if budget is None else parse_size(budget)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=Recipe.parse(recipe))
+                           recipe=Recipe.parse(recipe).sparse(sparse))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         report, measured = run_tests(path, config, tests, repetitions, profile, progress)
         report["model"] = model or shape
-        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv, recipe)
+        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv, str(config.recipe))
     predictor = make_predictor(path, config, report["threads"], report["isa"])
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:

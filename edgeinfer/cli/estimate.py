@@ -11,7 +11,7 @@ import typer
 from ..config import KV_TYPES, Recipe
 from ..errors import UsageError
 from .estimate_report import Drafting, all_devices_object, chart, estimate_object, print_all_devices, print_estimate
-from .options import DEFAULT_RECIPE, Device, GroupSize, Json, Kv, Passes, Weights, from_environment, option
+from .options import DEFAULT_RECIPE, Device, GroupSize, Json, Kv, Passes, Sparse, Weights, from_environment, option
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def estimate(
     group_size: GroupSize = None,
     kv: Kv = "int8",
     recipe: Passes = DEFAULT_RECIPE,
+    sparse: Sparse = None,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -120,7 +121,7 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    described = describe(model, weights, group_size, Recipe.parse(recipe))
+    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse))
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:

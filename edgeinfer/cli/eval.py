@@ -14,7 +14,7 @@ from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError
 from ..process import peak_rss_bytes
 from ..sizes import parse_size
-from .options import DEFAULT_RECIPE, Budget, Json, Kv, Model, Passes, Threads
+from .options import DEFAULT_RECIPE, Budget, Json, Kv, Model, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -67,6 +67,7 @@ def evaluate(
     threads: Threads = None,
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
+    sparse: Sparse = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -89,7 +90,7 @@ def evaluate(
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe))
+    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse))
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
         session, tokenizer = open_session(stack, model, own, progress)

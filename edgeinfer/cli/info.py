@@ -12,7 +12,7 @@ from ..config import Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Json, Kv, Passes, Threads
+from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Json, Kv, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -49,6 +49,7 @@ def info(
     kv: Kv = "int8",
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
+    sparse: Sparse = None,
     json: Json = False,
 ) -> None:
     """Say what is inside a bundle.
@@ -64,7 +65,8 @@ def info(
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
-        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe))
+        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit,
+                               recipe=Recipe.parse(recipe).sparse(sparse))
         report = describe(path, bundle, config.recipe)
         if program:
             report["program"] = records(bundle, config)

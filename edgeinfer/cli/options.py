@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, KV_TYPES, WEIGHT_TYPES, Recipe
+from ..config import GROUP_SIZES, KV_TYPES, SPARSE_MODES, WEIGHT_TYPES, Recipe
 
 Model = Annotated[
     str,
@@ -53,6 +53,10 @@ DEFAULT_RECIPE = str(Recipe())
 Passes = Annotated[str, option(
     "--recipe", metavar="PASSES",
     help="Passes over the model's graph, as name:key=value,... joined by +; none applies none.")]
+Sparse = Annotated[str | None, option(
+    "--sparse", metavar="|".join(SPARSE_MODES),
+    help="What FFNs by neuron read: all neurons, those that live, or what a predictor names.  [default: exact where "
+         "it applies]")]
 MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]

@@ -49,6 +49,7 @@ def plan(
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
+    sparse: options.Sparse = None,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,
@@ -79,7 +80,7 @@ def plan(
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit = None if budget is None else parse_size(budget)
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock, mmap=not no_mmap,
-                           recipe=Recipe.parse(recipe))
+                           recipe=Recipe.parse(recipe).sparse(sparse))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)

@@ -120,7 +120,7 @@ class Op:
         """Its own numbers and names."""
         skipped = ("layer", "several", "in_ffn")
         return {name: value for name, value in self._values()
-                if not isinstance(value, Tensor | Weight) and value is not None and name not in skipped}
+                if not isinstance(value, Tensor | Weight) and value not in (None, False) and name not in skipped}
 
     @property
     def over(self) -> Tensor | None:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
-from ..config import Recipe
+from ..config import SPARSE_MODES, Recipe
 from ..errors import UnsupportedModelError, UsageError
 from .check import check
 from .graph import Graph
 from .operation import Op
 from .ops import Quantize, RmsNorm
-from .products import Product
+from .products import NeuronDown, NeuronGated, Product
 from .types import Tensor
 
 Pass = Callable[..., Graph]
@@ -114,3 +114,17 @@ def fuse_input(graph: Graph) -> Graph:
         norm = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {}
         ops[i], ops[i + 1] = replace(maker, several=True), replace(product, source=maker.x, **norm)  # type: ignore
     return replace(graph, ops=tuple(ops))
+
+
+@graph_pass
+def sparse(graph: Graph, mode: str) -> Graph:
+    """Say what FFNs stored neuron by neuron read: all neurons (off), or of dead ones the gates alone (exact).
+
+    The results have the same bits. FFNs in tiles have nothing to leave out.
+    """
+    if mode not in SPARSE_MODES:
+        raise UsageError(f"sparse is {mode!r}; choose one of {', '.join(SPARSE_MODES)}.")
+    if mode == "predict":
+        raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact.")
+    return replace(graph, ops=tuple(
+        replace(op, dense=mode == "off") if isinstance(op, NeuronGated | NeuronDown) else op for op in graph.ops))

@@ -102,6 +102,8 @@ class NeuronGated(Product):
 
     KERNELS = ("neuron_gated_{stored.dtype}",)
     activation: str
+    dense: bool = False
+    """Whether dead neurons are read and computed too."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
@@ -115,7 +117,7 @@ class NeuronGated(Product):
     @property
     def dynamic_share(self) -> float:
         """Up rows of dead neurons are not read."""
-        return 0.5 if self.activation in RELUS else 0.0
+        return 0.5 if self.activation in RELUS and not self.dense else 0.0
 
     def activation_values(self) -> float:
         """As the two matrices that it stands for."""
@@ -145,7 +147,9 @@ class NeuronDown(Op):
     weight: Weight
     bias: Weight | None = None
     activation: str
-    """Of the gates: whether columns of dead neurons are left out."""
+    """Of the gates: whether there are dead neurons."""
+    dense: bool = False
+    """Whether their columns are read too."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
@@ -159,7 +163,7 @@ class NeuronDown(Op):
     @property
     def dynamic_share(self) -> float:
         """Columns of dead neurons are not read."""
-        return 1.0 if self.activation in RELUS else 0.0
+        return 1.0 if self.activation in RELUS and not self.dense else 0.0
 
     def activation_values(self) -> float:
         """As the matrix that it stands for."""

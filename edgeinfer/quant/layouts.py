@@ -9,7 +9,8 @@ product:
 * f16: a line holds 16 values of column 2l, then 16 of column 2l+1. f32: a line holds 16 values of one column.
 
 neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Each of these parts is
-codes, then fp16 scales, padded to 64 bytes. In q4 byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
+codes, then fp16 scales, padded to 64 bytes. In q4 byte b of a group holds column b (low nibble) and column b + g/2
+(high nibble).
 
 Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
 rows.

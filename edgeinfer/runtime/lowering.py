@@ -225,7 +225,8 @@ def _(op: NeuronGated, at: Lowering) -> list[Record]:
                       token_tiles=at.token_tiles)
     operands = [_ffn(op, at), at.at(op.x), at.at(op.out), NOTHING, at.scratch, at.at(op.bias), at.shared,
                 at.at(op.source), at.at(op.norm)]
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
 @lower.register
@@ -234,7 +235,7 @@ def _(op: NeuronDown, at: Lowering) -> list[Record]:
     parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
                       chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
     operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared]
-    flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0)
+    flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_TOKENS, NEURON_WINDOW
+from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_CLAIM, NEURON_TOKENS
 from ..parameters import NEURON_GATED
 from ..vector.record import flags, inline, outlined, parameter
 from ..vector.simd import (
@@ -23,14 +23,14 @@ from ..vector.vecmath import activate
 from .neuron_ffn import chosen, column_at, fetch
 
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
-# of a window their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
+# of a claim their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
 # lines gives the size of.
 GATES = 64 * NEURON_TOKENS
 MASKS = 2 * GATES
 NUMBERS = MASKS + 64
-FOUND = NUMBERS + 4 * NEURON_WINDOW
-VALUES = FOUND + 8 * NEURON_WINDOW
-AREAS = VALUES + 4 * NEURON_WINDOW * NEURON_TOKENS
+FOUND = NUMBERS + 4 * NEURON_CLAIM
+VALUES = FOUND + 8 * NEURON_CLAIM
+AREAS = VALUES + 4 * NEURON_CLAIM * NEURON_TOKENS
 ROWS_AHEAD = 2
 """Gate rows between the one in work and the one that is fetched, where gates are a stream."""
 

@@ -12,12 +12,12 @@ from .neuron_parts import Columns, multiply
 
 
 @outlined
-def add_columns(form, ffn, areas, window, sums, first, stop, live):
-    """Add the columns of live neurons first .. stop to the block's sums; half of the next batch is fetched."""
+def add_columns(form, ffn, areas, window, sums, first, stop, live, part):
+    """Add the columns of live neurons first .. stop to the block's sums; as many parts from `part` on are fetched."""
     columns = Columns(areas.scratch + FOUND + 8 * first, areas.scratch + VALUES + 4 * first, stop - first,
                       areas.factors, areas.size)
     multiply(ffn, columns, 1, 0, ffn.lines)
-    step, at, part = (div_i64(columns.n * ffn.part, ffn.lines) + 63) & -64, 0, 2 * stop + columns.n
+    step, at = (div_i64(columns.n * ffn.part, ffn.lines) + 63) & -64, 0
     for line in range(ffn.lines):
         fetch(upcoming(ffn, areas, window, live, part) + at, step)
         at += step
@@ -29,13 +29,13 @@ def add_columns(form, ffn, areas, window, sums, first, stop, live):
 @inline
 def add_to_blocks(form, ffn, areas, window, sums, first, stop, live):
     """Add the columns of live neurons first .. stop to the sums of their blocks; `sums` are those of block 0."""
-    height = parameter(ffn.rec, NEURON_GATED.block)
+    height, part = parameter(ffn.rec, NEURON_GATED.block), 3 * stop - first  # half of the next batch was fetched before
     while first < stop:
         at, end = div_i64(load_i32(window.numbers + 4 * (window.first + first)), height), first + 1
         while end < stop and load_i32(window.numbers + 4 * (window.first + end)) < (at + 1) * height:
             end += 1
-        add_columns(form, ffn, areas, window, sums + 4 * form.columns * ffn.lines * at, first, end, live)
-        first = end
+        add_columns(form, ffn, areas, window, sums + 4 * form.columns * ffn.lines * at, first, end, live, part)
+        first, part = end, part + end - first
 
 
 @inline

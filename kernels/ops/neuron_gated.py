@@ -20,7 +20,7 @@ Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 masks, 4 scratch, 5 bias (g
 
 from __future__ import annotations
 
-from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_WINDOW
+from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_CLAIM
 from ..parameters import NEURON_GATED
 from ..registry import kernel
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter
@@ -49,31 +49,37 @@ def input_row(rec, ctx, own):
 
 
 @inline
+def fetch_first(ffn, numbers, n, eager):
+    """Ask for the gates, and where most neurons live the pairs, that a claim begins with."""
+    for k in range(min(n, NEURON_BATCH if eager else ROWS_AHEAD)):
+        neuron = load_i32(numbers + 4 * k)
+        fetch(ffn.gates + neuron * ffn.part, ffn.part)
+        if eager:
+            fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
+
+
+@inline
 def single(form, ffn, areas, ctx, f, n_threads):
     """Compute all blocks of neurons for one token."""
     form.as_lines(ffn, input_row(ffn.rec, ctx, areas.own), 0, 1, areas.x, form.x_bytes)
-    height, sums, sums_bytes = parameter(ffn.rec, NEURON_GATED.block), operand(ffn.rec, ctx, 6), 4 * form.columns * ffn.lines
+    height, row, sums = parameter(ffn.rec, NEURON_GATED.block), 4 * form.columns * ffn.lines, operand(ffn.rec, ctx, 6)
     token, numbers, span = Tokens(1, f, 0, areas.scratch + MASKS), areas.scratch + NUMBERS, 1
     find_masks(ffn.rec, ctx, 0, token)
-    eager = load_i64(token.masks) != 0
-    if eager:  # few neurons of a block are chosen: more blocks are claimed at once
-        span = max(1, min(div_i64(NEURON_WINDOW, height), div_i64(ffn.neurons, 4 * n_threads * height)))
-    at = claim(ctx) * span
+    masked = load_i64(token.masks) != 0
+    if masked:  # few neurons of a block are chosen: more blocks are claimed at once
+        span = max(1, min(div_i64(NEURON_CLAIM, height), div_i64(ffn.neurons, 4 * n_threads * height)))
+    at, eager = claim(ctx) * span, masked
     while at * height < ffn.neurons:
         end = min((at + span) * height, ffn.neurons)
         n, first, live = choose(token, at * height, end, numbers), 0, 0
         clear(token, at * height, end)
-        zero(sums + sums_bytes * at, sums_bytes * div_i64(end - at * height + height - 1, height))
-        for k in range(min(n, NEURON_BATCH if eager else ROWS_AHEAD)):
-            neuron = load_i32(numbers + 4 * k)
-            fetch(ffn.gates + neuron * ffn.part, ffn.part)
-            if eager:
-                fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
+        zero(sums + row * at, row * div_i64(end - at * height + height - 1, height))
+        fetch_first(ffn, numbers, n, eager)
         while first < n:
             stop = min(first + NEURON_BATCH, n) if eager else n
             live += compute(form, ffn, areas, token, sums, Window(numbers, first, stop, n, eager))
             first = stop
-        eager = load_i64(token.masks) != 0 and 2 * live >= n
+        eager = masked and 2 * live >= n
         at = claim(ctx) * span
 
 
@@ -81,7 +87,7 @@ def single(form, ffn, areas, ctx, f, n_threads):
 def several(form, ffn, areas, ctx, f, tokens, n_threads):
     """Compute f of more tokens, TOKENS at a time."""
     chunk, stride = parameter(ffn.rec, NEURON_GATED.chunk), parameter(ffn.rec, NEURON_GATED.out_stride)
-    chunk = min(NEURON_WINDOW, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
+    chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
     x, start, numbers = operand(ffn.rec, ctx, 1), claim(ctx) * chunk, areas.scratch + NUMBERS
     while start < ffn.neurons:
         end = min(start + chunk, ffn.neurons)
