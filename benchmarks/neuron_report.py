@@ -60,8 +60,8 @@ def _tables(names: dict[str, list[Reading]]) -> Iterator[str]:
 
 def _title(name: str) -> str:
     kind, _, share = name.partition(" ")
-    if kind == "mask":
-        return f"{float(share):.0%} of the neurons, chosen at random by a mask"
+    if kind == "list":
+        return f"{float(share):.0%} of the neurons, listed at random"
     if kind == "live":
         return f"all gates, {float(share):.0%} of the neurons alive"
     return f"dense, {name}"
@@ -72,7 +72,7 @@ EXPLANATION = """
 
 A reading is one token through all FFNs, as often as makes up half of all bytes, with other neurons each time; 1 GiB
 is read as a stream before and after it. Each round takes one reading of every program; medians over the rounds.
-*Useful* bytes are those of the neurons that are computed: all three parts of chosen neurons; where
+*Useful* bytes are those of the neurons that are computed: all three parts of listed neurons; where
 all gates are computed, gate rows of all neurons, up rows and down columns of those that are alive. Time contains norm,
 quantisation of x, wake-up of the threads and all barriers.
 
@@ -82,14 +82,11 @@ quantisation of x, wake-up of the threads and all barriers.
   about half the speed of a stream, which the prefetcher of the second cache reads ahead. A first version had one
   kernel for gate and up and one for down; each skipped the bytes of the other, and dense decoding reached 60 % of
   tile16.
-* Now a token goes through blocks of neurons. All gates lie together, so those of a block are a stream; then the living
-  are known, and while 8 of them are computed, the pairs of up row and down column of the next 8 are fetched. Each block
-  leaves its sum of columns; a second record adds these up in order, so the result does not depend on threads.
-* Before, a neuron's gate lay beside its up row, and where few neurons live the gates were rows 6.9 KB apart. Both
-  versions in turns, 2 threads (AVX-512 VNNI, two cores that read 18 GB/s), with 10 and 20 % of the neurons alive: gates
-  apart are 1.25 to 1.28 times as fast. Neurons that a mask chooses lie in two places instead of one, and lose by it:
-  8 to 12 % at densities of 2 to 20 %, 1 % where all are chosen.
-* Where a mask chooses the neurons and most of them live, gates and pairs of the next 8 are fetched together; where many
-  are dead nevertheless, pairs wait for their gates.
+* Now a token goes through each neuron once, from gate to column, in blocks of neurons. While 8 neurons are computed,
+  the 24 parts of the next 8 are fetched in the order in which they lie in memory. The fetches form a stream, and the
+  prefetcher follows it. Each block leaves its sum of columns; a second record adds these up in order, so the result
+  does not depend on threads.
+* Where few neurons live (ReLU, all gates computed), gates are fetched two rows ahead; up rows and columns of the
+  living are fetched as soon as the gate is known, and computed when 8 wait.
 * Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
 """.splitlines()[1:]

@@ -40,6 +40,8 @@ FLAG_MASK = 16
 A mask is a row of operand 3, `mask_stride` bytes (a multiple of 8) from one token's to the next: bit i % 64 of its
 int64 i // 64 stands for neuron i, bits behind the last neuron count for nothing. There is a row for each token of the
 walk; those of prompt tokens are not read."""
+FLAG_THRESHOLD = 64
+"""neuron_gated: operand 3 is one float; for tokens of role ROLE_DECODE activations that are no larger count as 0."""
 FLAG_DENSE = 32
 """neuron kernels: rows and columns of dead neurons are read and computed too."""
 FLAG_HEAD_NORM = 4
@@ -146,6 +148,8 @@ COUNT_MERGE = 2
 COUNT_SEVERAL = 6
 """Tokens of the walk if they are more than one, else 0: one token is normalised and quantised by every thread alone,
 which costs less than a barrier."""
+COUNT_DECODED = 7
+"""Tokens of role ROLE_DECODE: what only approximates for them is skipped in a walk over a prompt."""
 COUNT_DRAWS = 4
 """Rows of logits if a token is to be drawn from one of them, else 0."""
 

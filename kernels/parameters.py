@@ -142,6 +142,28 @@ class _NeuronGated(NamedTuple):
     """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
 
 
+class _NeuronMask(NamedTuple):
+    neurons: int
+    rows: int
+    """Which count gives the tokens."""
+    out_stride: int
+    """Bytes from one token's mask to the next."""
+    in_stride: int
+    """Bytes from one token's scores, or x, to the next."""
+    width: int
+    """Signs: columns of x and of the gate."""
+    scratch: int
+    """Signs: scratch bytes of a thread."""
+    token_tiles: int
+    """Signs: tokens of a large and a small block (abi.pack_token_tiles), compiled into the kernel, here for the twin."""
+    x_scales: int
+    """Signs: place of the scales in a row of x: behind its values, padding included."""
+    x_offsets: int
+    """Signs: place of the offsets in a row of x."""
+    group: int
+    """Signs: elements of x that share a scale."""
+
+
 class _NeuronDown(NamedTuple):
     neurons: int
     part_bytes: int
@@ -181,6 +203,7 @@ ROPE = _Rope(*range(9))
 ATTENTION = _Attention(*range(13))
 NEURON_GATED = _NeuronGated(*range(18))
 NEURON_DOWN = _NeuronDown(*range(11))
+NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}

@@ -210,7 +210,8 @@ class Planner:
         places: dict[str, Placement] = {}
         ends: dict[str, dict[int | None, int]] = {"resident": {}, "streamed": {}}
         for weight in graph.weights:
-            home, nbytes = request.home(weight), types[weight.name].nbytes(weight.shape)
+            home = "resident" if weight.kind == "predictor" else request.home(weight)  # a file of its own
+            nbytes = types[weight.name].nbytes(weight.shape)
             if home == "weights":
                 places[weight.name] = Placement(home, offsets[weight.name], nbytes)
                 continue

@@ -30,7 +30,8 @@ class Ffn:
     """A bench with the operands of both halves of an FFN."""
 
     def __init__(self, dtype: str, group: int, weights: np.ndarray, neurons: int, width: int,
-                 x: Activations, masks: np.ndarray | None = None, bias: np.ndarray | None = None):
+                 x: Activations, masks: np.ndarray | None = None, bias: np.ndarray | None = None,
+                 threshold: float | None = None):
         self.bench, self.x, self.dtype, self.group = Bench(), x, dtype, group
         self.neurons, self.width, self.tokens = neurons, width, len(x.values)
         self.roles: list[int] = [abi.ROLE_DECODE] * self.tokens
@@ -47,10 +48,13 @@ class Ffn:
             bits = np.packbits(np.pad(masks, ((0, 0), (0, -neurons % 64)), constant_values=True), 1, "little")
             stored[:, : bits.shape[1]] = bits
         self.mask_stride, self.masks = stored.shape[1], self.bench.put("activations", stored)
+        if threshold is not None:
+            self.masks, self.mask_stride = self.bench.put("constants", np.full(1, threshold, np.float32)), 0
         self.bias = self.bench.put("constants", np.zeros(1, np.float32) if bias is None else bias)
         self.sums = self.bench.reserve("activations", abi.neuron_sums_bytes(neurons, width, group, dtype))
         self.scratch_place = self.bench.scratch(self.scratch, 3)
         self.flags = abi.FLAG_MASK * (masks is not None) | abi.FLAG_BIAS * (bias is not None)
+        self.flags |= abi.FLAG_THRESHOLD * (threshold is not None)
         self.values = {"neurons": neurons, "part_bytes": weights.size // (3 * neurons), "groups": -(-width // group),
                        "group": group, "rows": abi.COUNT_TOKENS, "scratch": self.scratch,
                        "block": abi.neuron_block(neurons)}
@@ -278,3 +282,20 @@ def test_chunks_fit_their_scratch(dtype: str, group: int, hidden: int) -> None:
         for threads in (1, 2, 64):
             rows, lines = abi.neuron_chunks(neurons, 3 * hidden, abi.neuron_lines(hidden, group, dtype), threads)
             assert rows >= 1 and 2 <= lines <= abi.NEURON_LINES and lines % 2 == 0
+
+
+@pytest.mark.parametrize("dtype", ["q4", "int8"])
+def test_a_threshold_takes_small_activations_of_decoded_tokens_for_zero(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    for tokens in (1, 2, 7):
+        ffn = random_ffn(rng, dtype, 32, 40, 172, tokens, threshold=0.4)
+        weights = ffn.bench.array(ffn.weights, np.uint8, (3 * 40 * ffn.values["part_bytes"],))
+        free = Ffn(dtype, 32, weights.copy(), 40, 172, ffn.x)
+        ffn.roles[1:2] = [abi.ROLE_PROMPT] * (tokens > 1)
+        for isa in ISAS:
+            some, whole = ffn.gated(isa, "silu"), free.gated(isa, "silu")
+            kept = some != 0
+            assert np.array_equal(some[kept], whole[kept])
+            assert 0 < kept[0].mean() < 0.9
+            if tokens > 1:
+                assert np.array_equal(some[1], whole[1])

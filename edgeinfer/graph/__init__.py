@@ -12,6 +12,7 @@ from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
 from .passes import PASSES, apply, graph_pass, insert_after
+from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask
 from .products import Gated, Linear, NeuronDown, NeuronGated, Product, parameters
 from .rope import fill_rope_tables, rope_tables
 from .storage import TypeOf, expected_types, requested_types
@@ -23,13 +24,61 @@ if TYPE_CHECKING:
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["PASSES", "Attention", "Draw", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph",
-           "GraphBuilder", "KvAccess", "Linear", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op",
-           "Outline", "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeStore", "RowOp", "Scratch",
-           "Shape", "Sizes", "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "build_graph",
-           "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass",
-           "insert_after", "parameters", "read_config", "read_outline", "requested_types", "rope_tables",
-           "supported_architectures"]
+__all__ = [
+    "PASSES",
+    "PREDICTORS",
+    "PREDICTOR_TYPE",
+    "Attention",
+    "Draw",
+    "Embed",
+    "ExpertsDown",
+    "ExpertsGated",
+    "Gated",
+    "GatherOutputs",
+    "Graph",
+    "GraphBuilder",
+    "KvAccess",
+    "Linear",
+    "ModelConfig",
+    "NeuronDown",
+    "NeuronGated",
+    "NormedSum",
+    "Op",
+    "Outline",
+    "Product",
+    "Quantize",
+    "Read",
+    "RmsNorm",
+    "RopeConfig",
+    "RopeStore",
+    "RowOp",
+    "ScoreMask",
+    "Scratch",
+    "Shape",
+    "SignMask",
+    "Sizes",
+    "Source",
+    "Tensor",
+    "TypeOf",
+    "Types",
+    "Weight",
+    "WeightType",
+    "apply",
+    "build_graph",
+    "builtin_shapes",
+    "check",
+    "check_runnable",
+    "expected_types",
+    "fill_rope_tables",
+    "graph_pass",
+    "insert_after",
+    "parameters",
+    "read_config",
+    "read_outline",
+    "requested_types",
+    "rope_tables",
+    "supported_architectures",
+]
 __getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated NormedSum", "outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

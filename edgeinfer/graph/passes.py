@@ -15,6 +15,7 @@ from .check import check
 from .graph import Graph
 from .operation import Op
 from .ops import Quantize, RmsNorm
+from .predict import with_predictor
 from .products import NeuronDown, NeuronGated, Product
 from .types import Tensor
 
@@ -117,14 +118,18 @@ def fuse_input(graph: Graph) -> Graph:
 
 
 @graph_pass
-def sparse(graph: Graph, mode: str) -> Graph:
-    """Say what FFNs stored neuron by neuron read: all neurons (off), or of dead ones the gates alone (exact).
+def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0) -> Graph:
+    """Say what FFNs stored neuron by neuron read.
 
-    The results have the same bits. FFNs in tiles have nothing to leave out.
+    All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens what a predictor of a
+    kind and a rank names (predict). FFNs in tiles have nothing to leave out.
     """
     if mode not in SPARSE_MODES:
         raise UsageError(f"sparse is {mode!r}; choose one of {', '.join(SPARSE_MODES)}.")
+    if mode == "predict" and not kind:
+        raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
+                         "make one with `edgeinfer sparsify`.")
     if mode == "predict":
-        raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact.")
+        return with_predictor(graph, kind, rank)
     return replace(graph, ops=tuple(
         replace(op, dense=mode == "off") if isinstance(op, NeuronGated | NeuronDown) else op for op in graph.ops))

@@ -104,6 +104,10 @@ class NeuronGated(Product):
     activation: str
     dense: bool = False
     """Whether dead neurons are read and computed too."""
+    mask: Tensor | None = None
+    """Which neurons decoded tokens compute; None: all."""
+    threshold: Weight | None = None
+    """One value: decoded tokens take gates whose activation is no larger for 0 (CATS, arXiv 2404.08763)."""
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
@@ -134,6 +138,10 @@ class NeuronGated(Product):
         """A value for each neuron."""
         yield from super().faults(types)
         yield from other_width("the FFN has neurons:", self.weight.shape[0], self.out)
+        if self.mask:
+            yield from other_width("a mask has words of 32 bits:", mask_width(self.weight.shape[0]), self.mask)
+        if self.mask and self.threshold:
+            yield "an FFN has either a mask or a threshold"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +188,11 @@ class NeuronDown(Op):
         """A value for each neuron comes in, a row of the residual stream goes out."""
         yield from other_width("the FFN has neurons:", self.weight.shape[0], self.f)
         yield from other_width("columns have", self.weight.shape[2], self.out)
+
+
+def mask_width(neurons: int) -> int:
+    """Return the words of 32 bits in a token's mask of neurons."""
+    return abi.neuron_mask_bytes(neurons) // 4
 
 
 def parameters(weight: Weight) -> int:

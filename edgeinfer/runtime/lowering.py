@@ -26,10 +26,24 @@ from edgeinfer.graph import (
     Quantize,
     RmsNorm,
     RopeStore,
+    ScoreMask,
+    SignMask,
     Tensor,
     Weight,
 )
-from edgeinfer.kernels import ACTIVATIONS, ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, abi, fill
+from edgeinfer.kernels import (
+    ACTIVATIONS,
+    ATTENTION,
+    DRAW,
+    LINEAR,
+    NEURON_DOWN,
+    NEURON_GATED,
+    NEURON_MASK,
+    ROPE,
+    ROWS,
+    abi,
+    fill,
+)
 from edgeinfer.memory_planner import MemoryPlan, Placement, scratch
 from edgeinfer.sizes import round_up
 
@@ -104,6 +118,8 @@ class Lowering:
         """Make a record; it is skipped where the operation has no rows, or one of the predicates' counts is 0."""
         if op.out.rows == "outputs":
             predicates = (abi.COUNT_OUTPUTS, *predicates)
+        if op.decoded:
+            predicates = (abi.COUNT_DECODED, *predicates)
         if op.several:
             predicates = (abi.COUNT_SEVERAL, *predicates)
         nbytes = 0 if step else sum(read.walk for read in op.reads(self.types))
@@ -222,11 +238,30 @@ def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
 def _(op: NeuronGated, at: Lowering) -> list[Record]:
     more, (chunk, _) = _neurons(op, at)
     parameters = fill(NEURON_GATED, **(_input(op, at) | more), chunk=chunk, activation=ACTIVATIONS[op.activation],
-                      token_tiles=at.token_tiles)
-    operands = [_ffn(op, at), at.at(op.x), at.at(op.out), NOTHING, at.scratch, at.at(op.bias), at.shared,
-                at.at(op.source), at.at(op.norm)]
-    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
+                      token_tiles=at.token_tiles, mask_stride=at.stride(op.mask) if op.mask else 0)
+    operands = [_ffn(op, at), at.at(op.x), at.at(op.out), at.at(op.mask or op.threshold), at.scratch, at.at(op.bias),
+                at.shared, at.at(op.source), at.at(op.norm)]
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0) \
+        | (abi.FLAG_MASK if op.mask else 0) | (abi.FLAG_THRESHOLD if op.threshold else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+@lower.register
+def _(op: ScoreMask, at: Lowering) -> list[Record]:
+    parameters = fill(NEURON_MASK, neurons=op.x.width, rows=rows(op.out), out_stride=at.stride(op.out),
+                      in_stride=at.stride(op.x))
+    operands = [at.at(op.x), at.at(op.thresholds), at.at(op.out), at.scratch]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters)]
+
+
+@lower.register
+def _(op: SignMask, at: Lowering) -> list[Record]:
+    _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
+    parameters = fill(NEURON_MASK, neurons=op.thresholds.shape[0], rows=rows(op.out), out_stride=at.stride(op.out),
+                      in_stride=at.stride(op.x), width=op.x.width, scratch=at.plan.thread_scratch_bytes,
+                      token_tiles=at.token_tiles, x_scales=scales, x_offsets=offsets, group=op.x.group_size)
+    operands = [at.at(op.x), at.at(op.thresholds), at.at(op.out), at.scratch, at.at(op.signs)]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters)]
 
 
 @lower.register

@@ -232,7 +232,8 @@ class Session(Runner):
             n, outputs, highest, drawn = self._tables.write(segments, offset)
             split = n <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
-                      (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0))
+                      (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
+                      (abi.COUNT_DECODED, sum([len(part.ids) for part in segments if part.role == DECODE])))
             if counts != self._counts:  # from token to token they seldom change
                 self._counts = ()  # an interruption may come between any two of these lines
                 for index, value in counts:

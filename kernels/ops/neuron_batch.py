@@ -8,6 +8,7 @@ from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_CLAIM, NEURON_TOKENS
 from ..parameters import NEURON_GATED
 from ..vector.record import flags, inline, outlined, parameter
 from ..vector.simd import (
+    abs_f32,
     f32_from_bits,
     load_f32,
     load_f32x16,
@@ -20,14 +21,14 @@ from ..vector.simd import (
     sum_lanes,
 )
 from ..vector.vecmath import activate
-from .neuron_ffn import chosen, column_at, fetch
+from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch
 
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
 # of a claim their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
 # lines gives the size of.
 GATES = 64 * NEURON_TOKENS
 MASKS = 2 * GATES
-NUMBERS = MASKS + 64
+NUMBERS = MASKS + 64  # behind the addresses of masks the thresholds
 FOUND = NUMBERS + 4 * NEURON_CLAIM
 VALUES = FOUND + 8 * NEURON_CLAIM
 AREAS = VALUES + 4 * NEURON_CLAIM * NEURON_TOKENS
@@ -124,7 +125,7 @@ def alive(form, ffn, scratch, tokens, window, first, stop, live):
         neuron, any_token = load_i32(window.numbers + 4 * k), flags(ffn.rec) & FLAG_DENSE
         for j in range(tokens.present):
             value = load_f32(scratch + GATES + 4 * (16 * j + k - first))
-            if not chosen(tokens, j, neuron):
+            if not chosen(tokens, j, neuron) or abs_f32(value) <= load_f32(tokens.masks + THRESHOLDS + 4 * j):
                 value = f32_from_bits(0)
             any_token |= value != 0
             store_f32(scratch + VALUES + 4 * (form.n * live + j), value)

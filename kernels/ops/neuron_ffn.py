@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import FLAG_BIAS, FLAG_MASK, ROLE_DECODE, TOKEN_ROLE
+from ..abi import FLAG_BIAS, FLAG_MASK, FLAG_THRESHOLD, NEURON_TOKENS, ROLE_DECODE, TOKEN_ROLE
 from ..parameters import NEURON_GATED
 from ..vector.record import flags, inline, operand, outlined, parameter, token
-from ..vector.simd import load_i64, prefetch, shift_right, store_i32, store_i64, trailing_zeros
+from ..vector.simd import (
+    f32_from_bits,
+    load_f32,
+    load_i64,
+    prefetch,
+    shift_right,
+    store_f32,
+    store_i32,
+    store_i64,
+    trailing_zeros,
+)
+
+THRESHOLDS = 8 * NEURON_TOKENS
+"""Where the thresholds of tokens lie, behind the addresses of their masks."""
 
 
 class Ffn(NamedTuple):
@@ -71,13 +84,20 @@ def fetch(address, nbytes):
 
 @inline
 def find_masks(rec, ctx, t, tokens):
-    """Write the addresses of the masks of tokens t and on; a prompt's token has none."""
-    stride = parameter(rec, NEURON_GATED.mask_stride)
+    """Write for tokens t and on the addresses of their masks and their thresholds: 0 where there is none.
+
+    A prompt's token has neither.
+    """
+    stride, bits = parameter(rec, NEURON_GATED.mask_stride), flags(rec)
     for j in range(tokens.present):
-        mask = 0
-        if flags(rec) & FLAG_MASK and token(ctx, t + j, TOKEN_ROLE) == ROLE_DECODE:
-            mask = operand(rec, ctx, 3) + (t + j) * stride
+        mask, least = 0, f32_from_bits(0)
+        if bits & (FLAG_MASK | FLAG_THRESHOLD) and token(ctx, t + j, TOKEN_ROLE) == ROLE_DECODE:
+            if bits & FLAG_MASK:
+                mask = operand(rec, ctx, 3) + (t + j) * stride
+            else:
+                least = load_f32(operand(rec, ctx, 3))
         store_i64(tokens.masks + 8 * j, mask)
+        store_f32(tokens.masks + THRESHOLDS + 4 * j, least)
 
 
 @inline

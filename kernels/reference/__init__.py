@@ -24,6 +24,7 @@ from .elementwise import (
 from .expected import Expected, compare
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
 from .neuron import neuron_down_twin, neuron_gated_twin
+from .neuron_mask import scores_twin, signs_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
 from .tolerances import TOLERANCES
@@ -37,6 +38,8 @@ TWINS: dict[str, Twin] = {
     "rms_norm_q8": rms_norm_q8_twin,
     "gather_outputs": gather_twin,
     "attention_merge": merge_twin,
+    "neuron_mask_scores": scores_twin,
+    "neuron_mask_signs": signs_twin,
     "draw_edit": edit_twin,
     "draw_blocks": blocks_twin,
     "draw_choose": choose_twin,

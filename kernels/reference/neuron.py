@@ -14,6 +14,7 @@ from ..abi import (
     FLAG_BIAS,
     FLAG_MASK,
     FLAG_RESIDUAL,
+    FLAG_THRESHOLD,
     ROLE_DECODE,
     TOKEN_ROLE,
     neuron_line_columns,
@@ -23,7 +24,7 @@ from ..abi import (
 from ..parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED
 from .elementwise import quantised_input
 from .expected import Expected
-from .linear import gated_reference, linear_reference
+from .linear import ACTIVATION_FUNCTIONS, gated_reference, linear_reference
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, memory
 
@@ -60,6 +61,9 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
             biases[:] = view.array(5, np.float32, biases.shape)
         x, near = x[:, : gate.shape[1]], near[:, : gate.shape[1]]
         y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near)
+        if view.flags & FLAG_THRESHOLD:
+            gates, far = linear_reference(x, gate, biases[0], near)
+            _cut(view, ACTIVATION_FUNCTIONS[names[p.activation]](gates), 1.2 * far + 1e-6, y, tolerance)
         unchosen = ~_chosen(view, p, tokens)
         y[unchosen] = tolerance[unchosen] = 0
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
@@ -69,6 +73,16 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
         return expected
 
     return twin
+
+
+def _cut(view: RecordView, acted: Doubles, far: Doubles, y: Doubles, tolerance: Doubles) -> None:
+    """Take out what the threshold of decoded tokens leaves out; where the gate is too near to say, both are right."""
+    decoded = (view.tokens(TOKEN_ROLE)[: len(y)] == ROLE_DECODE)[:, None]
+    above = np.abs(acted) - float(view.array(3, np.float32, (1,))[0])
+    near = decoded & (np.abs(above) <= far)
+    tolerance[near] += np.abs(y[near])
+    out = decoded & (above <= 0)
+    tolerance[out & ~near] = y[out] = 0
 
 
 def _sums(view: RecordView, p: Any, dtype: str, columns: Doubles, out: NDArray[np.float32], y: Doubles,

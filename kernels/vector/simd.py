@@ -269,6 +269,25 @@ def lanes_at_least(b, v, x):
     return b.zext(b.bitcast(mask, I16), I64)
 
 
+@define(types.int64, F32x16, F32x16)
+def lanes_above(b, v, w):
+    """Bit i for each lane i of v that is more than that of w."""
+    return b.zext(b.bitcast(b.fcmp_ordered(">", v, w), I16), I64)
+
+
+@define(types.int64, types.int64)
+def count_ones(b, bits):
+    """How many bits of a word are set."""
+    return call(b, "llvm.ctpop.i64", I64, bits)
+
+
+@define(I32x16, types.int64, types.int64)
+def differing_bits(b, left, right):
+    """In each lane how many bits differ between the words at two addresses, which may lie anywhere."""
+    words = [b.load(pointer(b, at), typ=VI, align=4) for at in (left, right)]
+    return call(b, "llvm.ctpop.v16i32", VI, b.xor(*words))
+
+
 @define(F32x16, F32x16)
 def vabs(b, v):
     """Absolute value."""
@@ -402,6 +421,12 @@ def trailing_zeros(b, bits):
 def sqrt_f32(b, x):
     """Correctly rounded square root (an instruction everywhere)."""
     return call(b, "llvm.sqrt.f32", F32, x)
+
+
+@define(types.float32, types.float32)
+def abs_f32(b, x):
+    """Absolute value."""
+    return call(b, "llvm.fabs.f32", F32, x)
 
 
 @define(types.float32, types.int64)
