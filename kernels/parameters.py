@@ -155,7 +155,7 @@ class _NeuronMask(NamedTuple):
     scratch: int
     """Signs: scratch bytes of a thread."""
     token_tiles: int
-    """Signs: tokens of a large and a small block (abi.pack_token_tiles), compiled into the kernel, here for the twin."""
+    """Signs: tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel."""
     x_scales: int
     """Signs: place of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
