@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from . import abi, catalogue, parameters, reference, sampling
     from .catalogue import extend, twin_of
     from .isa import LADDER, Isa, available, choose, machine
-    from .parameters import ACTIVATIONS, ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, ROPE, ROWS, fill
+    from .parameters import ACTIVATIONS, ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, RELEASE, ROPE, ROWS, fill
     from .toolchain.link import Kernels
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "ROPE", "ROWS", "Isa",
-           "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set",
-           "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
+__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "RELEASE", "ROPE",
+           "ROWS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill",
+           "find_set", "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION DRAW LINEAR NEURON_DOWN NEURON_GATED ROPE ROWS fill parameters", "abi": "abi",
-    "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
+    "parameters": "ACTIVATIONS ATTENTION DRAW LINEAR NEURON_DOWN NEURON_GATED RELEASE ROPE ROWS fill parameters",
+    "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
 })

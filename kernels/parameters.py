@@ -173,6 +173,11 @@ class _Draw(NamedTuple):
     """Place of the candidates."""
 
 
+class _Release(NamedTuple):
+    part: int
+    """Number of the part whose buffer is free."""
+
+
 LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
@@ -180,6 +185,7 @@ ATTENTION = _Attention(*range(13))
 NEURON_GATED = _NeuronGated(*range(17))
 NEURON_DOWN = _NeuronDown(*range(11))
 DRAW = _Draw(*range(5))
+RELEASE = _Release(*range(1))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
 """Numbers of the hidden activations in records."""

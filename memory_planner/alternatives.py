@@ -17,6 +17,7 @@ from edgeinfer.sizes import format_size
 from .budget import process_budget
 from .plan import MemoryPlan, Planner
 from .request import to_request
+from .streaming import stream
 
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
@@ -52,21 +53,21 @@ class Alternative:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
 
 
-def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebuild: Rebuild) -> int:
-    """Refuse a plan that exceeds the budget.
+def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[MemoryPlan, int]:
+    """Plan a run within its budget: with all weights in memory, else with layers that are streamed from storage.
 
     Parameters
     ----------
     planner : Planner
-    plan : MemoryPlan
-        Of `config`, which has no open fields but its budget: None is what the system can give now.
     config : RuntimeConfig
+        Without open fields but its budget: None is what the system can give now.
     rebuild : callable
 
     Returns
     -------
-    int
-        The budget that was applied, in bytes.
+    plan : MemoryPlan
+    budget : int
+        That was applied, in bytes.
 
     Raises
     ------
@@ -74,8 +75,10 @@ def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebu
         With alternatives that were checked to fit; it carries the plan.
     """
     budget = process_budget() if config.budget_bytes is None else config.budget_bytes
-    if plan.total_bytes <= budget:
-        return budget
+    plan = planner.plan(to_request(config))
+    for fitting in (plan, stream(planner, plan.request, budget)):
+        if fitting and fitting.total_bytes <= budget:
+            return fitting, budget
     options = list(alternatives(planner, config, budget, rebuild))
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
 

@@ -26,6 +26,7 @@ from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_re
 from .neuron import neuron_down_twin, neuron_gated_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
+from .stream import stream_release_twin
 from .tolerances import TOLERANCES
 from .view import RecordView
 
@@ -40,6 +41,7 @@ TWINS: dict[str, Twin] = {
     "draw_edit": edit_twin,
     "draw_blocks": blocks_twin,
     "draw_choose": choose_twin,
+    "stream_release": stream_release_twin,
 }
 for _weights in WEIGHTS:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)

@@ -43,7 +43,18 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     if extension:
         import_module(extension)
     else:
-        from ..ops import attention, draw, elementwise, linear, neuron_down, neuron_gated, probe, rope, walk  # noqa: F401
+        from ..ops import (  # noqa: F401
+            attention,
+            draw,
+            elementwise,
+            linear,
+            neuron_down,
+            neuron_gated,
+            probe,
+            rope,
+            stream,
+            walk,
+        )
 
     return KERNELS
 
