@@ -95,6 +95,11 @@ class MemoryPlan:
         return sum(self.places[name].nbytes for part in self.parts for name in part)
 
     @property
+    def unstreamed_bytes(self) -> int:
+        """What `total_bytes` would be with all weights in memory."""
+        return self.total_bytes + self.streamed_bytes - sum(r.nbytes for r in self.regions if r.name == "streamed")
+
+    @property
     def shared_scratch_offset(self) -> int:
         """Where the scratch that threads share begins, behind their own: partial attention, sums of neurons."""
         return round_up(self.request.threads * self.thread_scratch_bytes, 64)

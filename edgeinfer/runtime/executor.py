@@ -106,6 +106,11 @@ class Executor:
         """Let the record start that waits for a ticket, or end its walk if the data did `came` not; from any thread."""
         self.tickets[ticket] = 1 if came else -1
 
+    @property
+    def waited_ns(self) -> int:
+        """Time that walks have waited for tickets."""
+        return self.get(abi.CTX_WAITED)
+
     def _words(self, offset: int) -> NDArray[np.int64]:
         return self.pool.live(self._head) if offset < abi.HEAD_BYTES else self.pool.words
 
@@ -158,7 +163,7 @@ class Executor:
         if cancelled or status == abi.ABANDONED:
             raise CancelledError("The run was cancelled.")
         if self.stream:
-            self.stream.check()
+            self.stream.check(status <= abi.TICKET_FAILED)
         if status <= abi.TICKET_FAILED:
             i = abi.TICKET_FAILED - status
             record = self.program.records[i]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables
+from edgeinfer.graph import Graph, ModelConfig, TypeOf, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, fit, resolve
+from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, alternatives, fit, resolve
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -64,6 +64,11 @@ class Session(Runner):
         If weights are damaged.
     RequestError
         If other threads are asked for than the host has.
+
+    Attributes
+    ----------
+    instead : Alternative or None
+        Where layers are streamed, the first smaller request that would fit without.
     """
 
     executor: Executor
@@ -80,8 +85,9 @@ class Session(Runner):
         bundle.check({w.name: w.shape for w in self.graph.weights})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         planner = Planner(self.graph, bundle.weights_bytes, offsets)
-        self.plan, self.budget_bytes = fit(planner, self.config,
-                                           lambda types: build_graph(self.model, types, self.config.recipe))
+        self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild)
+        smaller = alternatives(planner, self.config, self.budget_bytes, self._rebuild) if self.plan.parts else iter(())
+        self.instead = next(smaller, None)
         bundle.check_contents(self.plan.request.threads, loading)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
@@ -200,6 +206,10 @@ class Session(Runner):
         self.bundle.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _rebuild(self, types: TypeOf) -> Graph:
+        """The model's graph with weights stored in another way."""
+        return build_graph(self.model, types, self.config.recipe)
 
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""

@@ -232,13 +232,13 @@ class Stream:
         words[_RELEASED], words[_FAILED], words[_STATE] = part, 0, abi.STREAM_RUNS
         self._wake()()
 
-    def check(self) -> None:
-        """Say what went wrong with a walk that has ended: a read that failed, or a file that was written to.
+    def check(self, failed: bool) -> None:
+        """Say what went wrong with a walk that has ended: a read that it waited for, or a file that was written to.
 
         Raises `BundleError`.
         """
         number = int(self._words[_FAILED]) - 1
-        if number >= 0:
+        if failed and number >= 0:
             raise BundleError(self._reason(self._pieces[number]))
         self.file.check(self._state)
 
@@ -251,14 +251,15 @@ class Stream:
         offset, length, least = (int(piece[at >> 3]) for at in (abi.PIECE_OFFSET, abi.PIECE_LENGTH, abi.PIECE_LEAST))
         path = self.file.path
         try:
-            with mmap.mmap(-1, round_up(length, PAGE_BYTES)) as buffer, memoryview(buffer)[:length] as view:
-                got = os.preadv(self.file.handle, [view], offset) if hasattr(os, "preadv") else \
-                    min(os.fstat(self.file.handle).st_size - offset, length)
+            size = os.fstat(self.file.handle).st_size
+            if size >= offset + least and hasattr(os, "preadv"):
+                with mmap.mmap(-1, length) as buffer:
+                    os.preadv(self.file.handle, [buffer], offset)
         except OSError as error:
             return f"{path} can no longer be read at byte {offset}: {error.strerror or error}; check its disk."
-        if got < least:
-            return (f"{path} ends at byte {offset + max(got, 0)}, and weights lie there: another program cut it short; "
-                    "convert or copy the model again.")
+        if size < offset + least:
+            return (f"{path} ends at byte {size}, where it had weights: another program cut it short; convert or copy "
+                    "the model again.")
         return f"{path} could not be read at byte {offset}, and could when it was tried again; check its disk."
 
     def _wake(self) -> Callable[[], int]:
