@@ -17,7 +17,7 @@ from edgeinfer.sizes import format_size
 from .budget import process_budget
 from .plan import MemoryPlan, Planner
 from .request import to_request
-from .streaming import stream
+from .stream_layers import stream
 
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
@@ -34,9 +34,12 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size."""
+    """What to change, by the name of the option: ctx, kv, weights, group_size. ``streamed_layers`` is no option: run
+    streams as many by itself."""
     total_bytes: int
     """Of the plan with these options."""
+    streamed_bytes: int = 0
+    """What each token then reads from storage."""
 
     @property
     def change(self) -> str:
@@ -50,6 +53,8 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
+        if "streamed_layers" in self.options:
+            return f"{self.value} layers streamed from storage, as run does by itself"
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
 
 
@@ -81,6 +86,12 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
             return fitting, budget
     options = list(alternatives(planner, config, budget, rebuild))
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def streaming(planner: Planner, plan: MemoryPlan, budget: int) -> Alternative | None:
+    """The same request with layers that are streamed from storage; None where that does not fit either."""
+    found = stream(planner, plan.request, budget)
+    return found and Alternative({"streamed_layers": len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:

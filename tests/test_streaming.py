@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,12 @@ def test_what_is_read_is_each_weight_and_nothing_else(model: Path) -> None:
         assert [offset % 4096 for offset in offsets.values()] != [0] * len(offsets)  # the hard case is among them
     for part, names in enumerate(plan.parts):
         own = rows[rows[:, 4] == part]
-        spans = sorted((int(to), int(to + length)) for to, length in own[:, [3, 1]])
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        spans = sorted((int(row[3]), int(row[3] + row[1])) for row in own)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         assert len(own) == len(names)
 
 
-# -- faults: a clear error or a slower run, never wrong tokens, never a hang ----------------------------------------------
+# -- faults: a clear error or a slower run, never wrong tokens, never a hang ------------------------------------------
 
 
 def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -> None:
@@ -232,7 +233,7 @@ def test_an_error_ends_the_walk_and_the_next_one_is_right(q4: Path, host: Callab
         opened.prefill(sequence, IDS[:84])
         bad.append(True)
         for _ in range(2):
-            with pytest.raises(BundleError, match="could not be read at byte .*, and could when it was tried again"):
+            with pytest.raises(BundleError, match=r"could not be read at byte .*, and could when it was tried again"):
                 for token in IDS[84:]:
                     watched(lambda token=token: opened.decode([sequence], [token]))
         bad.clear()

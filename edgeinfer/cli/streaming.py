@@ -16,8 +16,8 @@ def notice(session: Session) -> str | None:
     if stream is None:
         return None
     line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
-            f"{format_size(stream.bytes_per_walk)} for each token or chunk of the prompt: with all weights in memory the "
-            f"run needs {format_size(plan.unstreamed_bytes)} and the budget is {format_size(session.budget_bytes)}.")
+            f"{format_size(stream.bytes_per_walk)} for each token or chunk of the prompt: with all weights in memory "
+            f"the run needs {format_size(plan.unstreamed_bytes)}; the budget is {format_size(session.budget_bytes)}.")
     if session.instead is not None:
         line += f" Fits without: {session.instead}."
     if not stream.file.direct:
@@ -45,7 +45,8 @@ class Usage:
             return None
         walks, nbytes, waited = (now - before for now, before in zip(self._now(), self._before, strict=True))
         return {"decision": "streamed", "layers": len(session.plan.parts), "walks": walks, "flash_bytes": nbytes,
-                "flash_bytes_per_token": stream.bytes_per_walk, "io_wait_ms": waited / 1e6, "direct": stream.file.direct}
+                "flash_bytes_per_token": stream.bytes_per_walk, "io_wait_ms": waited / 1e6,
+                "direct": stream.file.direct}
 
 
 def line(report: dict[str, Any] | None) -> str | None:
