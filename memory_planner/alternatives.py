@@ -91,7 +91,9 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
 def streaming(planner: Planner, plan: MemoryPlan, budget: int) -> Alternative | None:
     """The same request with layers that are streamed from storage; None where that does not fit either."""
     found = stream(planner, plan.request, budget)
-    return found and Alternative({"streamed_layers": len(found.parts)}, found.total_bytes, found.streamed_bytes)
+    if found is None:
+        return None
+    return Alternative({"streamed_layers": len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:

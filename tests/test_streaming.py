@@ -27,6 +27,7 @@ from edgeinfer.memory_planner import stream as stream_plan
 from edgeinfer.runner import Cancellation, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.runtime import stream as streaming
+from edgeinfer.runtime.direct import File
 from tests.sessions import TINY, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
@@ -285,7 +286,7 @@ def test_a_file_that_is_replaced_after_its_check(q4: Path, tmp_path: Path) -> No
         Session(bundle, RuntimeConfig(threads=1, budget_bytes=budget(q4, 7), **OPTIONS))
     (path / "weights.bin").unlink()
     with pytest.raises(BundleError, match=r"weights.bin cannot be read: No such file"):
-        streaming.File.open(path / "weights.bin", bundle.weights_state)
+        File.open(path / "weights.bin", bundle.weights_state)
     bundle.close()
 
 

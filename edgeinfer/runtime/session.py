@@ -30,12 +30,13 @@ from edgeinfer.runner import (
 )
 from edgeinfer.sizes import round_up
 
+from .direct import File
 from .executor import Executor
 from .lowering import Lowering
 from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
 from .pace import SMALL_BYTES, Pace
 from .sequence import KVCache
-from .stream import RELEASE_KERNEL, File, Stream
+from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
 
 Logits = NDArray[np.float32]

@@ -14,8 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from edgeinfer.kernels import Kernels, abi
 from edgeinfer.memory_planner import PAGE_BYTES, READ_BYTES, STREAM_BUFFERS, MemoryPlan
 from edgeinfer.sizes import round_up
 
+from .direct import File
 from .memory import allocate
 
 RELEASE_KERNEL = "stream_release"
@@ -39,81 +39,6 @@ _FAILED, _BUSY, _STATE, _NEXT, _RELEASED, _READ = (offset >> 3 for offset in (
     abi.STREAM_FAILED, abi.STREAM_BUSY, abi.STREAM_STATE, abi.STREAM_NEXT, abi.STREAM_RELEASED, abi.STREAM_READ))
 _stuck: list[Any] = []
 """What threads use whose reads did not return; it must stay until the process ends."""
-
-
-@dataclass(frozen=True)
-class File:
-    """An open file of weights."""
-
-    path: Path
-    handle: int
-    direct: bool
-    """Whether reads go past the system's page cache."""
-
-    @classmethod
-    def open(cls, path: Path, state: os.stat_result) -> File:
-        """Open the file that was checked before, for direct I/O where its file system allows it.
-
-        Raises
-        ------
-        BundleError
-            It cannot be read, or is no longer the file whose `state` is given.
-        """
-        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
-        try:
-            if hasattr(os, "O_DIRECT"):
-                try:
-                    return cls(path, _tried(os.open(path, flags | os.O_DIRECT)), True)._same(state)
-                except OSError:  # refused on opening or on reading; what else is wrong shows without it
-                    pass
-            handle = os.open(path, flags)
-            return cls(path, handle, _uncached(handle))._same(state)
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error.strerror or error}.") from None
-
-    def _same(self, state: os.stat_result) -> File:
-        try:
-            self.check(state)
-        except BundleError:
-            os.close(self.handle)
-            raise
-        return self
-
-    def check(self, state: os.stat_result) -> None:
-        """Raise `BundleError` where the file was written to since it had this state, or another took its place."""
-        try:
-            now = os.fstat(self.handle)
-        except OSError as error:
-            raise BundleError(f"{self.path} can no longer be read: {error.strerror or error}.") from None
-        if _identity(now) != _identity(state):
-            raise BundleError(f"{self.path} was changed while it was in use; convert or copy the model again, and "
-                              "leave its files alone while it runs.")
-
-
-def _identity(state: os.stat_result) -> tuple[int, ...]:
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _tried(handle: int) -> int:
-    """Return a handle that has read a page; some file systems take the flag and refuse the reads."""
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            os.preadv(handle, [page], 0)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _uncached(handle: int) -> bool:
-    """Switch the page cache off by macOS's own call."""
-    try:
-        import fcntl
-
-        fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined, unused-ignore]
-    except (ImportError, AttributeError, OSError):
-        return False
-    return True
 
 
 def _host_pread() -> tuple[int, int, Any]:
@@ -192,9 +117,10 @@ class Stream:
                               (abi.STREAM_TICKETS, tickets.ctypes.data), (abi.STREAM_STATE, abi.STREAM_PAUSES)):
             self._words[offset >> 3] = value
         self._reader, self._ctx = kernels.function("reader"), ctx.ctypes.data
+        self._set_state = partial(self._reader, self.address, self._ctx, -1)
         self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, os.getpid(), self._words, self._wake(), self._threads, file.handle,
-                                     (region, self._pieces, self._parts, tickets, kernels, ctx, keep))
+        self._end = weakref.finalize(self, _end, os.getpid(), self._set_state, self._threads, file.handle,
+                                     (self._words, region, self._pieces, self._parts, tickets, kernels, ctx, keep))
         self._start()
 
     @property
@@ -220,8 +146,7 @@ class Stream:
         runs = words[_STATE] == abi.STREAM_RUNS and not words[_FAILED]
         if runs and words[_RELEASED] % len(self._ends) == part:
             return
-        words[_STATE] = abi.STREAM_PAUSES
-        self._wake()()
+        self._set_state(abi.STREAM_PAUSES)
         while words[_BUSY] and not ended():
             time.sleep(_NAP_SECONDS)
         if words[_BUSY]:
@@ -229,8 +154,8 @@ class Stream:
         self._tickets[: len(self._parts)] = 0
         self._parts[:, abi.PART_LEFT >> 3] = self._parts[:, abi.PART_PIECES >> 3]
         words[_NEXT] = np.searchsorted(self._pieces[:, abi.PIECE_PART >> 3], part)
-        words[_RELEASED], words[_FAILED], words[_STATE] = part, 0, abi.STREAM_RUNS
-        self._wake()()
+        words[_RELEASED], words[_FAILED] = part, 0
+        self._set_state(abi.STREAM_RUNS)
 
     def check(self, failed: bool) -> None:
         """Say what went wrong with a walk that has ended: a read that it waited for, or a file that was written to.
@@ -261,11 +186,6 @@ class Stream:
             return (f"{path} ends at byte {size}, where it had weights: another program cut it short; convert or copy "
                     "the model again.")
         return f"{path} could not be read at byte {offset}, and could when it was tried again; check its disk."
-
-    def _wake(self) -> Callable[[], int]:
-        """Wake readers that wait, so that they look at the state."""
-        reader, address, ctx = self._reader, self.address, self._ctx
-        return lambda: reader(address, ctx, -1, 0)
 
     def _start(self) -> None:
         self._words[_BUSY] = READERS
@@ -303,17 +223,16 @@ def _parts(part_of: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     return np.ascontiguousarray(np.stack([behind, counts, counts], axis=1).astype(np.int64))
 
 
-def _end(process: int, words: NDArray[np.int64], wake: Callable[[], int], threads: list[threading.Thread], handle: int,
+def _end(process: int, set_state: Callable[[int], int], threads: list[threading.Thread], handle: int,
          used: tuple[Any, ...]) -> None:
     """End the readers, then close the file; what a thread still uses whose read does not return is kept."""
     if process != os.getpid():  # forked: the threads are not here
         return
-    words[_STATE] = abi.STREAM_ENDS
-    wake()
+    set_state(abi.STREAM_ENDS)
     until = time.monotonic() + END_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        _stuck.append((words, wake, handle, used))
+        _stuck.append((set_state, used))
     else:
         os.close(handle)

@@ -130,9 +130,14 @@ def await_buffer(ctx, stream, claim):
 
 @kernel("reader")
 def reader(rec, ctx, tid, n_threads):
-    """The life of a thread that reads; `rec` is the STREAM_* block. With `tid` < 0: wake all readers and return."""
+    """The life of a thread that reads; `rec` is the STREAM_* block.
+
+    With `tid` < 0: set the state to `n_threads`, wake all readers and return. Who looks at the state sees all that was
+    written before, and who set it sees how many are busy with the last one.
+    """
     gate = rec + STREAM_GATE
     if tid < 0:
+        atomic_store(rec + STREAM_STATE, n_threads)
         change(ctx, gate, atomic_load(gate) + 1)
         return 0
     while True:
