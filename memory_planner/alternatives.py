@@ -22,7 +22,7 @@ from .stream_layers import stream
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
-BLOCK = abi.BLOCK_TOKENS
+BLOCK, STREAMED = abi.BLOCK_TOKENS, "streamed_layers"
 _BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
@@ -53,9 +53,10 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        if "streamed_layers" in self.options:
-            return f"{self.value} layers streamed from storage, as run does by itself"
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
+        changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items() if name != STREAMED]
+        if STREAMED in self.options:
+            changes.append(f"{self.options[STREAMED]} layers streamed from storage, as run does by itself")
+        return " ".join(changes)
 
 
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[MemoryPlan, int]:
@@ -84,16 +85,19 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
     for fitting in (plan, stream(planner, plan.request, budget)):
         if fitting and fitting.total_bytes <= budget:
             return fitting, budget
-    options = list(alternatives(planner, config, budget, rebuild))
+    options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
 
 
-def streaming(planner: Planner, plan: MemoryPlan, budget: int) -> Alternative | None:
-    """The same request with layers that are streamed from storage; None where that does not fit either."""
-    found = stream(planner, plan.request, budget)
-    if found is None:
+def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
+    """The request with layers that are streamed from storage, with less context if need be; None where none fits."""
+    asked = config.ctx or 0
+    ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), streamed=True)
+    found = stream(planner, to_request(config, ctx), budget) if ctx else None
+    if found is None or planner.plan(to_request(config, ctx)).total_bytes <= budget:
         return None
-    return Alternative({"streamed_layers": len(found.parts)}, found.total_bytes, found.streamed_bytes)
+    options = ({"ctx": ctx} if ctx != asked else {}) | {STREAMED: len(found.parts)}
+    return Alternative(options, found.total_bytes, found.streamed_bytes)
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
@@ -167,11 +171,13 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
             yield options | ({"group_size": stored.group_size} if stored.quantised else {}), Planner(graph, nbytes)
 
 
-def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None) -> int:
-    """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below it."""
+def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
+                streamed: bool = False) -> int:
+    """Largest context that fits the budget, perhaps `streamed`, or 0: `at_most`, or whole blocks of 16 tokens below."""
 
     def fits(ctx: int) -> bool:
-        return planner.plan(to_request(config, ctx, kv)).total_bytes <= budget
+        request = to_request(config, ctx, kv)
+        return stream(planner, request, budget) is not None if streamed else planner.plan(request).total_bytes <= budget
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)

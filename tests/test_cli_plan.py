@@ -155,7 +155,7 @@ def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> No
              for a in report["alternatives"]]
     assert order == sorted(order)
     for one in report["alternatives"]:
-        if one["change"] == "streamed_layers":
+        if "streamed_layers" in one["change"]:
             assert one["total_bytes"] <= report["budget_bytes"] and one["streamed_bytes"] > 0
             continue
         smaller = planned(*applied(arguments, one["options"]))
@@ -170,7 +170,6 @@ def test_no_alternative_is_longer_than_the_model(tmp_path: Path) -> None:
     """`run` would refuse it; and what changes more is offered only where it gives more."""
     report = planned("llama-2-7b", "--ctx", 100_000, "--kv", "f32", "--budget", "32GiB", code=3)
     options = [one["options"] for one in report["alternatives"]]
-    assert options.pop() == {"streamed_layers": 23}
     assert options == [{"ctx": 4096}, {"kv": "int8"}, {"weights": "q4", "group_size": 64, "kv": "int8"}]
     report = planned("llama-2-7b", "--ctx", 100_000, "--kv", "f32", "--budget", "9GiB", code=3)
     assert [one["options"] for one in report["alternatives"]] == [{"ctx": 4096}]

@@ -346,7 +346,15 @@ def _refuse() -> int:
 
 
 def test_a_budget_that_not_even_the_fixed_part_fits(q4: Path) -> None:
-    with pytest.raises(BudgetError, match="The run needs"), session(q4, budget_bytes=budget(q4, 7) - 1, **OPTIONS):
+    limit = budget(q4, 7) - 1
+    with pytest.raises(BudgetError, match="The run needs") as caught, session(q4, budget_bytes=limit, **OPTIONS):
+        pass
+    offer = caught.value.alternatives[-1]
+    assert str(offer) == f"--ctx {offer.options['ctx']} 7 layers streamed from storage, as run does by itself"
+    with session(q4, budget_bytes=limit, **{**OPTIONS, "ctx": offer.options["ctx"]}) as opened:
+        assert opened.plan.total_bytes == offer.total_bytes and len(opened.plan.parts) == 7
+    with pytest.raises(BudgetError, match="Nothing smaller of this model fits"), \
+            session(q4, budget_bytes=limit - 5_000_000, **OPTIONS):
         pass
 
 

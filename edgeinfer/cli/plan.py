@@ -123,7 +123,7 @@ class _Planned:
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
         fits = plan.total_bytes <= self.budget
         options = [] if fits else list(alternatives(self.planner, config, self.budget, model.rebuild))
-        if not fits and model.runnable and (streamed := streaming(self.planner, plan, self.budget)):
+        if not fits and model.runnable and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)
         report: dict[str, Any] = {
             "model": model.name, "source": model.source, "runnable": model.runnable, "fits": fits,
@@ -156,7 +156,8 @@ class _Planned:
         speed = None
         if self.profile is not None and self.profile.storage_sequential_gbs:
             traffic = replace(self.model.traffic(self.config.kv), streamed_bytes=option.streamed_bytes)
-            speed = estimate(self.profile, traffic, self.config.ctx or 0).decode_tok_per_s
+            depth = int(option.options.get("ctx", self.config.ctx or 0))
+            speed = estimate(self.profile, traffic, depth).decode_tok_per_s
         return {**out, "streamed_bytes": option.streamed_bytes, "decode_tok_per_s": speed}
 
     def _estimate(self) -> dict[str, Any] | None:

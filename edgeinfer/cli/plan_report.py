@@ -71,7 +71,8 @@ def print_report(report: dict[str, Any]) -> None:
     if not report["fits"]:
         for option in report["alternatives"]:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
-            print(f"fits: {change} ({format_size(option['total_bytes'])}){_streaming(option)}")
+            text = f"{change} ({format_size(option['total_bytes'])}){_streaming(option)}"
+            print("\n".join(folded(text, "fits: ")))
         say(report["error"]["message"])
 
 
