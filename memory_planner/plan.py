@@ -158,6 +158,12 @@ class _Weights:
     buffer_bytes: int
     """Of one part of the streamed ones."""
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the records and tables that streaming needs."""
+        pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
+        return len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+
 
 class Planner:
     """Plans runs of one model as it is stored.
@@ -208,9 +214,7 @@ class Planner:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]
         tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
-        tables += len(weights.parts) * (abi.RECORD_BYTES + abi.PART_BYTES)
-        tables += sum(abi.PIECE_BYTES * (2 + weights.places[name].nbytes // READ_BYTES)
-                      for part in weights.parts for name in part)
+        tables += weights.table_bytes
         block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (
             *self._weight_regions(request, weights),
