@@ -96,8 +96,8 @@ def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternati
     found = stream(planner, to_request(config, ctx), budget) if ctx else None
     if found is None or planner.plan(to_request(config, ctx)).total_bytes <= budget:
         return None
-    options = ({"ctx": ctx} if ctx != asked else {}) | {STREAMED: len(found.parts)}
-    return Alternative(options, found.total_bytes, found.streamed_bytes)
+    options: Options = {"ctx": ctx} if ctx != asked else {}
+    return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
