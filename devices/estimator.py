@@ -1,7 +1,8 @@
 """Tokens per second before anything is loaded: bytes over bandwidth, operations over peak, and a fixed time a token.
 
 A token takes ``token + t0 * layers/32 + weights/(f_w*BW) + KV/(f_kv*BW) + attention_ms * attention [+ storage]``
-where token and attention_ms are known for machines that were probed; a prompt takes the longer of
+where token and attention_ms are known for machines that were probed, and layers that are streamed add what their
+reading takes longer than all that; a prompt takes the longer of
 its operations at ``mfu`` of the peak and of one reading of the weights, plus attention, which grows with the square of
 its length. The constants are this machine's where runs have calibrated it, else the device's own, else those of its
 class (classes.toml says what each was fitted to). A roofline in the sense of Williams, Waterman and Patterson, CACM
@@ -49,8 +50,8 @@ class Estimate:
     bytes_per_token: float
     """Weights, keys and values read from memory for one token."""
     terms: Mapping[str, float]
-    """Milliseconds of one pass: overhead, weights, sparse_ffn, kv, flash, draft; of the prompt: prefill_overhead,
-    prefill_matrices, prefill_activations, prefill_attention."""
+    """Milliseconds of one pass: overhead, weights, sparse_ffn, kv, flash, streaming, draft; of the prompt:
+    prefill_overhead, prefill_matrices, prefill_activations, prefill_attention."""
     basis: str
     """'this machine, calibrated', 'class NAME' or 'unknown'."""
     error: float
@@ -164,6 +165,9 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
+    if traffic.streamed_bytes:
+        reading = traffic.streamed_bytes / storage_gbs(profile, 0) / 1e6
+        terms["streaming"] = max(0.0, reading - math.fsum(terms.values()))
     return terms
 
 

@@ -62,6 +62,9 @@ class Traffic:
     flash_chunk_bytes: float = 0.0
     """Contiguous bytes of one such read; 0 is one long read."""
 
+    streamed_bytes: float = 0.0
+    """Weights that a token reads from storage in order, ahead of use: they cost what computing does not hide."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

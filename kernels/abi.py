@@ -61,7 +61,12 @@ CTX_REGIONS = 0
 CTX_COUNTS = 128
 """16 dynamic counts, see COUNT_*."""
 CTX_TICKETS = 256
-"""16 I/O tickets: 0 = pending, positive = the data is there, negative = it will not come."""
+"""Address of the program's I/O tickets, a word each: 0 = pending, positive = the data is there, negative = it will not
+come. They lie outside of ctx, so that who reads need not know whose turn it is."""
+CTX_STREAM = 264
+"""Address of the STREAM_* block of who reads weights ahead of use, or 0."""
+CTX_WAITED = 272
+"""Nanoseconds that walks have waited for tickets; stays 0 where kernels can read no clock."""
 CTX_TOKENS = 384
 """Address of the token table: TOKEN_BYTES per token of the walk."""
 CTX_SEQUENCES = 392
@@ -102,6 +107,8 @@ CTX_SPINS = 568
 """Most turns of the spin loop before a thread sleeps."""
 CTX_NAP_TIME = 576
 """The timespec that CTX_NAP may point to."""
+CTX_TICKET_TIME = 592
+"""The timespec of the longest sleep at a ticket: what ends a walk meanwhile is seen after it."""
 # Words that threads write: a cache line each, so that spinning on one does not slow the others.
 CTX_CANCEL = 640
 """Set by who waits for the walk; read at barriers by the last thread to arrive, and by threads that want more work."""
@@ -140,6 +147,48 @@ CTX_BYTES = 1600 + 64
 
 ABANDONED, TICKET_FAILED = -1, -2
 """CTX_ERROR of a walk whose record was left half done; the highest of those whose data did not come."""
+
+# -- streaming: who reads, and what ------------------------------------------------------------------------------------
+# Parts (a layer's streamed weights) are read in the order in which walks use them, in rounds; a piece is one read.
+STREAM_PREAD, STREAM_FILE = 0, 8
+"""Address of `pread`, and the file descriptor that it is called with."""
+STREAM_DROP = 16
+"""Address of `posix_fadvise` where pages have to be dropped from the system's cache behind a read, else 0."""
+STREAM_PIECES, STREAM_N_PIECES = 24, 32
+"""Address of the table of pieces, by part: PIECE_BYTES each."""
+STREAM_PARTS, STREAM_N_PARTS = 40, 48
+"""Address of the table of parts: PART_BYTES each."""
+STREAM_TICKETS = 56
+"""Address of the tickets: one for each part."""
+STREAM_NEXT = 64
+"""Pieces claimed since the last `begin`, those of all rounds; reader threads claim by atomic addition."""
+STREAM_GATE = 128
+"""Gate: changes with a release, and with the state."""
+STREAM_RELEASED = 256
+"""Parts that walks are done with since the beginning of the first round."""
+STREAM_STATE = 320
+"""STREAM_RUNS, STREAM_PAUSES or STREAM_ENDS."""
+STREAM_BUSY = 384
+"""Readers that may touch buffers: those that are not parked."""
+STREAM_FAILED = 448
+"""1 + number of a piece that could not be read, after which nothing is; 0 = none."""
+STREAM_READ = 512
+"""Bytes read."""
+STREAM_BYTES = 576
+STREAM_RUNS, STREAM_PAUSES, STREAM_ENDS = 0, 1, -1
+
+PIECE_BYTES = 40
+PIECE_OFFSET, PIECE_LENGTH = 0, 8
+"""In the file; direct I/O wants multiples of a page of both."""
+PIECE_LEAST = 16
+"""Bytes that have to come: fewer than PIECE_LENGTH only where the file ends."""
+PIECE_TO, PIECE_PART = 24, 32
+"""Address in memory, number of the part."""
+PART_BYTES = 24
+PART_BEHIND = 0
+"""How many releases ago, counted from the part's own, its buffer was another part's (or its own, a round ago)."""
+PART_LEFT, PART_PIECES = 8, 16
+"""Pieces that are still to be read in this round, and how many there are."""
 
 COUNT_TOKENS = 0
 COUNT_OUTPUTS = 1

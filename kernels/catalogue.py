@@ -17,7 +17,7 @@ from typing import Any
 
 from edgeinfer.errors import KernelError
 
-from .parameters import ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, NEURON_MASK, ROPE, ROWS
+from .parameters import ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, NEURON_MASK, RELEASE, ROPE, ROWS
 
 WEIGHTS = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
 """Ends of the names of kernels that read weights in tile16."""
@@ -56,6 +56,8 @@ FAMILIES = (
     Family("neuron_mask", ("neuron_mask_scores", "neuron_mask_signs"),
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),
     Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), DRAW),
+    Family("stream", ("stream_release",), (), RELEASE),
+    Family("reader", ("reader",), why_no_twin="it reads files ahead of the program and is no step of it"),
     Family("probe", ("stream_read", "random_read", "int8_peak", "f32_peak"), ("source", "out"),
            why_no_twin="probes measure the machine; their tests compute what they must leave"),
     Family("walk", ("worker", "submit", "wait", "spin"),

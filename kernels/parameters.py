@@ -197,6 +197,11 @@ class _Draw(NamedTuple):
     """Place of the candidates."""
 
 
+class _Release(NamedTuple):
+    part: int
+    """Number of the part whose buffer is free."""
+
+
 LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
@@ -205,6 +210,7 @@ NEURON_GATED = _NeuronGated(*range(18))
 NEURON_DOWN = _NeuronDown(*range(11))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
+RELEASE = _Release(*range(1))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
 """Numbers of the hidden activations in records."""

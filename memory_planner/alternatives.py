@@ -17,11 +17,12 @@ from edgeinfer.sizes import format_size
 from .budget import process_budget
 from .plan import MemoryPlan, Planner
 from .request import to_request
+from .stream_layers import stream
 
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
-BLOCK = abi.BLOCK_TOKENS
+BLOCK, STREAMED = abi.BLOCK_TOKENS, "streamed_layers"
 _BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
@@ -33,9 +34,12 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size."""
+    """What to change, by the name of the option: ctx, kv, weights, group_size. ``streamed_layers`` is no option: run
+    streams as many by itself."""
     total_bytes: int
     """Of the plan with these options."""
+    streamed_bytes: int = 0
+    """What each token then reads from storage."""
 
     @property
     def change(self) -> str:
@@ -49,24 +53,27 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
+        changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items() if name != STREAMED]
+        if STREAMED in self.options:
+            changes.append(f"{self.options[STREAMED]} layers streamed from storage, as run does by itself")
+        return " ".join(changes)
 
 
-def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebuild: Rebuild) -> int:
-    """Refuse a plan that exceeds the budget.
+def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[MemoryPlan, int]:
+    """Plan a run within its budget: with all weights in memory, else with layers that are streamed from storage.
 
     Parameters
     ----------
     planner : Planner
-    plan : MemoryPlan
-        Of `config`, which has no open fields but its budget: None is what the system can give now.
     config : RuntimeConfig
+        Without open fields but its budget: None is what the system can give now.
     rebuild : callable
 
     Returns
     -------
-    int
-        The budget that was applied, in bytes.
+    plan : MemoryPlan
+    budget : int
+        That was applied, in bytes.
 
     Raises
     ------
@@ -74,10 +81,23 @@ def check_budget(planner: Planner, plan: MemoryPlan, config: RuntimeConfig, rebu
         With alternatives that were checked to fit; it carries the plan.
     """
     budget = process_budget() if config.budget_bytes is None else config.budget_bytes
-    if plan.total_bytes <= budget:
-        return budget
-    options = list(alternatives(planner, config, budget, rebuild))
+    plan = planner.plan(to_request(config))
+    for fitting in (plan, stream(planner, plan.request, budget)):
+        if fitting and fitting.total_bytes <= budget:
+            return fitting, budget
+    options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
+    """The request with layers that are streamed from storage, with less context if need be; None where none fits."""
+    asked = config.ctx or 0
+    ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), streamed=True)
+    found = stream(planner, to_request(config, ctx), budget) if ctx else None
+    if found is None or planner.plan(to_request(config, ctx)).total_bytes <= budget:
+        return None
+    options: Options = {"ctx": ctx} if ctx != asked else {}
+    return Alternative(options | {STREAMED: len(found.parts)}, found.total_bytes, found.streamed_bytes)
 
 
 def refusal(plan: MemoryPlan, budget: int, options: list[Alternative]) -> str:
@@ -151,11 +171,13 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
             yield options | ({"group_size": stored.group_size} if stored.quantised else {}), Planner(graph, nbytes)
 
 
-def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None) -> int:
-    """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below it."""
+def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
+                streamed: bool = False) -> int:
+    """Largest context that fits the budget, perhaps `streamed`, or 0: `at_most`, or whole blocks of 16 tokens below."""
 
     def fits(ctx: int) -> bool:
-        return planner.plan(to_request(config, ctx, kv)).total_bytes <= budget
+        request = to_request(config, ctx, kv)
+        return stream(planner, request, budget) is not None if streamed else planner.plan(request).total_bytes <= budget
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)

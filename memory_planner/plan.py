@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from edgeinfer.bundle import file_offsets
-from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types, Weight
+from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up
 
@@ -38,19 +38,17 @@ class Request:
     mlock: bool = False
     """Whether the weights are locked into memory."""
     homes: tuple[tuple[str, str], ...] = ()
-    """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all."""
-
-    def home(self, weight: Weight) -> str:
-        """Region of a weight: ``weights`` (the mapped file), ``resident`` or ``streamed``."""
-        homes = dict(self.homes)
-        return homes.get(weight.name, homes.get("*", "weights"))
+    """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
+    others."""
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
 """How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
 such pages locked into memory; set aside for what others allocate."""
 STREAM_BUFFERS = 2
-"""Layers of streamed weights that are in memory at once: the one in work and the one that is read ahead."""
+"""Parts of streamed weights (layers) that are in memory at once: the one in work and the one that is read ahead."""
+PAGE_BYTES, READ_BYTES = 4096, 1 << 20
+"""Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time (docs/streaming.md)."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,19 @@ class MemoryPlan:
     """Attention splits of the longest context."""
     rope_row_bytes: int
     """Constants: bytes of one position's cosines and sines."""
+    parts: tuple[tuple[str, ...], ...] = ()
+    """Names of streamed weights by part: what is read together, in the order of use. Part i lies in buffer
+    i % STREAM_BUFFERS."""
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weights that each walk reads from storage."""
+        return sum(self.places[name].nbytes for part in self.parts for name in part)
+
+    @property
+    def unstreamed_bytes(self) -> int:
+        """What `total_bytes` would be with all weights in memory."""
+        return self.total_bytes + self.streamed_bytes - sum(r.nbytes for r in self.regions if r.name == "streamed")
 
     @property
     def shared_scratch_offset(self) -> int:
@@ -136,6 +147,24 @@ class MemoryPlan:
         return replace(self, regions=self.regions + own)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """Where the weights lie."""
+
+    places: dict[str, Placement]
+    parts: tuple[tuple[str, ...], ...]
+    """Streamed ones."""
+    resident_bytes: int
+    buffer_bytes: int
+    """Of one part of the streamed ones."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the records and tables that streaming needs."""
+        pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
+        return len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+
+
 class Planner:
     """Plans runs of one model as it is stored.
 
@@ -158,7 +187,7 @@ class Planner:
         self._records: dict[str, int] = {}
         self._scratch: dict[int, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
-        self._weights: dict[tuple[tuple[str, str], ...], tuple[dict[str, Placement], tuple[int, int]]] = {}
+        self._weights: dict[tuple[tuple[str, str], ...], _Weights] = {}
 
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region of a run its bytes, and everything in it its place."""
@@ -169,7 +198,7 @@ class Planner:
         placements, arena = self._activations[rows]
         if request.homes not in self._weights:
             self._weights[request.homes] = self._place_weights(request)
-        weights, (resident, streamed) = self._weights[request.homes]
+        weights = self._weights[request.homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
         kv_blocks = request.sequences * (per_sequence + copies)
@@ -185,9 +214,10 @@ class Planner:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]
         tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
+        tables += weights.table_bytes
         block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (
-            *self._weight_regions(request, resident, streamed),
+            *self._weight_regions(request, weights),
             Region("kv", kv_bytes + 64, f"{request.kv}, {kv_blocks} blocks x {len(kv_layers)} layers x {block} bytes"),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -199,41 +229,50 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        places = {**placements, graph.logits.name: logits, **weights}
-        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row)
+        places = {**placements, graph.logits.name: logits, **weights.places}
+        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts)
 
-    def _place_weights(self, request: Request) -> tuple[dict[str, Placement], tuple[int, int]]:
-        """Place each weight, and count the bytes of resident weights and of a buffer of streamed ones."""
-        graph, types = self.graph, self.graph.types
+    def _place_weights(self, request: Request) -> _Weights:
+        """Place each weight."""
+        graph, types, homes = self.graph, self.graph.types, dict(request.homes)
         offsets = self._offsets or file_offsets((w.name, types[w.name], w.shape) for w in graph.weights)
         layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
         places: dict[str, Placement] = {}
-        ends: dict[str, dict[int | None, int]] = {"resident": {}, "streamed": {}}
+        parts: dict[int | None, list[str]] = {}
+        resident = 0
         for weight in graph.weights:
-            home = "resident" if weight.kind == "predictor" else request.home(weight)  # a file of its own
-            nbytes = types[weight.name].nbytes(weight.shape)
-            if home == "weights":
-                places[weight.name] = Placement(home, offsets[weight.name], nbytes)
-                continue
-            part = layers[weight.name] if home == "streamed" else None
-            offset = ends[home].get(part, 0)
-            ends[home][part] = round_up(offset + nbytes, 64)
-            places[weight.name] = Placement(home, offset, nbytes)
-        buffer = max(ends["streamed"].values(), default=0)
-        for name, place in places.items():  # layers take turns in the buffers
-            if place.region == "streamed":
-                places[name] = replace(place, offset=place.offset + (layers[name] or 0) % STREAM_BUFFERS * buffer)
-        return places, (ends["resident"].get(None, 0), buffer)
+            name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
+            home = homes.get(name, homes.get("*", "weights")) if weight.kind != "predictor" else "resident"
+            places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
+            if home == "resident":
+                resident = round_up(resident + nbytes, 64)
+        for name, layer in layers.items():
+            if places[name].region == "streamed":
+                parts.setdefault(layer, []).append(name)
+        buffer = 0
+        for names in parts.values():  # as far behind the beginning of a page as in the file
+            end = 0
+            for name in names:
+                within = offsets[name] % PAGE_BYTES
+                places[name] = replace(places[name], offset=end + within)
+                end = round_up(end + within + places[name].nbytes, PAGE_BYTES)
+            buffer = max(buffer, end)
+        for number, names in enumerate(parts.values()):
+            for name in names:
+                at = places[name].offset + number % STREAM_BUFFERS * buffer
+                places[name] = replace(places[name], offset=at)
+        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer)
 
-    def _weight_regions(self, request: Request, resident: int, streamed: int) -> Iterator[Region]:
+    def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
         stored = _types(self.graph)
-        if any(request.home(weight) == "weights" for weight in self.graph.weights):
+        if any(place.region == "weights" for place in weights.places.values()):
             yield Region("weights", self.weight_bytes, stored, LOCKED if request.mlock else MAPPED)
-        if resident:
-            yield Region("resident", resident + 64, f"weights in memory of the process: {stored}")
-        if streamed:
-            yield Region("streamed", STREAM_BUFFERS * streamed + 64,
-                         f"{STREAM_BUFFERS} buffers of a layer's weights of {streamed} bytes")
+        if weights.resident_bytes:
+            yield Region("resident", weights.resident_bytes + 64, f"weights in memory of the process: {stored}")
+        if weights.parts:
+            yield Region("streamed", STREAM_BUFFERS * weights.buffer_bytes + 64,
+                         f"{STREAM_BUFFERS} buffers of {weights.buffer_bytes} bytes; "
+                         f"{len(weights.parts)} layers take turns")
 
     def _state(self, request: Request) -> Iterator[Region]:
         if self._state_bytes:

@@ -151,9 +151,13 @@ def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> No
     assert report["fits"] is False and report["remaining_bytes"] < 0
     assert report["error"]["code"] == "does_not_fit" and report["regions"]
     assert report["alternatives"]
-    order = [2 if "weights" in a["change"] else 1 if "kv" in a["change"] else 0 for a in report["alternatives"]]
+    order = [3 if "streamed" in a["change"] else 2 if "weights" in a["change"] else 1 if "kv" in a["change"] else 0
+             for a in report["alternatives"]]
     assert order == sorted(order)
     for one in report["alternatives"]:
+        if "streamed_layers" in one["change"]:
+            assert one["total_bytes"] <= report["budget_bytes"] and one["streamed_bytes"] > 0
+            continue
         smaller = planned(*applied(arguments, one["options"]))
         assert smaller["fits"] and smaller["total_bytes"] == one["total_bytes"] <= report["budget_bytes"]
         if "+" not in one["change"]:
@@ -231,13 +235,36 @@ def test_a_refused_run_prints_plan_and_alternatives() -> None:
     done = edgeinfer("run", "demo", "x", "--budget", "100MB", "--json")
     assert done.code == 3 and done.json["fits"] is False and done.json["budget_bytes"] == 100_000_000
     assert done.json["alternatives"] == [] and len(done.json["regions"]) == 8
-    total = planned("demo")["total_bytes"]
-    done = edgeinfer("run", "demo", "x", "--budget", f"{total - 100_000}B", "--json")
+    least = planned("demo", "--budget", "100MB", code=3)["total_bytes"]
+    for limit in range(least - 100_000, 0, -500_000):  # down to where streaming does not help either
+        done = edgeinfer("run", "demo", "x", "-n", 1, "--budget", f"{limit}B", "--json")
+        if done.code:
+            break
+    assert done.code == 3
     first = done.json["alternatives"][0]
     assert first["change"] == "ctx"
-    options = ["-n", "1", "--budget", f"{total - 100_000}B", "--ctx", first["value"], "--json"]
-    again = edgeinfer("run", "demo", "x", *options)
+    again = edgeinfer("run", "demo", "x", "-n", 1, "--budget", f"{limit}B", "--ctx", first["value"], "--json")
     assert again.code == 0 and again.json["planned_bytes"] == first["total_bytes"]
+
+
+def test_streaming_is_an_alternative_that_run_takes_by_itself() -> None:
+    report = planned("demo", "--budget", "100MB", code=3)
+    assert "streamed_layers" not in [one["change"] for one in report["alternatives"]]
+    limit = f"{report['total_bytes'] - 100_000}B"
+    report = planned("demo", "--budget", limit, code=3)
+    offer = report["alternatives"][-1]
+    assert offer["change"] == "streamed_layers" and offer["options"] == {"streamed_layers": offer["value"]}
+    assert "layers streamed from storage, as run does by itself" in report["error"]["message"]
+    want = edgeinfer("run", "demo", "Once", "-n", 12, "--temp", 0, "--json")
+    done = edgeinfer("run", "demo", "Once", "-n", 12, "--temp", 0, "--json", "--budget", limit)
+    assert done.code == 0 and done.json["token_ids"] == want.json["token_ids"] and want.json["offload"] is None
+    assert done.json["planned_bytes"] == offer["total_bytes"] and "layers are streamed from storage" in done.err
+    found = done.json["offload"]
+    assert found["layers"] == offer["value"] and found["decision"] == "streamed" and found["io_wait_ms"] >= 0
+    assert found["flash_bytes_per_token"] >= offer["streamed_bytes"]
+    assert abs(found["flash_bytes"] - found["walks"] * found["flash_bytes_per_token"]) <= found["flash_bytes_per_token"]
+    shown = edgeinfer("plan", "demo", "--budget", limit, "--device", "oneplus-12").out
+    assert "fits: streamed layers" in shown and "from storage for each token" in shown
 
 
 def test_of_a_hub_model_only_the_config_is_asked_for(tmp_path: Path) -> None:

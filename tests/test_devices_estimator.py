@@ -67,6 +67,16 @@ def test_break_even_follows_the_curve():
     assert smallest_row(device, 0.0) is None
 
 
+def test_streamed_layers_cost_what_computing_does_not_hide():
+    device = replace(PLAIN, storage_sequential_gbs=2.0)
+    alone = 1000 / estimate(device, LLAMA, depth=1000).decode_tok_per_s
+    for nbytes in (1e6, 1e9, 4e9):
+        found = estimate(device, replace(LLAMA, streamed_bytes=nbytes), depth=1000)
+        assert 1000 / found.decode_tok_per_s == pytest.approx(max(alone, nbytes / 2e6))
+    with pytest.raises(UsageError, match="does long reads from storage is not known"):
+        estimate(PLAIN, replace(LLAMA, streamed_bytes=1e6))
+
+
 def test_every_term_by_itself():
     outcome = estimate(replace(PLAIN, storage_random=Curve(((4096, 0.5), (65536, 2.0)))),
                        replace(LLAMA, layers=16, flash_bytes=1e8, flash_chunk_bytes=65536), depth=1000, prompt=100)

@@ -50,7 +50,7 @@ def test_a_ticket_is_waited_for(make: Make, record: int) -> None:
     assert time.perf_counter() - begin > 0.04
     assert ran == [0, 0, 1, 1]
     executor.run()  # it stays redeemed
-    executor.set(abi.CTX_TICKETS + 8 * 3, 0)
+    executor.tickets[3] = 0
     ran.clear()
     cancellation = Cancellation()
     with soon(cancellation.cancel), pytest.raises(CancelledError):
@@ -133,7 +133,7 @@ def test_programs_take_turns_on_one_pool(make: Make) -> None:
     first.run(0, 1)
     second.run()
     first.redeem(3)  # while ctx is the other's
-    assert second.get(abi.CTX_TICKETS + 8 * 3) == 0
+    assert second.tickets[3] == 0
     first.run()
     first.close()
     with pytest.raises(ClosedError):

@@ -21,8 +21,8 @@ from edgeinfer.memory_planner import (
     available_bytes,
     budget,
     cgroup,
-    check_budget,
     default_threads,
+    fit,
     largest_ctx,
     process_budget,
     to_request,
@@ -54,17 +54,17 @@ def refusal(ctx: int, kv: str, limit: int, weights: str = "q4") -> BudgetError:
     planner, config = planner_of(weights), config_of(ctx, kv, limit)
     plan = planner.plan(to_request(config))
     with pytest.raises(BudgetError) as caught:
-        check_budget(planner, plan, config, rebuild)
+        fit(planner, config, rebuild)
     error = caught.value
-    assert error.plan is plan and error.exit_code == 3 and error.budget_bytes == limit
+    assert error.plan == plan and error.exit_code == 3 and error.budget_bytes == limit
     return error
 
 
 def test_a_plan_within_the_budget_passes() -> None:
     planner = planner_of("q4")
     plan = planner.plan(to_request(config_of(512, "int8")))
-    assert check_budget(planner, plan, config_of(512, "int8", plan.total_bytes), rebuild) == plan.total_bytes
-    assert check_budget(planner, plan, config_of(512, "int8"), rebuild) >= plan.total_bytes
+    assert fit(planner, config_of(512, "int8", plan.total_bytes), rebuild) == (plan, plan.total_bytes)
+    assert fit(planner, config_of(512, "int8"), rebuild)[1] >= plan.total_bytes
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "int8", "q4"])

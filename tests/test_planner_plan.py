@@ -178,7 +178,7 @@ def test_streamed_layers_take_turns_in_two_buffers() -> None:
     buffer = (plan.region("streamed").nbytes - 64) // 2
     for i in range(5):
         up, down = plan.places[f"layers.{i}.gate_up"], plan.places[f"layers.{i}.down"]
-        assert up.offset == i % 2 * buffer and up.offset + up.nbytes <= down.offset < down.offset + down.nbytes
+        assert i % 2 * buffer <= up.offset < up.offset + up.nbytes <= down.offset < down.offset + down.nbytes
         assert down.offset + down.nbytes <= (i % 2 + 1) * buffer
     assert plan.places["layers.0.qkv"].region == "weights"  # the rest stays where it is
 

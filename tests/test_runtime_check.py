@@ -146,7 +146,7 @@ def test_tickets_are_honoured(models: Path) -> None:
         good = int(opened.program.words[i, 0])
 
         def noted(rec: int, ctx: int, tid: int, n: int) -> int:
-            ran.append(opened.executor.get(abi.CTX_TICKETS + 8 * 2))
+            ran.append(opened.executor.tickets[2])
             return ENTRY(good)(rec, ctx, tid, n)
 
         entry = ENTRY(noted)
@@ -155,7 +155,7 @@ def test_tickets_are_honoured(models: Path) -> None:
         cancellation = Cancellation()
         for call, arguments, kind in ((opened.executor.redeem, (2, False), EdgeInferError),
                                       (cancellation.cancel, (), CancelledError)):
-            opened.executor.set(abi.CTX_TICKETS + 8 * 2, 0)
+            opened.executor.tickets[2] = 0
             timer = threading.Timer(0.05, call, arguments)
             timer.start()
             with pytest.raises(kind):

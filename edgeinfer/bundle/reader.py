@@ -113,6 +113,11 @@ class Bundle:
         return self.path / WEIGHTS_FILE
 
     @property
+    def weights_state(self) -> os.stat_result:
+        """What the system said of weights.bin when it was mapped."""
+        return self._states[WEIGHTS_FILE]
+
+    @property
     def weights_bytes(self) -> int:
         """Length of weights.bin in bytes."""
         return self.header.weights_bytes

@@ -22,6 +22,7 @@ from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Json, Kv, Passes, 
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
+from .streaming import notice
 
 if TYPE_CHECKING:
     from ..bench import Case, Measurement
@@ -46,6 +47,7 @@ JSON_FIELDS = {
         "ttft_process_ms": "from the start of a process to its first token; null with --no-startup",
         "planned_bytes": "the memory plan's total",
         "peak_rss_bytes": "most memory that the process held, without the probe's; null where the system does not say",
+        "streamed_bytes": "weights that are read from storage for each token; 0 where all are in memory",
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
         "isa": "instruction set; with `threads`, `kv`, `ctx`",
@@ -119,7 +121,7 @@ def bench(
         report, measured = run_tests(path, config, tests, repetitions, profile, progress)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv, str(config.recipe))
-    predictor = make_predictor(path, config, report["threads"], report["isa"])
+    predictor = make_predictor(path, config, report["threads"], report["isa"], report["streamed_bytes"])
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)
@@ -191,10 +193,13 @@ def run_tests(
     with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
         session, bundle, load_ms = open_session(path, config, progress)
         try:
+            if why := notice(session):
+                say(why)
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
             peak = peak_rss_bytes()
             return {
                 "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
+                "streamed_bytes": session.plan.streamed_bytes,
                 "peak_rss_bytes": None if peak is None else peak - probe.read_bytes, "probe_bytes": probe.read_bytes,
                 "isa": session.isa, "threads": threads, "kv": config.kv, "ctx": config.ctx,
                 "weights_bytes": bundle.weights_bytes, "weights": bundle.quantisation.weights,

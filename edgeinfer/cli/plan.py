@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from .plan_report import JSON_FIELDS, print_names, print_report
 if TYPE_CHECKING:
     from ..describe import ModelDescription
     from ..devices import DeviceProfile
-    from ..memory_planner import MemoryPlan
+    from ..memory_planner import Alternative, MemoryPlan
 
 __all__ = ["JSON_FIELDS", "plan"]
 _RUNTIME = RuntimeConfig()
@@ -98,8 +99,6 @@ class _Planned:
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
                  profile: DeviceProfile | None):
-        from dataclasses import replace
-
         from ..memory_planner import Planner, default_ctx, default_threads, to_request
 
         threads = config.threads or (_cores(device) if device else default_threads())
@@ -120,11 +119,13 @@ class _Planned:
 
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
-        from ..memory_planner import alternatives, largest_ctx, refusal
+        from ..memory_planner import alternatives, largest_ctx, refusal, streaming
 
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
         fits = plan.total_bytes <= self.budget
         options = [] if fits else list(alternatives(self.planner, config, self.budget, model.rebuild))
+        if not fits and model.runnable and (streamed := streaming(self.planner, config, self.budget)):
+            options.append(streamed)
         report: dict[str, Any] = {
             "model": model.name, "source": model.source, "runnable": model.runnable, "fits": fits,
             "parameters": model.parameters, "weights": model.quantisation.weights,
@@ -138,13 +139,27 @@ class _Planned:
             "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
             "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
-            "alternatives": [alternative_object(option) for option in options],
+            "alternatives": [self._alternative(option) for option in options],
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
         return report
+
+    def _alternative(self, option: Alternative) -> dict[str, Any]:
+        """Return an alternative as a JSON object; how fast streaming is, where storage was measured."""
+        from ..devices import estimate
+
+        out = alternative_object(option)
+        if "streamed_layers" not in option.options:
+            return out
+        speed = None
+        if self.profile is not None and self.profile.storage_sequential_gbs:
+            traffic = replace(self.model.traffic(self.config.kv), streamed_bytes=option.streamed_bytes)
+            depth = int(option.options.get("ctx", self.config.ctx or 0))
+            speed = estimate(self.profile, traffic, depth).decode_tok_per_s
+        return {**out, "streamed_bytes": option.streamed_bytes, "decode_tok_per_s": speed}
 
     def _estimate(self) -> dict[str, Any] | None:
         """Return the speed with a full context, and with an empty one; None where this machine was not probed."""

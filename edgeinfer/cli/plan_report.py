@@ -35,7 +35,9 @@ JSON_FIELDS = {
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token",
         "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +), `value`, `options` "
-        "(each by name), `total_bytes`; in the order in which to try them, each checked to fit",
+        "(each by name), `total_bytes`; in the order in which to try them, each checked to fit. The last may be "
+        "`streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for each token and "
+        "`decode_tok_per_s`, null where storage was not measured",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and as in "
         "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
@@ -69,7 +71,8 @@ def print_report(report: dict[str, Any]) -> None:
     if not report["fits"]:
         for option in report["alternatives"]:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
-            print(f"fits: {change} ({format_size(option['total_bytes'])})")
+            text = f"{change} ({format_size(option['total_bytes'])}){_streaming(option)}"
+            print("\n".join(folded(text, "fits: ")))
         say(report["error"]["message"])
 
 
@@ -129,6 +132,15 @@ def bar_lines(report: dict[str, Any]) -> list[str]:
         bar += MARKS.get(region["name"], region["name"][:1]) * (round(BAR * end / whole) - len(bar))
     limit = max(1, round(BAR * report["budget_bytes"] / whole))
     return [f"[{bar.ljust(BAR, '.')}]", f" {'=' * limit} budget {format_size(report['budget_bytes'])}"]
+
+
+def _streaming(option: dict[str, Any]) -> str:
+    """Return what streamed layers cost; empty for other alternatives."""
+    if "streamed_bytes" not in option:
+        return ""
+    fast = option["decode_tok_per_s"]
+    how = "how fast, nobody measured here" if fast is None else f"{speed(fast)} tok/s"
+    return f", {format_size(option['streamed_bytes'])} from storage for each token: {how}"
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:

@@ -84,12 +84,16 @@ class Predictor:
                        int8_peak_gops=peak_gops or self.profile.int8_peak_gops)
 
 
-def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str) -> Predictor | None:
-    """Return a predictor, or None: this machine was not probed, or with other threads or instructions."""
+def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str,
+                   streamed_bytes: int = 0) -> Predictor | None:
+    """Return a predictor, or None: this machine was not probed, or with other threads or instructions.
+
+    Nor is there one for a model whose layers are streamed, of which a profile is to learn nothing.
+    """
     try:
         from ..devices import local_path, local_profile
 
-        if not local_path().is_file():
+        if streamed_bytes or not local_path().is_file():
             return None
         profile = local_profile()
         if profile is None or profile.cores != threads or profile.isa != isa:

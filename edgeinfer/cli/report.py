@@ -33,6 +33,8 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
         "`measured`, `miss`; `basis`, `error`, `error_source`; else null",
+        "offload": "with layers streamed from storage: `decision` (streamed), `layers`, `walks`, `flash_bytes` read in "
+        "them, `flash_bytes_per_token`, `io_wait_ms`, `direct` (past the page cache); else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
     },

@@ -17,8 +17,8 @@ import typer
 from ..config import GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
-from . import options
-from .output import figures, print_json
+from . import options, streaming
+from .output import figures, print_json, say
 from .prediction import Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
 from .report import JSON_FIELDS, run_object
@@ -124,6 +124,8 @@ def run(
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
+        if why := streaming.notice(llm.session):
+            say(why)
         if text is None:
             from .chat import chat
 
@@ -236,23 +238,23 @@ def cancelling(llm: LLM) -> Iterator[threading.Event]:
 def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats: bool, load_ms: float) -> int:
     """Run one request, print its outcome, and return the exit code."""
     first_ms: list[float] = []
-    others, began = Disturbances(), time.perf_counter()
+    others, reading, began = Disturbances(), streaming.Usage(llm.session), time.perf_counter()
     completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa)
+    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.streamed_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
-        print_json({**report, "estimate": predicted})
+        print_json({**report, "estimate": predicted, "offload": reading.report()})
     elif options["n"] > 1:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
         print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
-        if line := sentence(predicted):
+        for line in filter(None, (sentence(predicted), streaming.line(reading.report()))):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     return 1 if completion.finish_reason == "cancelled" else 0

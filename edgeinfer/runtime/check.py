@@ -50,7 +50,7 @@ def _may_start(executor: Executor, i: int, cancel: Cancellation | None) -> bool:
     """Wait for the record's ticket, if it has one; False where the walk ends instead, as ctx then says."""
     ticket = int(executor.program.words.view("int32")[i, abi.REC_TICKET // 4])
     while not executor.ended(cancel):
-        came = executor.get(abi.CTX_TICKETS + 8 * (ticket - 1)) if ticket else 1
+        came = int(executor.tickets[ticket - 1]) if ticket else 1
         if came:
             executor.set(abi.CTX_ERROR, 0 if came > 0 else abi.TICKET_FAILED - i)
             return came > 0

@@ -19,11 +19,13 @@ from edgeinfer.runner import Cancellation
 
 from .pace import Pace
 from .program import Program
+from .stream import Stream
 from .threads import Pool
 
 WAIT_SECONDS = 0.02
 """Longest wait before Python looks at signals and cancellations again (a signal ends the wait at once)."""
 _TOKENS = abi.CTX_COUNTS // 8 + abi.COUNT_TOKENS
+LEAST_TICKETS = 16
 _CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
 
 
@@ -47,6 +49,10 @@ class Executor:
     ----------
     joins : bool
         Whether the caller may be one of the threads: not where a record may have to wait for its ticket.
+    tickets : int64 array
+        What records may wait for: 0 = pending, positive = the data is there, negative = it will not come.
+    stream : Stream or None
+        Who reads weights ahead of use and redeems these tickets.
 
     Raises
     ------
@@ -73,6 +79,14 @@ class Executor:
             if name in regions:
                 self.set(abi.CTX_REGIONS + 8 * i, regions[name].ctypes.data)
         self.set(abi.CTX_PROGRAM, program.words.ctypes.data)
+        self.tickets = np.zeros(max(LEAST_TICKETS, len(program.records)), np.int64)
+        self.set(abi.CTX_TICKETS, self.tickets.ctypes.data)
+        self.stream: Stream | None = None
+
+    def read_ahead(self, stream: Stream) -> None:
+        """Take on who reads the program's streamed weights; it is closed with the executor."""
+        self.stream = stream
+        self.set(abi.CTX_STREAM, stream.address)
 
     # -- ctx ---------------------------------------------------------------------------------------------------------
 
@@ -90,7 +104,12 @@ class Executor:
 
     def redeem(self, ticket: int, came: bool = True) -> None:
         """Let the record start that waits for a ticket, or end its walk if the data did `came` not; from any thread."""
-        self.pool.redeem(self._head, ticket, 1 if came else -1)
+        self.tickets[ticket] = 1 if came else -1
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that walks have waited for tickets."""
+        return self.get(abi.CTX_WAITED)
 
     def _words(self, offset: int) -> NDArray[np.int64]:
         return self.pool.live(self._head) if offset < abi.HEAD_BYTES else self.pool.words
@@ -120,6 +139,8 @@ class Executor:
                 self.pool.load(self._head)
                 words[abi.CTX_BEGIN >> 3], words[abi.CTX_END >> 3] = first, stop
                 words[_CANCEL] = words[_ERROR] = 0
+                if self.stream:
+                    self.stream.begin(first, stop, lambda: self.ended(cancel))
                 if self.check:
                     from .check import run_checked
 
@@ -141,6 +162,8 @@ class Executor:
             return
         if cancelled or status == abi.ABANDONED:
             raise CancelledError("The run was cancelled.")
+        if self.stream:
+            self.stream.check(status <= abi.TICKET_FAILED)
         if status <= abi.TICKET_FAILED:
             i = abi.TICKET_FAILED - status
             record = self.program.records[i]
@@ -204,6 +227,8 @@ class Executor:
         with self.pool.turn:
             if not self._left:
                 self._left = True
+                if self.stream:
+                    self.stream.close()
                 self.pool.leave(self._head)
 
     def __enter__(self) -> Executor:

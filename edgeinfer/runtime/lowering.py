@@ -39,6 +39,7 @@ from edgeinfer.kernels import (
     NEURON_DOWN,
     NEURON_GATED,
     NEURON_MASK,
+    RELEASE,
     ROPE,
     ROWS,
     abi,
@@ -48,6 +49,7 @@ from edgeinfer.memory_planner import MemoryPlan, Placement, scratch
 from edgeinfer.sizes import round_up
 
 from .program import Program, Record
+from .stream import RELEASE_KERNEL
 
 CHUNK_BYTES = 64 << 10
 """Weights of a claimed chunk: long enough to stream, short enough to balance."""
@@ -83,10 +85,22 @@ class Lowering:
         self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
         self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
         self._shared_bytes = scratch(graph.ops, graph.types, plan.splits)[1]
+        self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 
     def program(self) -> Program:
-        """Lower all operations, in their order."""
-        return Program(tuple(record for op in self.graph.ops for record in lower(op, self)))
+        """Lower all operations, in their order; behind the last that reads a streamed part its buffer is released."""
+        records: list[Record] = []
+        last = {part: i for i, op in enumerate(self.graph.ops) if (part := self.part(op)) is not None}
+        for i, op in enumerate(self.graph.ops):
+            records += lower(op, self)
+            if (part := self.part(op)) is not None and last[part] == i:
+                records.append(Record(RELEASE_KERNEL, f"release {', '.join(self.plan.parts[part])}",
+                                      parameters=tuple(fill(RELEASE, part=part)), ticket=part))
+        return Program(tuple(records))
+
+    def part(self, op: Op) -> int | None:
+        """Return the number of the streamed part whose weights an operation reads, or None."""
+        return next((self._parts[weight.name] for weight in op.weights if weight.name in self._parts), None)
 
     def at(self, what: Tensor | Weight | None) -> Operand:
         """Return the operand of a tensor or a weight; for None one that is not used."""
@@ -125,7 +139,7 @@ class Lowering:
         nbytes = 0 if step else sum(read.walk for read in op.reads(self.types))
         where = tuple((o.region, o.offset) for o in operands)
         return Record(kernel, label or op.label, where, tuple(parameters), flags, predicates, nbytes,
-                      tuple(o.nbytes for o in operands), op, step)
+                      tuple(o.nbytes for o in operands), op, step, self.part(op))
 
 
 def rows(tensor: Tensor) -> int:

@@ -35,7 +35,8 @@ class Record:
     """The operation that it belongs to; None for probes."""
     step: int = 0
     """Which of its operation's records it is; what the operation costs belongs to the first."""
-
+    ticket: int | None = None
+    """I/O ticket that it waits for."""
 
     @property
     def condition(self) -> str:
@@ -116,6 +117,7 @@ def encode(record: Record, address: int) -> NDArray[np.int64]:
     words, halves = raw.view(np.int64), raw.view(np.int32)
     words[abi.REC_KERNEL // 8] = address
     halves[abi.REC_FLAGS // 4] = record.flags
+    halves[abi.REC_TICKET // 4] = 0 if record.ticket is None else 1 + record.ticket
     halves[abi.REC_PREDICATES // 4 :][: len(record.predicates)] = [count + 1 for count in record.predicates]
     for i, (region, offset) in enumerate(record.operands):
         if not 0 <= offset < 1 << abi.REGION_SHIFT:

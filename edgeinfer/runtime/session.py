@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.errors import EdgeInferError, RequestError
-from edgeinfer.graph import ModelConfig, build_graph, expected_types, fill_rope_tables
+from edgeinfer.errors import RequestError
+from edgeinfer.graph import Graph, ModelConfig, TypeOf, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, check_budget, resolve, to_request
+from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, alternatives, fit, resolve
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -30,11 +30,13 @@ from edgeinfer.runner import (
 )
 from edgeinfer.sizes import round_up
 
+from .direct import File
 from .executor import Executor
 from .lowering import Lowering
 from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
 from .pace import SMALL_BYTES, Pace
 from .sequence import KVCache
+from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
 
 Logits = NDArray[np.float32]
@@ -63,6 +65,11 @@ class Session(Runner):
         If weights are damaged.
     RequestError
         If other threads are asked for than the host has.
+
+    Attributes
+    ----------
+    instead : Alternative or None
+        Where layers are streamed, the first smaller request that would fit without.
     """
 
     executor: Executor
@@ -79,9 +86,9 @@ class Session(Runner):
         bundle.check({w.name: w.shape for w in self.graph.weights})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         planner = Planner(self.graph, bundle.weights_bytes, offsets)
-        self.plan = planner.plan(to_request(self.config))
-        self.budget_bytes = check_budget(planner, self.plan, self.config,
-                                         lambda types: build_graph(self.model, types, self.config.recipe))
+        self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild)
+        smaller = alternatives(planner, self.config, self.budget_bytes, self._rebuild) if self.plan.parts else iter(())
+        self.instead = next(smaller, None)
         bundle.check_contents(self.plan.request.threads, loading)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
@@ -102,6 +109,8 @@ class Session(Runner):
             self.executor = Executor(self.program, kernels, threads, regions, host.executor.pool if host else None,
                                      Pace(threads, free, bundle.weights_bytes <= SMALL_BYTES))
             opened.callback(self.executor.close)
+            if self.plan.parts:
+                self._stream(regions["streamed"], offsets)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
                                 (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws)):
                 self.executor.set(word, table.ctypes.data)
@@ -199,6 +208,10 @@ class Session(Runner):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
+    def _rebuild(self, types: TypeOf) -> Graph:
+        """The model's graph with weights stored in another way."""
+        return build_graph(self.model, types, self.config.recipe)
+
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""
         most, n = self.plan.request, sum(len(segment.ids) for segment in segments)
@@ -250,15 +263,20 @@ class Session(Runner):
             place = self.plan.places[weight.name]
             if place.region == "resident":
                 parts.append((offsets[weight.name], regions["resident"][place.offset :][: place.nbytes]))
-            elif place.region != "weights":
-                raise EdgeInferError(f"The plan has {weight.name} in the region {place.region}, which nothing fills.")
         copy_in(parts, self.bundle.weights_path, loading)
-        if len(parts) < len(self.graph.weights):
+        if any(region.name == "weights" for region in self.plan.regions):
             regions["weights"] = self.bundle.weights
             read_in(self.bundle.weights, self.bundle.weights_path, loading)
         for home in ("weights", "resident") if self.config.mlock else ():
             if home in regions:
                 lock(regions[home])
+
+    def _stream(self, region: NDArray[np.uint8], offsets: dict[str, int]) -> None:
+        """Start the threads that read streamed weights ahead of use."""
+        executor, state = self.executor, self.bundle.weights_state
+        ends = [i for i, record in enumerate(self.program.records) if record.kernel == RELEASE_KERNEL]
+        executor.read_ahead(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state, offsets, ends,
+                                   executor.tickets, executor.kernels, executor.pool.words))
 
     def _fill_constants(self, region: NDArray[np.uint8]) -> None:
         """Cosines and sines per position, each padded to vectors of 16."""

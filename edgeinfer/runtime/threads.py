@@ -28,6 +28,8 @@ RETRY = 16
 """Waits in vain after which fewer turns are given up again, at first."""
 NAP_NS = 200_000
 """Time that threads without work sleep at once where there is no futex."""
+TICKET_NS = 5_000_000
+"""Longest sleep at a ticket before a walk looks whether it is still wanted."""
 Entry = Callable[[int, int, int, int], int]
 """A kernel as Python calls it: record, ctx, thread, threads."""
 _CANCEL, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_STOP >> 3
@@ -98,7 +100,7 @@ class Pool:
 
     def __init__(self, kernels: Kernels, threads: int, start: bool = True):
         self.kernels, self.threads = kernels, threads
-        self.turn, self._swap = threading.RLock(), threading.Lock()
+        self.turn = threading.RLock()
         self.words = allocate(abi.CTX_BYTES).view(np.int64)
         self.ctx = self.words.ctypes.data
         self.submit, self.wait = kernels.function("submit"), kernels.function("wait")
@@ -106,7 +108,7 @@ class Pool:
         self._loaded: NDArray[np.int64] | None = None
         self._users = 0
         host = host_functions()
-        self.words[abi.CTX_NAP_TIME // 8 + 1] = NAP_NS
+        self.words[abi.CTX_NAP_TIME // 8 + 1], self.words[abi.CTX_TICKET_TIME // 8 + 1] = NAP_NS, TICKET_NS
         nap = 1 if sys.platform == "win32" else self.ctx + abi.CTX_NAP_TIME  # a millisecond, or a timespec
         turns = spins(kernels, threads)
         for offset, value in ((abi.CTX_HOST_FUTEX, host["futex"]), (abi.CTX_FUTEX_NUMBER, host["futex_number"]),
@@ -146,21 +148,15 @@ class Pool:
         """Make ctx that of the program which is to walk next; by the holder of the turn, between walks."""
         if self._loaded is head:
             return
-        with self._swap:
-            if self._loaded is not None:
-                self._loaded[:] = self.words[:_HEAD]
-            self._loaded = None  # an interruption may come between any two of these lines
-            self.words[:_HEAD] = head
-            self._loaded = head
+        if self._loaded is not None:
+            self._loaded[:] = self.words[:_HEAD]
+        self._loaded = None  # an interruption may come between any two of these lines
+        self.words[:_HEAD] = head
+        self._loaded = head
 
     def live(self, head: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the words of a head are to be read and written now."""
         return self.words if self._loaded is head else head
-
-    def redeem(self, head: NDArray[np.int64], ticket: int, value: int) -> None:
-        """Set a ticket of a head, from any thread, while another program may be taking its turn."""
-        with self._swap:
-            self.live(head)[(abi.CTX_TICKETS >> 3) + ticket] = value
 
     def leave(self, head: NDArray[np.int64]) -> None:
         """Give a head up once its walk is over; the last one ends the threads."""

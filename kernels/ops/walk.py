@@ -61,9 +61,11 @@ from ..abi import (
     CTX_SCRATCH,
     CTX_SPINS,
     CTX_STOP,
+    CTX_TICKET_TIME,
     CTX_TICKETS,
     CTX_TURNS,
     CTX_VAIN,
+    CTX_WAITED,
     CTX_WORK,
     GATE_SLEEPERS,
     REC_KERNEL,
@@ -155,6 +157,23 @@ def halted(ctx):
 
 
 @inline
+def now(ctx):
+    """Nanoseconds of the monotonic clock."""
+    timespec = ctx + CTX_SCRATCH
+    call2(load_i64(ctx + CTX_HOST_CLOCK), load_i64(ctx + CTX_CLOCK_ID), timespec)
+    return load_i64(timespec) * 1000000000 + load_i64(timespec + 8)
+
+
+@inline
+def clock(ctx):
+    """Nanoseconds since the last call; the time lies in ctx."""
+    time = now(ctx)
+    passed = time - load_i64(ctx + CTX_CLOCK)
+    store_i64(ctx + CTX_CLOCK, time)
+    return passed
+
+
+@inline
 def runnable(ctx, pc):
     """The record after `pc` that no count skips, or -1."""
     records = load_i64(ctx + CTX_END)
@@ -171,7 +190,19 @@ def runnable(ctx, pc):
 def ticket(ctx, pc):
     """Address of the ticket that record `pc` waits for, or 0."""
     number = load_i32(load_i64(ctx + CTX_PROGRAM) + RECORD_BYTES * pc + REC_TICKET)
-    return ctx + CTX_TICKETS + 8 * (number - 1) if number else 0
+    return load_i64(ctx + CTX_TICKETS) + 8 * (number - 1) if number else 0
+
+
+@inline
+def await_ticket(ctx, word):
+    """Wait until a ticket is no longer pending, or the walk is to end; the time is added to CTX_WAITED."""
+    if atomic_load(word) == 0:
+        timed = load_i64(ctx + CTX_HOST_CLOCK) != 0
+        began = now(ctx) if timed else 0
+        while atomic_load(word) == 0 and not halted(ctx):
+            sleep_on(ctx, word, 0, ctx + CTX_TICKET_TIME)  # whoever wants the walk to end does not wake us: look again
+        if timed:
+            store_i64(ctx + CTX_WAITED, load_i64(ctx + CTX_WAITED) + now(ctx) - began)
 
 
 @inline
@@ -189,25 +220,13 @@ def next_record(ctx, pc):
     word = ticket(ctx, following)
     if word == 0:
         return following
-    while atomic_load(word) == 0 and not halted(ctx):
-        call2(load_i64(ctx + CTX_HOST_YIELD), 0, 0)
+    await_ticket(ctx, word)
     if halted(ctx):
         return -1
     if atomic_load(word) < 0:
         atomic_store(ctx + CTX_ERROR, TICKET_FAILED - following)
         return -1
     return following
-
-
-@inline
-def clock(ctx):
-    """Nanoseconds since the last call; the time lies in ctx."""
-    timespec = ctx + CTX_SCRATCH
-    call2(load_i64(ctx + CTX_HOST_CLOCK), load_i64(ctx + CTX_CLOCK_ID), timespec)
-    now = load_i64(timespec) * 1000000000 + load_i64(timespec + 8)
-    passed = now - load_i64(ctx + CTX_CLOCK)
-    store_i64(ctx + CTX_CLOCK, now)
-    return passed
 
 
 @inline

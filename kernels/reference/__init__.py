@@ -27,6 +27,7 @@ from .neuron import neuron_down_twin, neuron_gated_twin
 from .neuron_mask import scores_twin, signs_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
+from .stream import stream_release_twin
 from .tolerances import TOLERANCES
 from .view import RecordView
 
@@ -43,6 +44,7 @@ TWINS: dict[str, Twin] = {
     "draw_edit": edit_twin,
     "draw_blocks": blocks_twin,
     "draw_choose": choose_twin,
+    "stream_release": stream_release_twin,
 }
 for _weights in WEIGHTS:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)

@@ -53,6 +53,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
             neuron_mask,
             probe,
             rope,
+            stream,
             walk,
         )
 

@@ -1,0 +1,49 @@
+"""Which layers stay in memory and which are read again for every walk, where the budget does not hold all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgeinfer.graph import Graph
+
+from .plan import STREAM_BUFFERS, MemoryPlan, Planner, Request
+
+
+def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan with the fewest streamed layers that the budget allows; None where even all of them are not enough.
+
+    Weights that are not streamed lie in memory of the process: pages of a mapped file would be taken away by the system
+    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
+    """
+    layers = _layers(planner.graph)
+    low, high = STREAM_BUFFERS + 1, len(layers)  # fewer would take the place that they are to give
+    if high < low or planner.plan(_streaming(request, layers, high)).total_bytes > budget:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if planner.plan(_streaming(request, layers, middle)).total_bytes <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return planner.plan(_streaming(request, layers, high))
+
+
+def _layers(graph: Graph) -> list[list[str]]:
+    """The matrices of each layer, of which no other operation reads any."""
+    readers: dict[str, set[int | None]] = {}
+    for op in graph.ops:
+        for weight in op.weights:
+            if weight.kind != "vector":
+                readers.setdefault(weight.name, set()).add(op.layer)
+    layers: dict[int, list[str]] = {}
+    for name, of in readers.items():
+        if len(of) == 1 and (layer := next(iter(of))) is not None:
+            layers.setdefault(layer, []).append(name)
+    return list(layers.values())
+
+
+def _streaming(request: Request, layers: list[list[str]], n: int) -> Request:
+    """The request with n streamed layers at equal distances, so that reading goes on while the others compute."""
+    chosen = [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
+    homes = (("*", "resident"), *((name, "streamed") for names in chosen for name in names))
+    return replace(request, homes=homes)
