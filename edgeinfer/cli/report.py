@@ -33,6 +33,7 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
         "`measured`, `miss`; `basis`, `error`, `error_source`; else null",
+        "quality": "where the recipe approximates: `setting`, `kld_mean` as measured or null, `said`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
     },

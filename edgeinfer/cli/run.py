@@ -18,7 +18,7 @@ from ..config import GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
 from . import options
-from .output import figures, print_json
+from .output import figures, print_json, say
 from .prediction import Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
 from .report import JSON_FIELDS, run_object
@@ -123,6 +123,8 @@ def run(
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
+        if not json and (cost := approximation(llm)):
+            say(f"Approximate, {cost['said']}.")
         if text is None:
             from .chat import chat
 
@@ -245,7 +247,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
-        print_json({**report, "estimate": predicted})
+        print_json({**report, "estimate": predicted, "quality": approximation(llm)})
     elif options["n"] > 1:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
@@ -255,6 +257,15 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     return 1 if completion.finish_reason == "cancelled" else 0
+
+
+def approximation(llm: LLM) -> dict[str, Any] | None:
+    """Return what the recipe's approximations were measured to cost; None where it has none."""
+    if llm.session.config.recipe == _RUNTIME.recipe:  # as nearly always: nothing is imported for it
+        return None
+    from ..quality import of_run
+
+    return of_run(llm.session.bundle, llm.session.config)
 
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:
