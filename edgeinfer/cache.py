@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import DestinationError
 
-KINDS = ("bundles", "kernels", "checks")
+KINDS = ("bundles", "kernels", "checks", "quality")
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class CacheEntry:
     """One thing in the cache."""
 
     kind: str
-    """bundles (a converted checkpoint), kernels (the objects of one instruction set) or checks (which bundles' files
-    were compared with their checksums)."""
+    """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (which bundles' files
+    were compared with their checksums) or quality (what approximations of a bundle were measured to cost)."""
     name: str
     path: Path
     nbytes: int

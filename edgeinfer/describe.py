@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
+from .bundle import Bundle, Quantisation, is_bundle, named, weights_file_bytes
 from .config import KV_TYPES, Recipe, RuntimeConfig
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
@@ -260,8 +260,9 @@ def _from_bundle(
         wanted = (weights or own.weights, group_size or own.group_size)
         if wanted != (own.weights, own.group_size):
             return _described(name, f"bundle {path}, as if converted anew", config, *wanted, recipe)
+        recipe = named(recipe, bundle)
         graph = build_graph(config, expected_types(bundle.types), recipe)
-        bundle.check({weight.name: weight.shape for weight in graph.weights})
+        bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
         return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe)
 
 

@@ -33,6 +33,7 @@ BLOCK_LOGITS = 1 << 20
 """Logits handled at a time; each of the arrays made of them takes 8 MB."""
 Progress = Callable[[int, int, str], None]
 _SOME = integer(1, math.inf, "1 or more")
+_NOT_NEGATIVE = integer(0, math.inf, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def evaluate(
     *,
     reference: Runner | None = None,
     window: int | None = None,
+    prompt: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
@@ -136,16 +138,21 @@ def evaluate(
     stream : of `token_stream`, by the tokenizer of both models
     reference : the same model with more exact weights or KV cache
     window : tokens fed at a time without a break, by default 512
+    prompt : feed each window as `run` would: so many tokens as a prompt, the others one by one in decode role. Only
+        what is predicted after the latter counts, and the text's bytes are taken to be spread evenly. By default all
+        tokens are fed in blocks and count.
     progress : called with (done, total, item) in tokens
 
     Raises
     ------
     RequestError
-        The text has no token to count, the window is longer than a context, or the vocabularies differ.
+        The text has no token to count, the window is longer than a context, the prompt as long as a window, or the
+        vocabularies differ.
     """
     window = 512 if window is None else checked("window", window, _SOME)
-    _check(session, reference, window)
-    total = sum(stream.counted)
+    prompt = None if prompt is None else checked("prompt", prompt, _NOT_NEGATIVE)
+    _check(session, reference, window, prompt or 0)
+    total = sum(counted for i, counted in enumerate(stream.counted) if i and (i - 1) % window >= (prompt or 0))
     if not total:
         raise RequestError("The text is too short: it has no token to predict.")
     sums = _Sums()
@@ -153,15 +160,17 @@ def evaluate(
         stop = min(start + window, len(stream.ids) - 1)
         fed, targets = stream.ids[start:stop], stream.ids[start + 1 : stop + 1]
         counted = stream.counted[start + 1 : stop + 1]
-        for first, logits, others in _blocks(session, reference, list(fed)):
+        for first, logits, others in _blocks(session, reference, list(fed), prompt):
             last = first + len(logits)
             sums.add(targets[first:last], counted[first:last], logits, others)
         if progress:
             progress(sums.tokens, total, "tokens")
-    return sums.result(max(stream.text_bytes, 1))
+    return sums.result(max(round(stream.text_bytes * total / sum(stream.counted)), 1))
 
 
-def _check(session: Runner, reference: Runner | None, window: int) -> None:
+def _check(session: Runner, reference: Runner | None, window: int, prompt: int) -> None:
+    if prompt >= window:
+        raise RequestError(f"A prompt of {prompt} tokens leaves none of a window of {window} to decode; lower it.")
     for model in (session, reference):
         if model is not None and window > int(model.config.ctx or 0):
             ctx = model.config.ctx
@@ -173,12 +182,25 @@ def _check(session: Runner, reference: Runner | None, window: int) -> None:
         )
 
 
-def _blocks(session: Runner, reference: Runner | None, fed: list[int]) -> Iterator[tuple[int, Any, Any]]:
+def _scores(model: Runner, sequence: Any, fed: list[int], prompt: int | None) -> Iterator[tuple[int, Any]]:
+    """Yield the index of a block's first token and the logits after its tokens, valid until the next block."""
+    if prompt is None:
+        yield from model.score(sequence, fed)
+        return
+    if prompt and prompt < len(fed):
+        model.prefill(sequence, fed[:prompt])
+    for i in range(prompt, len(fed)):
+        yield i, model.decode([sequence], [fed[i]])
+
+
+def _blocks(
+    session: Runner, reference: Runner | None, fed: list[int], prompt: int | None
+) -> Iterator[tuple[int, Any, Any]]:
     """Yield the index of a block's first token, the model's logits, and the reference's or None."""
     models = [session] if reference is None else [session, reference]
     sequences = [model.new_sequence() for model in models]
     try:
-        scores = [model.score(sequence, fed) for model, sequence in zip(models, sequences, strict=True)]
+        scores = [_scores(model, sequence, fed, prompt) for model, sequence in zip(models, sequences, strict=True)]
         if reference is None:
             for first, logits in scores[0]:
                 yield first, logits, None

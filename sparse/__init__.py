@@ -2,8 +2,26 @@
 
 This room is for graph rewrites that skip the neurons of an FFN whose activation is zero (ReLU, ReGLU, dReLU, squared
 ReLU, thresholded), for the predictors that guess the active ones from the layer's input, and for the statistics that
-both need. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.offload.
-Nothing is implemented yet.
+both need. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.offload. `sparsify`
+makes a bundle with a predictor of a bundle without one; what it makes are parts of the bundle (edgeinfer.bundle), so
+that whoever runs or places neurons needs nothing of this room.
 """
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
+
+from edgeinfer.lazy import lazily
+
+if TYPE_CHECKING:
+    from .ffn import Ffn, ffns, parts
+    from .fitting import PRICES, Fitted, choose, fit
+    from .making import MOST_TOKENS, Sparsified, sparsify
+    from .predictors import low_rank, scorer, sign_scores, thresholds
+    from .simulate import Tally, predicted, read_bytes_share
+
+__all__ = ["MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Sparsified", "Tally", "choose", "ffns", "fit", "low_rank",
+           "parts", "predicted", "read_bytes_share", "scorer", "sign_scores", "sparsify", "thresholds"]
+__getattr__ = lazily(__name__, {
+    "ffn": "Ffn ffns parts", "fitting": "PRICES Fitted choose fit",
+    "predictors": "low_rank scorer sign_scores thresholds", "simulate": "Tally predicted read_bytes_share",
+    "making": "MOST_TOKENS Sparsified sparsify",
+})

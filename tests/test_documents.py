@@ -44,10 +44,11 @@ NOT_RUN = {
     "edgeinfer plan owner/model": "needs a download",
     "edgeinfer estimate ./my-bundle --ctx 32768": "the bundle that stands in knows 1024 positions",
     "edgeinfer bench ./my-bundle -d 0,4096": "the bundle that stands in knows 1024 positions",
+    "edgeinfer sparsify ./prosparse-7b": "needs a model of gigabytes; the other example runs",
     "edgeinfer bench --shape": "writes and reads gigabytes",
 }
 """Beginnings of the commands that are not run here, and why."""
-SLOW = ("edgeinfer bench", "edgeinfer eval")
+SLOW = ("edgeinfer bench", "edgeinfer eval", "edgeinfer sparsify")
 OUTSIDE = {"/proc/PID/status": "Linux'", "devices/local-KEY.toml": "the user's", "llama-env/bin/python": "the reader's",
            "openvino-env/bin/python": "the reader's", "PEER_ENV/bin/python": "the reader's"}
 """Paths on the pages that are not in this repository."""
@@ -88,6 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(home / "TinyLlama-1.1B-Chat")
     (home / "question.txt").write_text("Once upon a time")
     (home / "held_out.txt").write_text("Once upon a time there was a fox who lived in a forest by the sea. " * 4)
+    (home / "some_books.txt").write_text((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), encoding="utf-8")
     script = home / "bin" / "edgeinfer"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m edgeinfer "$@"\n')

@@ -20,10 +20,12 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["text"], "2c"),
     **dict.fromkeys(["memory_planner"], "3"),
     **dict.fromkeys(["runner"], "4"),
+    **dict.fromkeys(["evaluate"], "4a"),
+    **dict.fromkeys(["quality"], "4b"),
     **dict.fromkeys(["runtime", "models", "backends"], "5"),
     **dict.fromkeys(["sparse", "offload"], "5a"),
     **dict.fromkeys(["describe", "engine"], "5b"),
-    **dict.fromkeys(["llm", "evaluate", "bench"], "6"),
+    **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }

@@ -172,6 +172,7 @@ class Bundle:
         with self._using():
             self._once((WEIGHTS_FILE, *self._names(parts=True)),
                        lambda: [*self._weights_pieces(), *self._files(parts=True)], threads, tell)
+        self._check_parts()
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read everything and compare every checksum; gaps between tensors must be zero.
@@ -188,6 +189,7 @@ class Bundle:
         """
         with self._using():
             compare([*self._weights_pieces(), *self._files(parts=False), *self._files(parts=True)], progress=progress)
+        self._check_parts()
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""
@@ -241,6 +243,14 @@ class Bundle:
             end = entry.offset + entry.nbytes
         if self.weights_bytes > end:
             yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
+
+    def _check_parts(self) -> None:
+        """Refuse a predictor or statistics that are not these weights'."""
+        if {entry.part for entry in self.header.files} & {"predictor", "statistics"}:
+            from .parts import read_predictor, read_statistics
+
+            read_predictor(self)
+            read_statistics(self)
 
     def _names(self, parts: bool) -> tuple[str, ...]:
         """The files beside the weights: parts of the model, which may be large, or the others."""

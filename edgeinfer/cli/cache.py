@@ -19,6 +19,7 @@ JSON_FIELDS = {
         "bundles": "converted checkpoints: `name`, `path`, `bytes`",
         "kernels": "sets of compiled kernels, likewise",
         "checks": "which bundles' files passed the check on opening, likewise",
+        "quality": "what approximations of a bundle were measured to cost, likewise",
         "total_bytes": "sum",
     },
     "cache clear": {
@@ -26,6 +27,7 @@ JSON_FIELDS = {
         "bundles": "converted checkpoints that were deleted",
         "kernels": "sets of compiled kernels that were deleted",
         "checks": "the memory of passed checks, if it was deleted",
+        "quality": "measurements of approximations that were deleted",
         "total_bytes": "their sum",
         "freed_bytes": "bytes deleted",
     },
@@ -53,14 +55,14 @@ def list_entries(json: Json = False) -> None:
 @app.command("clear")
 def clear(
     kind: Annotated[
-        str | None, typer.Argument(metavar="bundles|kernels|checks", help="Only this part.", show_default=False)
+        str | None, typer.Argument(metavar="|".join(KINDS), help="Only this part.", show_default=False)
     ] = None,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Delete converted checkpoints, compiled kernels and the memory of passed checks.
+    """Delete converted checkpoints, compiled kernels and what was remembered of bundles.
 
-    All are made again when they are needed.
+    All but measurements of quality are made again when they are needed.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"There is no part {kind!r} of the cache; choose one of {', '.join(KINDS)}.")

@@ -35,6 +35,8 @@ JSON_FIELDS = {
         "reference_perplexity": "of the reference",
         "tokens": "tokens counted",
         "text_bytes": "UTF-8 bytes of their text",
+        "setting": "with --decode: what is approximated, and what that is added to",
+        "protocol": "with --decode: how the text was fed",
         "planned_bytes": "the memory plan's total, both models together",
         "peak_rss_bytes": "as for run",
     },
@@ -60,6 +62,11 @@ def evaluate(
         str | None,
         typer.Option(metavar="TEXT", help=r"What separates documents, such as \n\n.  [default: form feeds]"),
     ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option("--decode", metavar="P", help="Feed each window as run does: P tokens as a prompt, the others one "
+                                                   "by one; only these count."),
+    ] = None,
     kv: Kv = "int8",
     reference_kv: Annotated[
         str, typer.Option("--reference-kv", metavar="|".join(KV_TYPES), help="Type of the reference's KV cache.")
@@ -80,6 +87,9 @@ def evaluate(
     the share of tokens where both find the same token likeliest. Both models are open at once, within one budget.
     --recipe is of the model, not of the reference.
 
+    What approximates does so for decoded tokens; --decode measures that. Without --reference such a recipe is compared
+    with the same bundle without what approximates in it, and the result is kept in the cache.
+
     \b
     Examples:
       edgeinfer eval ./my-bundle --text held_out.txt
@@ -87,10 +97,17 @@ def evaluate(
     """
     from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
     from ..evaluate import evaluate as measure
+    from ..graph import without_approximations
+    from ..quality import Setting, measured_identity, measurement, remember
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse))
+    setting, kept = None if decode is None else Setting.of_run(own), None
+    exact: dict[str, Any] = {"kv": reference_kv}
+    if setting and not setting.exact and not reference:
+        reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
+        kept = setting
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
         session, tokenizer = open_session(stack, model, own, progress)
@@ -98,17 +115,24 @@ def evaluate(
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once
             left = None if limit is None else max(limit - more, 1)
-            other = open_session(stack, reference, config(kv=reference_kv, budget_bytes=left), progress)[0]
+            other = open_session(stack, reference, config(budget_bytes=left, **exact), progress)[0]
             planned = more + other.plan.total_bytes
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
         most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
         stream = token_stream(tokenizer, read_text(file, text, most), between, max_tokens)
-        result = measure(session, stream, reference=other, window=window, progress=partial(progress, "evaluate"))
-    report = report_object(result, planned)
+        result = measure(session, stream, reference=other, window=window, prompt=decode,
+                         progress=partial(progress, "evaluate"))
+        protocol = None if decode is None else f"windows of {window}, prompts of {decode}, the others one by one"
+        if kept and protocol:
+            made = measurement(kept, result, measured_identity(session.bundle), protocol=protocol,
+                               ids=stream.ids, isa=session.isa)
+            remember(session.bundle, made)
+    report = {**report_object(result, planned), "setting": None if setting is None else dict(setting.values),
+              "protocol": protocol}
     if json:
         print_json(report)
         return
-    print_table(_rows(result))
+    print_table(_rows(result) + ([("setting", str(setting)), ("protocol", str(protocol))] if setting else []))
 
 
 def open_session(

@@ -84,9 +84,10 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
     """Return the JSON object of a bundle."""
     from dataclasses import asdict
 
+    from ..bundle import named
     from ..graph import build_graph, expected_types
 
-    parameters = build_graph(bundle.config, expected_types(bundle.types), recipe).weight_count
+    parameters = build_graph(bundle.config, expected_types(bundle.types), named(recipe, bundle)).weight_count
     return {
         "path": str(path), "format_version": bundle.header.version, "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),

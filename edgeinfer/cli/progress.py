@@ -12,9 +12,10 @@ from .output import say
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
     "wait": "waiting",
-    "evaluate": "evaluating", "write": "writing random weights", "measure": "measuring", "load": "loading weights",
+    "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
-    "calibration": "running random models", "full load": "working at full load",
+    "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
+    "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
 IN_BYTES = ("download", "convert", "verify", "write", "load")
 REPEAT_SECONDS = 0.1

@@ -35,6 +35,7 @@ JSON_FIELDS = {
         "`measured`, `miss`; `basis`, `error`, `error_source`; else null",
         "offload": "with layers streamed from storage: `decision` (streamed), `layers`, `walks`, `flash_bytes` read in "
         "them, `flash_bytes_per_token`, `io_wait_ms`, `direct` (past the page cache); else null",
+        "quality": "where the recipe approximates: `setting`, `kld_mean` as measured or null, `said`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
     },

@@ -126,6 +126,8 @@ def run(
     with llm:
         if why := streaming.notice(llm.session):
             say(why)
+        if not json and (cost := approximation(llm)):
+            say(f"Approximate, {cost['said']}.")
         if text is None:
             from .chat import chat
 
@@ -248,7 +250,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
-        print_json({**report, "estimate": predicted, "offload": reading.report()})
+        print_json({**report, "estimate": predicted, "offload": reading.report(), "quality": approximation(llm)})
     elif options["n"] > 1:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
@@ -258,6 +260,15 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     return 1 if completion.finish_reason == "cancelled" else 0
+
+
+def approximation(llm: LLM) -> dict[str, Any] | None:
+    """Return what the recipe's approximations were measured to cost; None where it has none."""
+    if llm.session.config.recipe == _RUNTIME.recipe:  # as nearly always: nothing is imported for it
+        return None
+    from ..quality import of_run
+
+    return of_run(llm.session.bundle, llm.session.config)
 
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:

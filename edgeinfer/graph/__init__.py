@@ -11,9 +11,9 @@ from .graph import Graph
 from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
-from .passes import PASSES, apply, graph_pass, insert_after
+from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask
-from .products import Gated, Linear, NeuronDown, NeuronGated, Product, parameters
+from .products import RELUS, Gated, Linear, NeuronDown, NeuronGated, Product, parameters
 from .rope import fill_rope_tables, rope_tables
 from .storage import TypeOf, expected_types, requested_types
 from .types import Tensor, Types
@@ -24,61 +24,14 @@ if TYPE_CHECKING:
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = [
-    "PASSES",
-    "PREDICTORS",
-    "PREDICTOR_TYPE",
-    "Attention",
-    "Draw",
-    "Embed",
-    "ExpertsDown",
-    "ExpertsGated",
-    "Gated",
-    "GatherOutputs",
-    "Graph",
-    "GraphBuilder",
-    "KvAccess",
-    "Linear",
-    "ModelConfig",
-    "NeuronDown",
-    "NeuronGated",
-    "NormedSum",
-    "Op",
-    "Outline",
-    "Product",
-    "Quantize",
-    "Read",
-    "RmsNorm",
-    "RopeConfig",
-    "RopeStore",
-    "RowOp",
-    "ScoreMask",
-    "Scratch",
-    "Shape",
-    "SignMask",
-    "Sizes",
-    "Source",
-    "Tensor",
-    "TypeOf",
-    "Types",
-    "Weight",
-    "WeightType",
-    "apply",
-    "build_graph",
-    "builtin_shapes",
-    "check",
-    "check_runnable",
-    "expected_types",
-    "fill_rope_tables",
-    "graph_pass",
-    "insert_after",
-    "parameters",
-    "read_config",
-    "read_outline",
-    "requested_types",
-    "rope_tables",
-    "supported_architectures",
-]
+__all__ = ["PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "Attention", "Draw", "Embed", "ExpertsDown",
+           "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder", "KvAccess", "Linear", "ModelConfig",
+           "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Product", "Quantize", "Read", "RmsNorm",
+           "RopeConfig", "RopeStore", "RowOp", "ScoreMask", "Scratch", "Shape", "SignMask", "Sizes", "Source", "Tensor",
+           "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph",
+           "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass",
+           "insert_after", "parameters", "read_config", "read_outline", "requested_types", "rope_tables",
+           "supported_architectures", "without_approximations"]
 __getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated NormedSum", "outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
-from ..config import SPARSE_MODES, Recipe
+from ..config import SPARSE_MODES, Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
 from .check import check
 from .graph import Graph
@@ -23,6 +23,8 @@ Pass = Callable[..., Graph]
 """``f(graph, **settings) -> Graph``."""
 PASSES: dict[str, Pass] = {}
 """Passes by the name that recipes call them."""
+APPROXIMATE: dict[str, Callable[[dict[str, str | float]], bool]] = {}
+"""Of passes after which a model's predictions may differ: whether they do with these settings."""
 
 
 def graph_pass(function: Pass) -> Pass:
@@ -31,6 +33,27 @@ def graph_pass(function: Pass) -> Pass:
         raise ValueError(f"Two passes are named {function.__name__!r}.")
     PASSES[function.__name__] = function
     return function
+
+
+def approximate(when: Callable[[dict[str, str | float]], bool] = lambda settings: True) -> Callable[[Pass], Pass]:
+    """Say of a pass that it approximates, with all settings or `when` they are such; it stands above `graph_pass`."""
+
+    def mark(function: Pass) -> Pass:
+        APPROXIMATE[function.__name__] = when
+        return function
+
+    return mark
+
+
+def without_approximations(recipe: Recipe) -> Recipe:
+    """Return the recipe without its steps that approximate: what is left gives the model's own predictions."""
+    return Recipe(tuple(step for step in recipe.steps if not approximates(step)))
+
+
+def approximates(step: Step) -> bool:
+    """Whether a step of a recipe changes what a model predicts; raises `UsageError` for one that does not exist."""
+    when = APPROXIMATE.get(_pass(step.name).__name__)
+    return when is not None and when(dict(step.settings))
 
 
 def apply(graph: Graph, recipe: Recipe) -> Graph:
@@ -117,6 +140,7 @@ def fuse_input(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+@approximate(when=lambda settings: settings.get("mode") == "predict")
 @graph_pass
 def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0) -> Graph:
     """Say what FFNs stored neuron by neuron read.

@@ -9,6 +9,7 @@ from .types import (
     KV_TYPES,
     LAYOUTS,
     LINE_BYTES,
+    TILE_ROWS,
     TYPES,
     KvType,
     StorageType,
@@ -20,8 +21,8 @@ from .types import (
 if TYPE_CHECKING:
     from . import layouts, quantise
 
-__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "TYPES", "KvType", "StorageType",
-           "WeightType", "embedding_type", "holds", "layouts", "quantise"]
+__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "TILE_ROWS", "TYPES", "KvType",
+           "StorageType", "WeightType", "embedding_type", "holds", "layouts", "quantise"]
 
 
 def __getattr__(name: str) -> object:

@@ -5,14 +5,18 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
+    from .calibration import Covariance, Firing, Largest, Rows, capture, in_groups
     from .executor import Executor
     from .lowering import Lowering, lower, rows
     from .memory import allocate
     from .program import Program, Record
     from .session import Session
+    from .taps import Taps, View, Visit, open_plain
 
-__all__ = ["Executor", "Lowering", "Program", "Record", "Session", "allocate", "lower", "rows"]
+__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows", "Session", "Taps",
+           "View", "Visit", "allocate", "capture", "in_groups", "lower", "open_plain", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "lowering": "Lowering lower rows", "program": "Program Record", "session": "Session",
-    "memory": "allocate",
+    "memory": "allocate", "taps": "Taps View Visit open_plain",
+    "calibration": "Covariance Firing Largest Rows capture in_groups",
 })

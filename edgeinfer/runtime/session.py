@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import Bundle, named, read_predictor
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig, TypeOf, build_graph, expected_types, fill_rope_tables
@@ -82,8 +82,9 @@ class Session(Runner):
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.pace.choose)
         self.config = resolve(_with_threads_of(host, config), self.model)
-        self.graph = build_graph(self.model, expected_types(bundle.types), self.config.recipe)
-        bundle.check({w.name: w.shape for w in self.graph.weights})
+        self.recipe = named(self.config.recipe, bundle)
+        self.graph = build_graph(self.model, expected_types(bundle.types), self.recipe)
+        bundle.check({w.name: w.shape for w in self.graph.weights if w.kind != "predictor"})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         planner = Planner(self.graph, bundle.weights_bytes, offsets)
         self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild)
@@ -210,7 +211,7 @@ class Session(Runner):
 
     def _rebuild(self, types: TypeOf) -> Graph:
         """The model's graph with weights stored in another way."""
-        return build_graph(self.model, types, self.config.recipe)
+        return build_graph(self.model, types, self.recipe)
 
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""
@@ -261,15 +262,25 @@ class Session(Runner):
         parts = []
         for weight in self.graph.weights:
             place = self.plan.places[weight.name]
-            if place.region == "resident":
+            if place.region == "resident" and weight.kind != "predictor":
                 parts.append((offsets[weight.name], regions["resident"][place.offset :][: place.nbytes]))
         copy_in(parts, self.bundle.weights_path, loading)
+        self._load_predictor(regions)
         if any(region.name == "weights" for region in self.plan.regions):
             regions["weights"] = self.bundle.weights
             read_in(self.bundle.weights, self.bundle.weights_path, loading)
         for home in ("weights", "resident") if self.config.mlock else ():
             if home in regions:
                 lock(regions[home])
+
+    def _load_predictor(self, regions: dict[str, NDArray[np.uint8]]) -> None:
+        """Copy the predictor, which is a file of its own, to its places."""
+        weights = [weight for weight in self.graph.weights if weight.kind == "predictor"]
+        predictor = read_predictor(self.bundle) if weights else None
+        for weight in weights:
+            _, layer, _, name = weight.name.split(".")
+            data, place = getattr(predictor, name)[int(layer)], self.plan.places[weight.name]
+            regions["resident"][place.offset :][: data.nbytes] = data.reshape(-1).view(np.uint8)
 
     def _stream(self, region: NDArray[np.uint8], offsets: dict[str, int]) -> None:
         """Start the threads that read streamed weights ahead of use."""
@@ -287,7 +298,7 @@ class Session(Runner):
 
     def _identity(self) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels."""
-        parts = (self.bundle.identity, self.config.recipe, self.executor.kernels.arithmetic)
+        parts = (self.bundle.identity, self.recipe, self.executor.kernels.arithmetic)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 

@@ -1,0 +1,197 @@
+"""Optional parts of a bundle for sparse FFNs: a predictor of live neurons, and statistics of how often they live.
+
+`sparse/` makes them, whoever runs or places neurons reads them. A part names the weights that it was made for, by the
+checksum of their table, so that none is taken for another model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.config import Recipe
+from edgeinfer.errors import BundleError
+from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
+from edgeinfer.quant import LINE_BYTES
+
+from .arrays import Arrays, open_arrays, pack_arrays
+from .format import TensorEntry
+
+if TYPE_CHECKING:
+    from .reader import Bundle
+
+PREDICTOR_FILE, STATISTICS_FILE = "predictor.bin", "statistics.bin"
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and type of each array of a layer, by name."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Which neurons of each layer are computed: those whose score is above their threshold.
+
+    The score is, by kind: ``sign``, hidden_size minus twice the places where the signs of x and of the gate row differ;
+    ``lowrank``, outer (inner x), x and inner x quantised to int8 in groups of 32; ``threshold``, the magnitude of the
+    gate's activation.
+    """
+
+    kind: str
+    """One of `PREDICTORS`."""
+    rank: int
+    """Rows of the inner matrix; 0 for the other kinds."""
+    signs: tuple[NDArray[np.uint64], ...] = ()
+    """sign: bit c % 64 of word c // 64 of a row says whether the gate's weight in column c is negative; (neurons,
+    words) a layer."""
+    inner: tuple[NDArray[np.uint8], ...] = ()
+    """lowrank: bytes of a matrix (rank, hidden_size) of `PREDICTOR_TYPE` a layer."""
+    outer: tuple[NDArray[np.uint8], ...] = ()
+    """lowrank: bytes of a matrix (neurons, rank) of `PREDICTOR_TYPE` a layer."""
+    thresholds: tuple[NDArray[np.float32], ...] = ()
+    """One a neuron, of each layer; one for all of them where the kind is ``threshold``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one token reads of it."""
+        return sum(array.nbytes for layers in (self.signs, self.inner, self.outer, self.thresholds) for array in layers)
+
+    def pack(self, weights: str) -> Iterator[bytes]:
+        """Yield the file's bytes; `weights` is `weights_identity` of what it was made for."""
+        arrays: Arrays = {}
+        for name in ("signs", "inner", "outer", "thresholds"):
+            arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name))}
+        yield from pack_arrays({"part": "predictor", "weights": weights, "kind": self.kind, "rank": self.rank}, arrays)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """How the neurons of each layer behaved over a text, in the order in which the bundle stores them."""
+
+    tokens: int
+    """Tokens of the text."""
+    fired: tuple[NDArray[np.int64], ...]
+    """Tokens for which each neuron gave anything but 0."""
+    largest: tuple[NDArray[np.float32], ...]
+    """Largest magnitude that each neuron gave."""
+    order: tuple[NDArray[np.int32], ...]
+    """Which neuron of the source each one is; they are stored from the most to the least active."""
+
+    def pack(self, weights: str) -> Iterator[bytes]:
+        """Yield the file's bytes, as `Predictor.pack`."""
+        arrays: Arrays = {}
+        for name in ("fired", "largest", "order"):
+            arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name))}
+        yield from pack_arrays({"part": "statistics", "weights": weights, "tokens": self.tokens}, arrays)
+
+
+def weights_identity(tensors: Iterable[TensorEntry]) -> str:
+    """Return a checksum of the weights: of the names and checksums of all tensors."""
+    return hashlib.sha256(json.dumps([[entry.name, entry.sha256] for entry in tensors]).encode()).hexdigest()
+
+
+def read_predictor(bundle: Bundle) -> Predictor | None:
+    """Return a bundle's predictor, its arrays mapped, or None where it has none.
+
+    Raises
+    ------
+    BundleError
+        It was made for other weights, does not fit the model, or has values that are no numbers.
+    """
+    if (opened := _open(bundle, "predictor", ("kind", "rank"))) is None:
+        return None
+    about, arrays, where = opened
+    kind, rank = about["kind"], about["rank"]
+    if kind not in PREDICTORS:
+        raise BundleError(f"{where} is of the unknown kind {str(kind)[:60]!r}; the kinds are {', '.join(PREDICTORS)}.")
+    if type(rank) is not int or not (1 <= rank <= bundle.config.hidden_size if kind == "lowrank" else rank == 0):
+        raise BundleError(f"{where} has the rank {str(rank)[:60]}, which no {kind} predictor of this model has.")
+    made = Predictor(kind, rank, **_layers(bundle.config, arrays, _predictor_shapes(kind, rank, bundle.config), where))
+    columns = {"inner": bundle.config.hidden_size, "outer": rank}
+    for name, cols in columns.items():
+        for i, matrix in enumerate(getattr(made, name)):
+            records = matrix.reshape(-1, PREDICTOR_TYPE.tile_bytes(cols) // PREDICTOR_TYPE.tile_records(cols))
+            _finite(np.ascontiguousarray(records[:, -LINE_BYTES:]).view(np.float16), f"layers.{i}.{name}", where)
+    return made
+
+
+def named(recipe: Recipe, bundle: Bundle) -> Recipe:
+    """Return the recipe with kind and rank of the bundle's predictor where its step `sparse` asks for one.
+
+    So a graph can be built of a recipe alone. Without a predictor the step stays as it is, and is refused.
+    """
+    steps = [step for step in recipe.steps if step.name == "sparse" and dict(step.settings).get("mode") == "predict"]
+    if not steps or (opened := _open(bundle, "predictor", ("kind", "rank"))) is None:
+        return recipe
+    about = tuple((name, opened[0][name]) for name in ("kind", "rank") if opened[0][name])
+    return Recipe(tuple(replace(step, settings=(*step.settings, *about)) if step in steps and len(step.settings) == 1
+                        else step for step in recipe.steps))
+
+
+def read_statistics(bundle: Bundle) -> Statistics | None:
+    """Return a bundle's statistics, or None where it has none; raises as `read_predictor`."""
+    if (opened := _open(bundle, "statistics", ("tokens",))) is None:
+        return None
+    about, arrays, where = opened
+    if type(about["tokens"]) is not int or about["tokens"] < 1:
+        raise BundleError(f"{where} says it is of {str(about['tokens'])[:60]} tokens.")
+    neurons = bundle.config.intermediate_size
+    shapes: Shapes = {"fired": ((neurons,), "<i8"), "largest": ((neurons,), "<f4"), "order": ((neurons,), "<i4")}
+    made = Statistics(about["tokens"], **_layers(bundle.config, arrays, shapes, where))
+    for i, (fired, order) in enumerate(zip(made.fired, made.order, strict=True)):
+        if fired.min() < 0 or fired.max() > made.tokens:
+            raise BundleError(f"{where}: a neuron of layer {i} fired {fired.max()} times in {made.tokens} tokens.")
+        if not np.array_equal(np.sort(order), np.arange(neurons)):
+            raise BundleError(f"{where}: the order of layer {i} does not name each neuron once.")
+    return made
+
+
+def _predictor_shapes(kind: str, rank: int, config: ModelConfig) -> Shapes:
+    neurons, hidden = config.intermediate_size, config.hidden_size
+    if kind == "sign":
+        return {"signs": ((neurons, -(-hidden // 64)), "<u8"), "thresholds": ((neurons,), "<f4")}
+    if kind == "threshold":
+        return {"thresholds": ((1,), "<f4")}
+    return {"inner": ((PREDICTOR_TYPE.nbytes((rank, hidden)),), "u1"),
+            "outer": ((PREDICTOR_TYPE.nbytes((neurons, rank)),), "u1"), "thresholds": ((neurons,), "<f4")}
+
+
+def _open(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], Arrays, str] | None:
+    """Open the file of a part and see that it was made for these weights."""
+    entry = next((entry for entry in bundle.header.files if entry.part == part), None)
+    if entry is None:
+        return None
+    where = f"Cannot use the bundle {bundle.path}: its {part} {entry.name}"
+    try:
+        about, arrays = open_arrays(bundle.path / entry.name)
+    except BundleError as error:
+        raise BundleError(f"Cannot use the bundle {bundle.path}: its {part} {error}") from None
+    if sorted(about) != sorted(("part", "weights", *fields)) or about["part"] != part:
+        raise BundleError(f"{where} does not say what a {part} says of itself; make it again.")
+    if about["weights"] != weights_identity(bundle.header.tensors):
+        raise BundleError(f"{where} was made for other weights; make it again for these.")
+    return about, arrays, where
+
+
+def _layers(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -> dict[str, Any]:
+    """Arrays of all layers by name, each of its shape and without NaN."""
+    expected = {f"layers.{i}.{name}": want for name, want in shapes.items() for i in range(config.num_hidden_layers)}
+    if odd := sorted(set(expected) ^ set(arrays)):
+        raise BundleError(f"{where} {'lacks' if odd[0] in expected else 'has'} the array {odd[0][:60]!r}; it does not "
+                          "belong to this model.")
+    for name, (shape, kind) in expected.items():
+        array = arrays[name]
+        if array.shape != shape or array.dtype != np.dtype(kind):
+            raise BundleError(f"{where}: {name} has shape {list(array.shape)} of {array.dtype}; the model needs "
+                              f"{list(shape)} of {np.dtype(kind)}.")
+        if array.dtype.kind == "f":
+            _finite(array, name, where)
+    return {name: tuple(arrays[f"layers.{i}.{name}"] for i in range(config.num_hidden_layers)) for name in shapes}
+
+
+def _finite(array: NDArray[Any], name: str, where: str) -> None:
+    if not np.isfinite(array).all():
+        raise BundleError(f"{where}: {name} has values that are no finite numbers.")

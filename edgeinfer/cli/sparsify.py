@@ -1,0 +1,154 @@
+"""`edgeinfer sparsify`: a model becomes a bundle that leaves out neurons."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from .eval import open_text, read_text
+from .options import Json, Threads
+from .output import print_json, print_table
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+    from ..sparse import Sparsified
+
+PREDICTORS = ("sign", "lowrank", "threshold")
+JSON_FIELDS = {
+    "sparsify": {
+        "destination": "the bundle",
+        "predictor": "its kind",
+        "rank": "of a lowrank predictor, else 0",
+        "predictor_bytes": "bytes of it that a token reads",
+        "layers": "per layer `density` (share of neurons that fire), `recall` (share of these that are computed), "
+                  "`read_share` (share of all neurons that are computed)",
+        "read_share": "bytes of all FFNs that a token reads, predictor included, over those of the dense ones",
+        "kld_mean": "mean KL(dense, sparse) in nats, of the bundle without and with its predictor",
+        "kld_p99": "its 99th percentile",
+        "perplexity": "with the predictor",
+        "perplexity_dense": "without",
+        "tokens": "tokens that these were measured on",
+        "source_kld": "mean KL(source, bundle without predictor): other orders of sums, down matrices rounded anew",
+        "down_error": "squared error that rounding the down matrices anew has added / their squared norm; 0 where not",
+        "max_kld": "the bound",
+        "enabled": "whether `run` may use the predictor by itself",
+        "reason": "why, or by how much the bound was missed",
+    },
+}
+"""Fields of the JSON object, by command."""
+
+
+def sparsify(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Bundle, checkpoint directory, known name, or hub id.",
+                            show_default=False)
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="The bundle to make, a new directory.", show_default=False)
+    ],
+    text: Annotated[
+        Path, typer.Option("--text", metavar="FILE", help="The text to learn from and to measure on (UTF-8).",
+                           show_default=False)
+    ],
+    predictor: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(PREDICTORS), help="What decides which neurons are computed.  [default: lowrank, "
+                                                       "or threshold where activations are never exactly 0]"),
+    ] = None,
+    max_kld: Annotated[
+        float, typer.Option("--max-kld", metavar="NATS", help="Most divergence from the dense bundle.")
+    ] = 0.02,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Of a lowrank predictor.  [default: what costs the fewest bytes]")
+    ] = None,
+    threads: Threads = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    json: Json = False,
+) -> None:
+    """Make a bundle that leaves out neurons.
+
+    Runs the text through the model, orders the neurons of each layer by how often they fire, fits a predictor that
+    tells from a layer's input which of them are worth computing, and measures what that costs, on the end of the text,
+    which nothing was fitted on. A predictor over --max-kld is stored and not enabled. A checkpoint is converted to 4
+    bits first; convert it yourself for other types.
+
+    \b
+    Examples:
+      edgeinfer sparsify ./prosparse-7b ./prosparse-sparse --text some_books.txt
+      edgeinfer sparsify ./my-bundle ./my-sparse-bundle --text some_books.txt --predictor sign --max-kld 0.01
+    """
+    if predictor is not None and predictor not in PREDICTORS:
+        raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
+    if not 0 < max_kld < float("inf"):
+        raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
+    from ..evaluate import token_stream
+    from ..sparse import MOST_TOKENS
+    from ..sparse import sparsify as make
+    from ..text import Tokenizer
+
+    with ExitStack() as stack, ProgressLine() as progress:
+        file = stack.enter_context(open_text(text))
+        bundle = _open(stack, source, destination, progress)
+        tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
+        content = read_text(file, text, MOST_TOKENS * tokenizer.bytes_per_token())
+        made = make(bundle, destination, token_stream(tokenizer, content, max_tokens=MOST_TOKENS), kind=predictor,
+                    max_kld=max_kld, rank=rank, threads=threads, overwrite=overwrite, told=progress)
+    if json:
+        print_json(report_object(made))
+    else:
+        _print(made)
+
+
+def _open(stack: ExitStack, source: str, destination: Path, progress: ProgressLine) -> Bundle:
+    """Open a bundle, or what a checkpoint is converted to, which is there until the stack is closed."""
+    from ..bundle import Bundle, is_bundle
+    from ..converters import convert
+    from ..models import checkpoint_path
+
+    if is_bundle(source):
+        return stack.enter_context(Bundle.open(source))
+    checkpoint = checkpoint_path(source, progress)
+    beside = Path(destination).absolute().parent
+    room = tempfile.TemporaryDirectory(prefix=".sparsify.", dir=beside if beside.is_dir() else None)
+    converted = Path(stack.enter_context(room)) / checkpoint.name
+    convert(checkpoint, converted, ffn_layout="neuron", progress=partial(progress, "convert"))
+    return stack.enter_context(Bundle.open(converted))
+
+
+def report_object(made: Sparsified) -> dict[str, Any]:
+    """Return the JSON object of what was made."""
+    divergence, before = made.result.divergence, made.against_source.divergence
+    assert divergence is not None and before is not None
+    return {
+        "destination": str(made.destination), "predictor": made.predictor.kind, "rank": made.predictor.rank,
+        "predictor_bytes": made.predictor.nbytes,
+        "layers": [{"density": layer.density, "recall": layer.recall, "read_share": layer.read_share}
+                   for layer in made.layers],
+        "read_share": made.read_share, "kld_mean": divergence.kld_mean, "kld_p99": divergence.kld_p99,
+        "perplexity": made.result.perplexity, "perplexity_dense": divergence.reference_perplexity,
+        "tokens": made.result.tokens, "source_kld": before.kld_mean, "down_error": made.down_error,
+        "max_kld": made.max_kld, "enabled": made.enabled, "reason": made.reason,
+    }
+
+
+def _print(made: Sparsified) -> None:
+    rows = [("layer", "fires", "recall", "computed")]
+    rows += [(str(i), f"{layer.density:.1%}", f"{layer.recall:.1%}", f"{layer.read_share:.1%}")
+             for i, layer in enumerate(made.layers)]
+    print_table(rows, right=[1, 2, 3])
+    report = report_object(made)
+    rank = f" of rank {made.predictor.rank}" if made.predictor.rank else ""
+    print(f"{made.destination}: {made.predictor.kind} predictor{rank}; a token reads {made.read_share:.1%} of the "
+          "FFNs' bytes, predictor included.")
+    print(f"KLD {report['kld_mean']:.5f}, perplexity {report['perplexity']:.3f}, dense "
+          f"{report['perplexity_dense']:.3f}, over {made.result.tokens} tokens.")
+    again = f"; rounding the down matrices anew added an error of {made.down_error:.2e}" if made.down_error else ""
+    print(f"Without the predictor the bundle is KLD {report['source_kld']:.6f} from its source{again}.")
+    print(f"{'Enabled' if made.enabled else 'Not enabled'}: {made.reason}.")

@@ -1,0 +1,233 @@
+"""One gate for all approximations: what may be enabled by itself, and what is said of what was asked for.
+
+Divergences of techniques do not add, so a setting is all of them together, and only a measurement of exactly this
+setting, of exactly these weights, counts. Measurements lie in the bundle (part ``quality``) or in the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .cache import cache_root, make_directories
+from .errors import BundleError
+from .evaluate import Evaluation
+from .files import open_plain
+from .json_text import parse_json
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+    from .config import RuntimeConfig
+
+MAX_KLD = 0.02
+"""Mean divergence in nats up to which an approximation may be enabled by itself."""
+QUALITY_FILE = "quality.json"
+MAX_BYTES = 1 << 20
+MOST_KEPT = 1000
+"""Measurements in a file; older ones are dropped."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run approximates, and what that is added to: names and values, in the order of their names."""
+
+    values: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, **values: str) -> Setting:
+        """Return the setting with these values."""
+        return cls(tuple(sorted(values.items())))
+
+    @classmethod
+    def of_run(cls, config: RuntimeConfig) -> Setting:
+        """Return that of a run: the steps of its recipe that approximate, and the type of its KV cache."""
+        from .graph import approximates
+
+        steps = [str(step) for step in config.recipe.steps if approximates(step)]
+        return cls.of(kv=config.kv, passes="+".join(steps) or "none")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it has the predictions of the model itself."""
+        return dict(self.values).get("passes", "none") == "none"
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.values)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a setting costs in quality, against the same weights without its approximations."""
+
+    setting: Setting
+    kld_mean: float
+    kld_p99: float
+    same_top: float
+    perplexity: float
+    reference_perplexity: float
+    tokens: int
+    """Tokens counted."""
+    protocol: str
+    """How the text was fed."""
+    text_sha256: str
+    """Of the token ids that were fed, as JSON."""
+    weights: str
+    """Checksum of what the bundle computes with: weights and predictor (`measured_identity`)."""
+    isa: str
+    version: str = __version__
+
+    def __str__(self) -> str:
+        return (f"KLD {self.kld_mean:.5f} mean, {self.kld_p99:.4f} for the worst 1 %, over {self.tokens} tokens "
+                f"({self.protocol}; edgeinfer {self.version}, {self.isa})")
+
+
+def measurement(setting: Setting, result: Evaluation, weights: str, *, protocol: str, ids: Sequence[int],
+                isa: str) -> Measurement:
+    """Return the measurement that an evaluation against the exact model is; `weights` as in `Measurement`."""
+    divergence = result.divergence
+    if divergence is None:
+        raise BundleError("A measurement of quality needs a reference; evaluate against the exact model.")
+    digest = hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+    return Measurement(
+        setting, divergence.kld_mean, divergence.kld_p99, divergence.same_top, result.perplexity,
+        divergence.reference_perplexity, result.tokens, protocol, digest,
+        weights, isa,
+    )
+
+
+def measured_identity(bundle: Bundle) -> str:
+    """Return a checksum of all in a bundle that its predictions depend on."""
+    from .bundle import weights_identity
+
+    predictors = [entry.sha256 for entry in bundle.header.files if entry.part == "predictor"]
+    return identity(weights_identity(bundle.header.tensors), *predictors)
+
+
+def identity(weights: str, *predictors: str) -> str:
+    """Return the checksum of weights, by `weights_identity`, together with predictors, by their files' checksums."""
+    return hashlib.sha256(json.dumps([weights, *predictors]).encode()).hexdigest()
+
+
+def find(known: Iterable[Measurement], setting: Setting, bundle: Bundle) -> Measurement | None:
+    """Return the last measurement of exactly this setting of these weights, or None where it was not measured."""
+    weights, found = measured_identity(bundle), None
+    for one in known:
+        if one.setting == setting and one.weights == weights:
+            found = one
+    return found
+
+
+def allowed(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> bool:
+    """Whether a setting may be chosen without being asked for."""
+    found = find(known, setting, bundle)
+    return setting.exact or (found is not None and found.kld_mean <= max_kld)
+
+
+def of_run(bundle: Bundle, config: RuntimeConfig) -> dict[str, Any] | None:
+    """Return what reports say of a run's approximations, or None where it has none.
+
+    Raises `BundleError` as `read_quality`.
+    """
+    setting = Setting.of_run(config)
+    if setting.exact:
+        return None
+    found = find(read_quality(bundle), setting, bundle)
+    return {"setting": dict(setting.values), "kld_mean": None if found is None else found.kld_mean,
+            "said": f"{setting}: {'not measured' if found is None else found}"}
+
+
+# -- where they are kept -----------------------------------------------------------------------------------------------
+
+
+def read_quality(bundle: Bundle) -> list[Measurement]:
+    """Return what is known of a bundle's quality, the newest last: from the bundle itself, then from the cache.
+
+    Raises
+    ------
+    BundleError
+        The bundle's own file is damaged. A file of the cache that cannot be read counts as none.
+    """
+    known: list[Measurement] = []
+    entry = next((entry for entry in bundle.header.files if entry.part == "quality"), None)
+    if entry is not None:
+        try:
+            known += from_json(_read(bundle.path / entry.name))
+        except (OSError, ValueError) as error:
+            raise BundleError(f"Cannot use the bundle {bundle.path}: its {entry.name} cannot be read ({error}); make "
+                              "the bundle again.") from None
+    return known + _kept(_cached(bundle))
+
+
+def remember(bundle: Bundle, made: Measurement) -> None:
+    """Keep a measurement in the user's cache; where that cannot be written it is not kept."""
+    path = _cached(bundle)
+    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        make_directories(path.parent)
+        beside.write_bytes(to_json([*_kept(path), made][-MOST_KEPT:]))
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def to_json(known: Iterable[Measurement]) -> bytes:
+    """Return the text of a file of measurements."""
+    rows = [{**asdict(one), "setting": dict(one.setting.values)} for one in known]
+    return (json.dumps({"version": 1, "measurements": rows}, indent=1) + "\n").encode()
+
+
+def from_json(text: bytes) -> list[Measurement]:
+    """Return the measurements of a file; raises `ValueError` for anything else."""
+    data = parse_json(text, unique=True)
+    if not isinstance(data, dict) or data.get("version") != 1 or not isinstance(data.get("measurements"), list):
+        raise ValueError("it is no list of measurements of version 1")
+    return [_measurement(row) for row in data["measurements"]]
+
+
+_KINDS: Mapping[str, type] = {"str": str, "int": int, "float": float}
+
+
+def _measurement(row: Any) -> Measurement:
+    names = {field.name: field.type for field in fields(Measurement)}
+    if not isinstance(row, dict) or set(row) != set(names) or not isinstance(row["setting"], dict):
+        raise ValueError("a measurement has not the fields that it should have")
+    values = row["setting"]
+    if not all(type(value) is str for value in values.values()):
+        raise ValueError("a setting has values that are no text")
+    for name, kind in names.items():
+        value = row[name]
+        if kind in _KINDS and type(value) is not _KINDS[str(kind)] and not (kind == "float" and type(value) is int):
+            raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")
+        if kind == "float" and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")
+    return Measurement(**{**row, "setting": Setting.of(**values)})
+
+
+def _kept(path: Path) -> list[Measurement]:
+    """What a file of the cache holds; one that cannot be read holds nothing."""
+    try:
+        return from_json(_read(path))
+    except (OSError, ValueError):
+        return []
+
+
+def _read(path: Path) -> bytes:
+    with open_plain(path) as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return text
+
+
+def _cached(bundle: Bundle) -> Path:
+    return cache_root() / "quality" / measured_identity(bundle)[:32] / "measurements.json"

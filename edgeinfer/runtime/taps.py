@@ -1,0 +1,144 @@
+"""Taps: a model's own program, stopped behind chosen operations so that NumPy may read, or change, what they wrote.
+
+What a calibration or a measurement wants to know of activations comes from here: all threads, the kernels that run the
+model, no second implementation of it. A walk goes through the program in ranges of records, each of which ends behind a
+tapped operation; there the rows of its output and of its inputs still lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.errors import RequestError, UsageError
+from edgeinfer.graph import Op, Tensor
+from edgeinfer.kernels import abi, reference
+from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, plain_segments
+from edgeinfer.runner import Sequence as Tokens
+
+from .memory import Progress
+from .session import Session
+
+Floats = NDArray[np.float32]
+
+
+class View:
+    """The activations of a walk that stands still; valid until its visit returns."""
+
+    def __init__(self, session: Session, tokens: int):
+        self.tokens = tokens
+        """Tokens of the walk."""
+        self._session = session
+
+    def floats(self, tensor: Tensor) -> Floats:
+        """Return f32 rows in place, of shape (tokens, width): what is written there is what the model goes on with."""
+        if tensor.dtype != "f32":
+            raise UsageError(f"The tensor {tensor} is not stored in f32, so it cannot be changed in place.")
+        place = self._session.plan.places[tensor.name]
+        memory = self._session.executor.regions[place.region][place.offset :][: self.tokens * place.stride]
+        return memory.view(np.float32).reshape(self.tokens, -1)[:, : tensor.width]
+
+    def values(self, tensor: Tensor) -> Floats:
+        """Return a copy of the rows, of shape (tokens, width); quantised ones as the products see them."""
+        if tensor.dtype == "f32":
+            return self.floats(tensor).copy()
+        place, group = self._session.plan.places[tensor.name], tensor.group_size
+        address = self._session.executor.regions[place.region].ctypes.data + place.offset
+        _, padded, offsets = abi.q8_row_bytes(tensor.width, group)
+        tiles = self._session.executor.kernels.isa.token_tiles
+        blocks = reference.q8_blocks(address, self.tokens, place.stride, padded, offsets, group, tiles)
+        codes, scales = reference.read_q8(blocks)
+        values = codes.reshape(self.tokens, -1, group) * scales[:, :, None]
+        return np.ascontiguousarray(values.reshape(self.tokens, -1)[:, : tensor.width], np.float32)
+
+
+Visit = Callable[[View], None]
+"""Called where a walk stands behind a tapped operation."""
+
+
+class Taps(Runner):
+    """A runner whose walks, of one sequence at a time, stop for visits.
+
+    Parameters
+    ----------
+    session : Session
+        With a recipe that leaves no operation out where a walk has one token; see `open_plain`.
+    visits : mapping of Op to a sequence of Visit
+        What is called behind which operation of the session's graph.
+    role : int, optional
+        Of all tokens: statistics of decoding are those of tokens in decode role, however many a walk has.
+    whole : bool
+        Whether the records behind the last tap run too; without them a walk's logits mean nothing.
+    """
+
+    def __init__(self, session: Session, visits: Mapping[Op, Sequence[Visit]], role: int = DECODE, whole: bool = True):
+        if any(op.several for op in session.graph.ops):
+            raise UsageError(f"The recipe {session.config.recipe} leaves operations out where a walk has one token, so "
+                             "their activations cannot be read; take the recipe none.")
+        self.model, self.config, self.plan = session.model, session.config, session.plan
+        self._session, self._role = session, role
+        last = {record.op: i + 1 for i, record in enumerate(session.program.records)
+                if record.op is not None and record.op in visits}
+        if missing := [op.label for op in visits if op not in last]:
+            raise UsageError(f"The program has no operation {missing[0]}, which was to be tapped.")
+        self._stages = [(stop, tuple(visits[op])) for op, stop in last.items() if visits[op]]
+        if whole:
+            self._stages.append((len(session.program.records), ()))
+
+    def walk(self, segments: Sequence[Segment], cancel: Cancellation | None = None) -> Floats:
+        """As `Runner.walk`, of one segment, with the visits on the way."""
+        segments = plain_segments(segments)
+        if len(segments) != 1:
+            raise RequestError(f"{len(segments)} sequences are walked together; taps take one at a time.")
+        segment = segments[0]._replace(role=self._role)
+        view, start, logits = View(self._session, len(segment.ids)), 0, np.zeros((0, 0), np.float32)
+        self._session.reserve(segment.sequence, len(segment.ids))
+        try:
+            for stop, visits in self._stages:
+                logits = self._session.walk_range(segment, start, stop, 0, cancel)
+                start = stop
+                for visit in visits:
+                    visit(view)
+        except BaseException:
+            self._session.truncate(segment.sequence, len(segment.sequence))
+            raise
+        self._session.append(segment.sequence, segment.ids)
+        return logits
+
+    def new_sequence(self) -> Tokens:
+        """Return an empty sequence."""
+        return self._session.new_sequence()
+
+    def fork(self, sequence: Tokens) -> Tokens:
+        """Return a copy that goes its own way."""
+        return self._session.fork(sequence)
+
+    def truncate(self, sequence: Tokens, n_tokens: int) -> None:
+        """Forget all tokens but the first n."""
+        self._session.truncate(sequence, n_tokens)
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+def open_plain(path: str | Path, window: int, threads: int | None = None, *, host: Session | None = None,
+               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: Progress | None = None,
+               progress: Progress | None = None) -> Session:
+    """Open a bundle in a session whose activations can all be read: no pass has changed its graph.
+
+    Parameters
+    ----------
+    window : longest sequence
+    host : lends its threads
+    outputs : rows of logits of a walk, 1 where only activations are wanted
+    chunk : tokens of a walk
+    """
+    config = RuntimeConfig(ctx=window, kv=kv, threads=threads, outputs=outputs, prefill_chunk=min(chunk, window),
+                           recipe=Recipe(()))
+    return Session(Bundle.open(path), config, progress, loading, host)

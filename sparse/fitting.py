@@ -1,0 +1,169 @@
+"""Fit a predictor to a model: factors, rank, thresholds for several prices, and the price that a divergence allows.
+
+One number, the price, trades quality for bytes: the harm that computing one neuron for one token is worth. Thresholds
+of all neurons of all layers follow from it, so that a search for the divergence asked for is a search on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import PREDICTOR_TYPE, Bundle, Predictor
+from edgeinfer.errors import UsageError
+from edgeinfer.graph import Op
+from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_groups
+
+from .ffn import Ffn, Parts, parts
+from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
+
+PRICES = 10.0 ** np.arange(-2.5, -6.1, -0.25)
+"""From the one that leaves out most; the harm of all neurons of a token is 1."""
+USUAL = 1e-4
+"""The price at which ranks are compared."""
+RANK_STEP = 2 * PREDICTOR_TYPE.group_size
+"""Columns of the outer matrix are stored in pairs of groups."""
+SAMPLE_TOKENS = 4096
+"""Rows kept of each layer for thresholds."""
+COMPARED_TOKENS = 1024
+"""Of these, how many compare ranks."""
+MEMORY_BYTES = 1 << 30
+"""Most that captured rows and covariances take at a time; layers are captured in groups."""
+Told = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A predictor with thresholds for each of `PRICES`."""
+
+    predictor: Predictor
+    choices: tuple[NDArray[np.float32], ...]
+    """Thresholds (prices, neurons) of each layer, (prices, 1) where the kind is ``threshold``."""
+
+    def at(self, i: int) -> Predictor:
+        """Return the predictor with the thresholds of price i."""
+        return replace(self.predictor, thresholds=tuple(np.ascontiguousarray(choice[i]) for choice in self.choices))
+
+
+def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
+        rank: int | None = None, told: Told = lambda *_: None) -> Fitted:
+    """Make a predictor from what a text does to the activations.
+
+    Parameters
+    ----------
+    session : of `open_plain`
+    ids : the text's tokens
+    kind : {'sign', 'lowrank', 'threshold'}
+    rank : int, optional
+        Of a low-rank predictor; by default the one that costs least, its own bytes and those of the neurons together.
+    told : called with (stage, done, total, item)
+    """
+    hidden = bundle.config.hidden_size
+    if rank is not None and not 1 <= rank <= hidden:
+        raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {hidden}.")
+    factors = _factors(session, bundle, networks, ids, rank, told) if kind == "lowrank" else []
+    made: list[tuple[Predictor, NDArray[np.float32]]] = []
+    for layer in _captured(session, bundle, networks, ids, SAMPLE_TOKENS, False, told):
+        gate = layer.weights.gate
+        one = _one(kind, gate, factors[len(made)] if factors else None)
+        scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
+        made.append((one, thresholds(scores, harm_of(layer.f, layer.weights.down), PRICES, kind == "threshold")))
+        told("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
+    ones = [one for one, _ in made]
+    whole = Predictor(kind, ones[0].rank, *(tuple(array for one in ones for array in getattr(one, name))
+                                            for name in ("signs", "inner", "outer")))
+    return Fitted(whole, tuple(choice for _, choice in made))
+
+
+def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> tuple[int, bool]:
+    """Return the highest price whose divergence is within the target, and whether there is one; else the lowest."""
+    low, high = 0, len(PRICES)  # from `high` on all are known to be within, below `low` none
+    while low < high:
+        middle = (low + high) // 2
+        if divergence(fitted.at(middle)) <= target:
+            high = middle
+        else:
+            low = middle + 1
+    return min(high, len(PRICES) - 1), high < len(PRICES)
+
+
+def harm_of(f: Floats, down: Floats) -> Floats:
+    """Return what leaving out each neuron does to the layer's output, over the mean of its sum: (|f| |d|)^2."""
+    harm = (f * np.linalg.norm(down, axis=1)) ** 2
+    return np.asarray(harm / max(float(harm.sum(axis=1).mean()), 1e-30), np.float32)
+
+
+def _one(kind: str, gate: Floats, factors: tuple[Floats, Floats] | None) -> Predictor:
+    """The predictor of a single layer, without thresholds."""
+    if kind == "sign":
+        return Predictor(kind, 0, signs=(pack_signs(gate),))
+    if factors is None:
+        return Predictor(kind, 0)
+    outer, inner = factors
+    return Predictor(kind, len(inner), inner=(pack_matrix(inner),), outer=(pack_matrix(outer),))
+
+
+class _Layer(NamedTuple):
+    """What was captured of a layer."""
+
+    ffn: Ffn
+    weights: Parts
+    x: Floats
+    f: Floats
+    covariance: Floats
+    """Of x; empty where it was not asked for."""
+
+
+def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int,
+              covariance: bool, told: Told) -> Iterator[_Layer]:
+    """Yield the first rows of x and f of each layer, and the covariance of x over the whole text."""
+    tokens = min(tokens, len(ids))
+
+    def nbytes(ffn: Ffn) -> int:
+        rows = 4 * tokens * (ffn.x.width + ffn.neurons)
+        return rows + (Covariance.nbytes(ffn.x.width) if covariance else 0)
+
+    for group in in_groups(networks, nbytes, MEMORY_BYTES):
+        kept = {ffn.op: [Rows(ffn.x, tokens), Rows(ffn.f, tokens)] for ffn in group}
+        squares = {ffn.op: [Covariance(ffn.x)] if covariance else [] for ffn in group}
+        where = f"layers {group[0].layer} to {group[-1].layer}"
+        visits: dict[Op, list[Visit]] = {ffn.op: [*kept[ffn.op], *squares[ffn.op]] for ffn in group}
+        capture(session, ids if covariance else ids[:tokens], visits,
+                progress=lambda done, total, _, where=where: told("capture", done, total, where))  # type: ignore[misc]
+        for ffn in group:
+            x, f = kept.pop(ffn.op)
+            mean = squares[ffn.op].pop().mean if covariance else np.zeros((0, 0), np.float32)
+            yield _Layer(ffn, parts(bundle, ffn), x.rows, f.rows, mean)
+
+
+def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
+             told: Told) -> list[tuple[Floats, Floats]]:
+    """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
+    hidden = bundle.config.hidden_size
+    most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank
+    ranks = list(range(min(RANK_STEP, most), most + 1, RANK_STEP))
+    costs = np.zeros(len(ranks))
+    found: list[tuple[Floats, Floats]] = []
+    for layer in _captured(session, bundle, networks, ids, COMPARED_TOKENS, True, told):
+        found.append(low_rank(layer.weights.gate, layer.covariance, most))
+        for i, tried in enumerate(ranks if rank is None else []):
+            costs[i] += _cost(found[-1], tried, layer)
+        told("factors", len(found), len(networks), f"layer {layer.ffn.layer}")
+    best = most if rank is not None else ranks[int(costs.argmin())]
+    return [(outer[:, :best], inner[:best]) for outer, inner in found]
+
+
+def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
+    """Neurons a token, those that the predictor's bytes and the harm are worth included, at the usual price."""
+    outer, inner = factors
+    gate = layer.weights.gate
+    one = _one("lowrank", gate, (outer[:, :rank], inner[:rank]))
+    scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
+    harm = harm_of(layer.f, layer.weights.down)
+    chosen = scores > thresholds(scores, harm, np.array([USUAL]))[0]
+    neuron = 3 * PREDICTOR_TYPE.bytes_of(gate.shape[1]) / 2  # about, of a model in 4 bits
+    return float(chosen.sum(axis=1).mean() + harm[~chosen].sum() / len(layer.x) / USUAL + one.nbytes / neuron)

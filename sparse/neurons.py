@@ -1,0 +1,108 @@
+"""A bundle anew with its FFNs stored neuron by neuron, in an order of their own: codes are moved, not rounded again.
+
+Only the down matrix of a bundle in layout tile16 must be quantised again: there its groups run along the neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, BundleWriter
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import Graph, NeuronGated, Weight, WeightType, build_graph
+from edgeinfer.quant import holds, layouts, quantise
+
+from .ffn import Ffn, apart, down_matrix, stored_bytes
+
+
+class Codes(NamedTuple):
+    """An FFN as layout neuron stores it, before packing."""
+
+    codes: NDArray[np.int8]
+    """(neurons, 3, hidden_size)."""
+    scales: NDArray[np.float16]
+    """(neurons, 3, groups)."""
+    error: quantise.ErrorSums
+    """What quantising the down matrix again has added."""
+
+
+def neuron_graph(bundle: Bundle, networks: Sequence[Ffn]) -> Graph:
+    """Return the model's graph with FFNs in layout neuron, everything else stored as in the bundle.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The FFNs are of a type that layout neuron does not hold.
+    """
+    types = {f"layers.{ffn.layer}.ffn": bundle.weight_type(ffn.op.weight.name) for ffn in networks}
+    for stored in types.values():
+        if stored.dtype not in holds("neuron"):
+            raise UnsupportedModelError(f"The FFNs of {bundle.path} are {stored}, and neurons are stored apart in "
+                                        f"{' or '.join(holds('neuron'))} only; convert with --weights q4.")
+
+    def type_of(weight: Weight) -> WeightType:
+        if weight.name in types:
+            stored = types[weight.name]
+            return WeightType(stored.dtype, stored.group_size, "neuron")
+        return bundle.weight_type(weight.name)
+
+    return build_graph(bundle.config, type_of)
+
+
+def codes_of(bundle: Bundle, ffn: Ffn) -> Codes:
+    """Return the codes and scales of a layer's FFN, neuron by neuron."""
+    weight, stored = ffn.op.weight, bundle.weight_type(ffn.op.weight.name)
+    data, dtype, group = stored_bytes(bundle, weight.name), stored.dtype, stored.group_size
+    if isinstance(ffn.op, NeuronGated):
+        shape = (ffn.neurons, 3, weight.shape[2])
+        return Codes(*layouts.neuron_codes(data, dtype, group, shape), quantise.ErrorSums())
+    rows, hidden = weight.shape
+    both, factors = layouts.tile16_codes(data, dtype, group, (rows, hidden))
+    columns = np.ascontiguousarray(down_matrix(bundle, ffn).T)
+    codes, scales, error = quantise.quantise(columns, dtype, group, f"layers.{ffn.layer}.down")
+    return Codes(np.stack([*apart(both, ffn.neurons), codes], axis=1),
+                 np.stack([*apart(factors, ffn.neurons), scales], axis=1), error)
+
+
+def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, orders: Sequence[NDArray[np.int32]],
+                    destination: Path, told: Callable[[int, int, str], None]) -> quantise.ErrorSums:
+    """Write a bundle with the FFNs of another one by neuron, each layer in its order; other weights are copied.
+
+    Returns the error that was added to the down matrices.
+    """
+    by_name = {f"layers.{ffn.layer}.ffn": (ffn, order) for ffn, order in zip(networks, orders, strict=True)}
+    added = quantise.ErrorSums()
+    with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
+        writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
+        copy_files(bundle, writer)
+        for i, weight in enumerate(graph.weights):
+            stored = graph.types[weight.name]
+            if weight.name in by_name:
+                ffn, order = by_name[weight.name]
+                codes, scales, error = codes_of(bundle, ffn)
+                added += error
+                packed = layouts.pack_neuron(codes[order], stored.dtype, stored.group_size, scales[order])
+                writer.add(weight.name, stored, weight.shape, packed)
+            else:
+                writer.add(weight.name, stored, weight.shape, stored_bytes(bundle, weight.name))
+            told(i + 1, len(graph.weights), weight.name)
+    return added
+
+
+def copy_files(bundle: Bundle, writer: BundleWriter) -> None:
+    """Copy a bundle's other files: tokenizer, chat template, licence; not what was made for its weights."""
+    for entry in bundle.header.files:
+        if not entry.part:
+            writer.copy_file(bundle.path / entry.name)
+
+
+def copy_weights(bundle: Bundle, writer: BundleWriter) -> None:
+    """Copy all tensors of a bundle, and its other files."""
+    copy_files(bundle, writer)
+    for entry in bundle.header.tensors:
+        writer.add(entry.name, entry.type, entry.shape, stored_bytes(bundle, entry.name))
