@@ -49,7 +49,7 @@ def _query(t, row, last, h, group):
 
 def _tile_step(kind, r, widths, chains):
     """What a tile of r rows goes through: all splits merged here, or one split left in the partial results."""
-    step, prepare = split_step(kind, r, widths, chains), kind.prepare
+    step, prepare = split_step(kind, r, widths, chains), kind.prepare(r)
 
     @inline
     def start(rec, ctx, tile, t, row, last, h, group):
@@ -58,7 +58,7 @@ def _tile_step(kind, r, widths, chains):
             token_at, head = _query(t, row + i, last, h, group)
             place = place_of(ctx, token_at)
             q = operand(rec, ctx, 0) + token_at * parameter(rec, ATTENTION.q_stride) + 4 * n * head
-            prepare(tile, i, r, q, n, float_parameter(rec, ATTENTION.scale))
+            prepare(tile, i, q, n, float_parameter(rec, ATTENTION.scale))
             store_i64(tile + T_LOW + 8 * i, first_visible(rec, place))
             store_i64(tile + T_HIGH + 8 * i, place)
 

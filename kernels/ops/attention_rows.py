@@ -82,29 +82,39 @@ def partial_bytes(padded):
 # -- queries: interleaved by 4 bytes, row i of a tile of r at distance 4 i ---------------------------------------------
 
 
-@outlined
-def prepare_int8(tile, i, r, q, n, scale):
-    """Quantise a query with one scale (softmax's folded in); its offset (-8 x sum) undoes that of unsigned products."""
-    largest = splat_f32(0.0)
-    for k in range(0, n, 16):
-        largest = vmax(largest, vabs(keep_first(load_f32x16(q + 4 * k), n - k)))
-    top = max_lanes(largest)
-    inverse = splat_f32(div_f32(first_lane(splat_f32(127.0)), max_f32(top, first_lane(splat_f32(1e-30)))))
-    total = splat_i32(0)
-    for k in range(0, n, 16):
-        values = round_to_i32(keep_first(load_f32x16(q + 4 * k), n - k) * inverse)
-        scatter_i8x4(tile + T_Q + k * r + 4 * i, values, 4 * r)
-        total = total + values
-    store_f32(tile + T_SCALE + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
-    store_i32(tile + T_OFFSET + 4 * i, -8 * sum_lanes_i32(total))
+def prepare_int8(r):
+    """Make ``prepare(tile, i, q, n, scale)`` for a tile of r rows."""
+
+    @outlined
+    def prepare(tile, i, q, n, scale):
+        """Quantise with one scale (softmax's folded in); the offset (-8 x sum) undoes that of unsigned products."""
+        largest = splat_f32(0.0)
+        for k in range(0, n, 16):
+            largest = vmax(largest, vabs(keep_first(load_f32x16(q + 4 * k), n - k)))
+        top = max_lanes(largest)
+        inverse = splat_f32(div_f32(first_lane(splat_f32(127.0)), max_f32(top, first_lane(splat_f32(1e-30)))))
+        total = splat_i32(0)
+        for k in range(0, n, 16):
+            values = round_to_i32(keep_first(load_f32x16(q + 4 * k), n - k) * inverse)
+            scatter_i8x4(tile + T_Q + k * r + 4 * i, values, 4 * r)
+            total = total + values
+        store_f32(tile + T_SCALE + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
+        store_i32(tile + T_OFFSET + 4 * i, -8 * sum_lanes_i32(total))
+
+    return prepare
 
 
-@outlined
-def prepare_float(tile, i, r, q, n, scale):
-    """Scale a query."""
-    for k in range(0, n, 16):
-        values = keep_first(load_f32x16(q + 4 * k) * splat_f32(scale), n - k)
-        scatter_f32(tile + T_Q + 4 * k * r + 4 * i, values, 4 * r)
+def prepare_float(r):
+    """Make ``prepare(tile, i, q, n, scale)`` for a tile of r rows."""
+
+    @outlined
+    def prepare(tile, i, q, n, scale):
+        """Scale a query."""
+        for k in range(0, n, 16):
+            values = keep_first(load_f32x16(q + 4 * k) * splat_f32(scale), n - k)
+            scatter_f32(tile + T_Q + 4 * k * r + 4 * i, values, 4 * r)
+
+    return prepare
 
 
 # -- rows: merge, finish -----------------------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ def _v_scales_float(block, padded):
 class KvKind(NamedTuple):
     """What differs between the stored types of K and V."""
 
-    prepare: Any
-    """Puts a row's query into the tile: (tile, i, r, q, n, scale)."""
+    prepare: Callable[[int], Any]
+    """Makes what puts a row's query into a tile of r rows: (tile, i, q, n, scale)."""
     scores: Callable[[int, int], Any]
     """Makes the scores of a block for r rows, in so many chains."""
     v_scales: Any

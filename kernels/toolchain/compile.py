@@ -15,6 +15,7 @@ from typing import Any
 
 from ..isa import LADDER, Isa, triple
 from .elf import undefined_symbols
+from .front_end import lighten
 
 ALLOWED = {"memset", "memcpy", "memmove"}
 
@@ -154,6 +155,7 @@ def main(arguments: list[str]) -> None:
     aim(machine)
     kernels = load_kernels(isa, *extension)
     only_translate()
+    lighten()
     gc.freeze()  # what has been loaded stays; looking through it again and again costs a sixth of the time
     gc.set_threshold(50_000, 30, 30)
     assembly_directory = os.environ.get("EDGEINFER_ASSEMBLY")

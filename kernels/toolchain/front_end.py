@@ -1,0 +1,91 @@
+"""Numba's front end without the work that no kernel needs: two thirds of a first run's compiling are spent there.
+
+Helpers are small and many, so what Numba does once a call or once a helper decides. Nothing here changes what a kernel
+computes; all of it concerns the compiling process alone, which calls nothing that it compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_IDLE_PASSES = {"InlineClosureLikes", "InlineOverloads", "NopythonRewrites"}
+"""Passes for closures, overloads that ask to be inlined, and array expressions: helpers of addresses have none."""
+
+
+def lighten() -> None:
+    """Make Numba quicker at what kernels are made of; after `aim`, before the first kernel."""
+    _one_helper_for_all_constants()
+    _fewer_passes()
+    _remember_types_of_calls()
+    _walk_instructions_quickly()
+    _tell_nobody()
+
+
+def _one_helper_for_all_constants() -> None:
+    """Compile a helper for an integer, not anew for each constant that it is called with.
+
+    A variable that starts as a constant in front of a loop even made Numba compile a helper that nothing calls. What a
+    helper must know while it compiles (heights of tiles) comes from the function that makes it.
+    """
+    from numba.core import types
+    from numba.core.dispatcher import Dispatcher
+
+    template = Dispatcher.get_call_template
+
+    def get_call_template(dispatcher: Any, args: Any, kws: Any) -> Any:
+        plain = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return template(dispatcher, tuple(map(types.unliteral, args)), plain)
+
+    Dispatcher.get_call_template = get_call_template
+
+
+def _fewer_passes() -> None:
+    from numba.core.compiler import DefaultPassBuilder
+
+    define = DefaultPassBuilder.define_nopython_pipeline
+
+    def define_nopython_pipeline(state: Any, name: str = "nopython") -> Any:
+        manager = define(state, name)
+        manager.passes = [each for each in manager.passes if each[0].__name__ not in _IDLE_PASSES]
+        return manager
+
+    DefaultPassBuilder.define_nopython_pipeline = staticmethod(define_nopython_pipeline)
+
+
+def _remember_types_of_calls() -> None:
+    """Types of `a + b` and of intrinsics depend on their arguments alone; Numba asks NumPy's rules at each again."""
+    from numba.core.types.functions import BaseFunction
+
+    resolve = BaseFunction.get_call_type
+    known: dict[Any, Any] = {}
+
+    def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = function, tuple(args), tuple(sorted(kws.items()))
+        if key not in known:
+            known[key] = resolve(function, context, args, kws)
+        return known[key]
+
+    BaseFunction.get_call_type = get_call_type
+
+
+def _walk_instructions_quickly() -> None:
+    """Variables of an instruction: most of what it holds are constants and positions, told by their exact type."""
+    from numba.core.ir import Inst, Var
+
+    def variables(instruction: Any, value: Any) -> list[Any]:
+        kind = type(value)
+        if kind is Var:
+            return [value]
+        if kind in (list, tuple, dict):
+            items = value.values() if kind is dict else value
+            return [var for item in items for var in variables(instruction, item)]
+        return value.list_vars() if isinstance(value, Inst) else []
+
+    Inst._rec_list_vars = variables
+
+
+def _tell_nobody() -> None:
+    """Leave out Numba's events, which time its own steps at each lock that it takes."""
+    from numba.core import event
+
+    event.broadcast = lambda _event: None
