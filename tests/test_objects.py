@@ -362,6 +362,24 @@ except RuntimeError as error:
     assert done.stdout == "kernel bad needs the symbols exp, which only Numba has\n", done.stderr
 
 
+@pytest.mark.parametrize("name", ["quantize", "neuron_mask_signs"])
+def test_a_lighter_front_end_changes_no_code(name: str) -> None:
+    script = """
+import hashlib, sys
+from edgeinfer.kernels import available
+from edgeinfer.kernels.toolchain import compile
+from edgeinfer.kernels.toolchain.front_end import lighten
+kernels = compile.load_kernels(available()[-1])
+compile.only_translate()
+if sys.argv[2] == "light":
+    lighten()
+print(hashlib.sha256(compile.compile_kernel(sys.argv[1], kernels[sys.argv[1]])[0]).hexdigest())
+"""
+    codes = [subprocess.run([sys.executable, "-c", script, name, how], cwd=ROOT, capture_output=True, text=True)
+             for how in ("light", "whole")]
+    assert codes[0].stdout == codes[1].stdout != "", codes[0].stderr
+
+
 @pytest.mark.parametrize("code", [b"", b"garbage", b"MZ" + bytes(100), b"\x7fELF\x01\x01" + bytes(100)])
 def test_what_is_no_elf_object_is_refused(code: bytes) -> None:
     with pytest.raises(KernelError, match="is no 64-bit little-endian ELF file; kernels are built as ELF everywhere"):
