@@ -66,12 +66,13 @@ def test_sparse_is_an_option_of_every_command_that_has_passes(tmp_path: Path) ->
     dense = edgeinfer("info", bundle, "--program", "--json", "--sparse", "off").json["program"]
     assert dense != edgeinfer("info", bundle, "--program", "--json", "--sparse", "exact").json["program"]
     for command in (("run", bundle, "a", "--raw"), ("bench", bundle), ("eval", bundle, "--text", text),
-                    ("plan", bundle), ("estimate", bundle), ("info", bundle)):
+                    ("plan", bundle), ("estimate", bundle, "--device", "m4"), ("info", bundle)):
         wrong = edgeinfer(*command, "--sparse", "some")
         assert (wrong.code, wrong.sentence) == (2, "sparse is 'some'; choose one of off, exact, predict.")
         wrong = edgeinfer(*command, "--sparse", "predict")
         assert (wrong.code, wrong.sentence) == (
-            2, "sparse is 'predict', but the model has no predictor of its neurons; choose off or exact.")
+            2, "sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
+               "make one with `edgeinfer sparsify`.")
     run = ("run", bundle, "a", "--raw", "-n", "4", "--temp", "0", "--sparse")
     said = [edgeinfer(*run, mode) for mode in ("off", "exact")]
     assert said[0].code == 0 and said[0].out == said[1].out

@@ -110,6 +110,9 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     if type(rank) is not int or not (1 <= rank <= bundle.config.hidden_size if kind == "lowrank" else rank == 0):
         raise BundleError(f"{where} has the rank {str(rank)[:60]}, which no {kind} predictor of this model has.")
     made = Predictor(kind, rank, **_layers(bundle.config, arrays, _predictor_shapes(kind, rank, bundle.config), where))
+    if any((signs[:, -1] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
+            and bundle.config.hidden_size % 64:
+        raise BundleError(f"{where} has signs behind the model's last column; make it again.")
     columns = {"inner": bundle.config.hidden_size, "outer": rank}
     for name, cols in columns.items():
         for i, matrix in enumerate(getattr(made, name)):

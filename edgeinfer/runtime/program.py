@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import KernelError
-from edgeinfer.graph import Op, Product
+from edgeinfer.graph import NeuronDown, NeuronGated, Op, Product
 from edgeinfer.kernels import abi, catalogue
 
 
@@ -40,11 +40,17 @@ class Record:
 
     @property
     def condition(self) -> str:
-        """What differs where a walk has one token, for people."""
-        if self.op is not None and self.op.several:
-            return " (not for one token)"
-        source = self.op.source if isinstance(self.op, Product) else None
-        return f" (one token: input from {source.name})" if source else ""
+        """When it runs, and what differs where a walk has one token, for people."""
+        if self.op is None:
+            return ""
+        said = ["decoded tokens only"] if self.op.decoded else []
+        if self.op.several:
+            said.append("not for one token")
+        if isinstance(self.op, Product) and self.op.source:
+            said.append(f"one token: input from {self.op.source.name}")
+        if isinstance(self.op, NeuronGated | NeuronDown) and self.op.dense:
+            said.append("dead neurons too")
+        return f" ({'; '.join(said)})" if said else ""
 
 
 @dataclass
