@@ -73,7 +73,7 @@ def test_sparse_is_an_option_of_every_command_that_has_passes(tmp_path: Path) ->
         assert (wrong.code, wrong.sentence) == (
             2, "sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
                "make one with `edgeinfer sparsify`.")
-    run = ("run", bundle, "a", "--raw", "-n", "4", "--temp", "0", "--sparse")
+    run = ("run", "demo", "a", "-n", "4", "--temp", "0", "--sparse")
     said = [edgeinfer(*run, mode) for mode in ("off", "exact")]
     assert said[0].code == 0 and said[0].out == said[1].out
 
