@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .sizes import parse_size
 if TYPE_CHECKING:
     from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
+    from .runner import Cancellation
     from .runtime import Session
     from .text import ChatTemplate, Tokenizer
 
@@ -132,6 +134,7 @@ class LLM:
             self._bundle.close()
             raise
         self._queue = RequestQueue(self.session)
+        self._preparing: set[Cancellation] = set()
         self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
@@ -224,12 +227,14 @@ class LLM:
         """Return the tokens of a conversation up to the beginning of the answer; raises as `chat`."""
         if self.chat_template is None:
             raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
-        text = self.chat_template.render(messages, tools=tools, **template_options)
-        return self._encoded(text, add_bos=False, parse_special=True)
+        with self._preparation() as stopped:
+            text = self.chat_template.render(messages, tools=tools, **template_options, stopped=stopped)
+            return self._encoded(text, stopped, add_bos=False, parse_special=True)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a text to continue; raises `RequestError` where it is longer than the context."""
-        return self._encoded(text)
+        with self._preparation() as stopped:
+            return self._encoded(text, stopped)
 
     @property
     def most_prompt_bytes(self) -> int:
@@ -237,11 +242,18 @@ class LLM:
         return max(_SURELY_READ, self.tokenizer.bytes_per_token() * int(self._queue.runner.config.ctx or 0))
 
     def cancel(self) -> None:
-        """End the running request, if there is one, within 100 ms; from any thread or a signal handler."""
+        """End the running request, if there is one, within 100 ms; from any thread or a signal handler.
+
+        One whose prompt is still being rendered or tokenised raises `CancelledError`.
+        """
+        for wish in tuple(self._preparing):
+            wish.cancel()
         self._queue.cancel()
 
     def close(self) -> None:
         """End the running request and give all memory back; requests that wait raise `ClosedError`."""
+        for wish in tuple(self._preparing):
+            wish.cancel()
         self._queue.close()
         self._bundle.close()
 
@@ -273,6 +285,18 @@ class LLM:
             raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
         return Stream(self._request(ids, options))
 
+    @contextmanager
+    def _preparation(self) -> Iterator[Callable[[], bool]]:
+        """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
+        from .runner import Cancellation
+
+        wish = Cancellation()
+        self._preparing.add(wish)
+        try:
+            yield lambda: wish.asked
+        finally:
+            self._preparing.discard(wish)
+
     def _ids(self, prompt: Prompt) -> Iterable[int]:
         if not isinstance(prompt, str):
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)) or not hasattr(prompt, "__iter__") \
@@ -281,9 +305,9 @@ class LLM:
             return prompt
         if not prompt:
             raise RequestError("The prompt is empty; give some text or at least one token id.")
-        return self._encoded(prompt)
+        return self.prompt_ids(prompt)
 
-    def _encoded(self, text: str, **how: bool) -> list[int]:
+    def _encoded(self, text: str, stopped: Callable[[], bool], **how: bool) -> list[int]:
         """Tokenise a prompt, but no more of it than tells that it is too long."""
         from .engine import too_long
 
@@ -292,7 +316,7 @@ class LLM:
         if len(text) > _SURELY_READ and len(text) > self.most_prompt_bytes:
             least = len(text) // self.tokenizer.bytes_per_token()
             raise too_long(f"has {len(text)} characters, at least {least} tokens", least, runner)
-        ids = self.tokenizer.encode(text, **how, most=4 * ctx)
+        ids = self.tokenizer.encode(text, **how, most=4 * ctx, stopped=stopped)
         if len(ids) > 4 * ctx:
             raise too_long(f"has more than {4 * ctx} tokens", 4 * ctx + 1, runner)
         return ids

@@ -268,3 +268,20 @@ def test_what_is_no_part_of_a_bundle_is_not_deleted_with_it(tmp_path: Path, dama
 def test_the_root_is_no_place() -> None:
     with pytest.raises(DestinationError, match="is no place for a bundle"):
         write_bundle(Path("/"), overwrite=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="making links needs rights there")
+def test_overwriting_a_link_replaces_what_it_leads_to(path: Path, tmp_path: Path) -> None:
+    before = path.stat().st_ino
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.symlink_to(path)
+    with pytest.raises(DestinationError, match="link already exists"):
+        write_bundle(link)
+    write_bundle(link, overwrite=True)
+    assert link.is_symlink() and link.resolve() == path and path.stat().st_ino != before
+    assert names(link.parent) == ["link"], "what is being written does not lie beside the link"
+    (dangling := tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DestinationError, match="dangling exists and is no bundle"):
+        write_bundle(dangling, overwrite=True)
+    assert dangling.is_symlink() and not dangling.exists()

@@ -117,6 +117,13 @@ def test_a_prompt_cache_is_kept_between_runs(tmp_path: Path) -> None:
     assert other.code == 1 and "by another model or version of edgeinfer, or with" in other.json["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["", "x" * 300])
+def test_a_prompt_cache_without_a_usable_name_is_refused_first(path: str) -> None:
+    done = edgeinfer("run", "nothing-like-it", PROMPT, "--prompt-cache", path)
+    assert done.code == 2 and done.err.startswith("edgeinfer: prompt_cache is '")
+    assert done.err.endswith("it must be the path of a file or directory.\n") and len(done.err) < 200
+
+
 def test_a_checkpoint_runs_after_one_conversion(tmp_path: Path, own_cache: Path) -> None:
     source = make_checkpoint(tmp_path / "tiny")
     for _ in range(2):

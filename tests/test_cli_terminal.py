@@ -28,7 +28,10 @@ BUSY_MS = 1500
 """Room for a machine that is busy with something else; the time itself is printed."""
 NEVER_ENDS = "2=-inf"
 """Forbids the slow model's end token."""
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+SLOWLY = "{% if messages[-1].content == 'slow' %}{% set a = 'x' * 100000 %}{% set b, c = a ~ 'y', a ~ 'z' %}" \
+    "{% for i in range(550) %}{% for j in range(550) %}{% if b == c %}{% endif %}{% endfor %}{% endfor %}{% endif %}"
+"""Compares long texts for some seconds."""
+TEMPLATE = SLOWLY + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,6 +129,23 @@ def chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def slow_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle")
+
+
+def test_ctrl_c_while_a_message_is_prepared_returns_to_the_prompt(
+    chat_bundle: Path, terminals: list[Terminal]
+) -> None:
+    terminal = Terminal("run", chat_bundle, "-n", 8, "--temp", 0, "-t", 1)
+    terminals.append(terminal)
+    terminal.prompted()
+    terminal.type("slow\n")
+    time.sleep(0.3)
+    terminal.type("\x03")
+    terminal.expect(r"\(stopped\)")
+    terminal.prompted()
+    terminal.type("hello\n")
+    terminal.expect("\n> ")
+    terminal.type("/exit\n")
+    assert terminal.ended() == 0
 
 
 def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> None:

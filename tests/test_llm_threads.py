@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgeinfer import LLM
-from edgeinfer.errors import ClosedError
+from edgeinfer.errors import CancelledError, ClosedError
+from edgeinfer.text import ChatTemplate
+from edgeinfer.text.sandbox import BoundedEnvironment
 from tests.slow_model import CTX, write_slow_bundle
 
 PROMPTS = ["Once upon a time", "The fox and the crow", "There was a king", "A little bird"]
@@ -80,6 +83,39 @@ def test_cancel_ends_a_running_prefill_and_a_running_answer(slow: LLM) -> None:
     slow.cancel()  # nothing runs: nothing happens, and the next request is not touched
     assert slow.complete([7, 8, 9], max_tokens=3, ignore_eos=True).finish_reason == "length"
     assert slow.session.kv.pool.n_free == slow.session.kv.pool.n_blocks
+
+
+@pytest.mark.parametrize("end", [LLM.cancel, LLM.close])
+def test_cancel_ends_the_preparation_of_a_prompt(end: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next step of the template, and behind the part of the text that is being tokenised."""
+    hi, asked = [{"role": "user", "content": "x"}], []
+    with LLM("demo", ctx=1024, threads=1) as llm:
+        encode = llm.tokenizer._backend.encode  # type: ignore[attr-defined]
+        llm.chat_template = ChatTemplate({"default": "{% for i in range(9) %}{{ i }}{% endfor %}"}, {})
+        monkeypatch.setattr(BoundedEnvironment, "spend", ticking(BoundedEnvironment.spend, asked, lambda: end(llm)))
+        with pytest.raises(CancelledError, match="cancelled while its chat template was rendered"):
+            llm.chat(hi)
+        assert len(asked) == 3, "the rendering went on"
+
+        def end_then_encode(*how: Any) -> list[int]:
+            end(llm)
+            return encode(*how)
+
+        monkeypatch.setattr(llm.tokenizer._backend, "encode", end_then_encode)
+        with pytest.raises(CancelledError, match="cancelled while its prompt was tokenised"):
+            llm.generate("Once upon a time " * 2000)
+
+
+def ticking(spend: Callable[..., None], asked: list[int], end: Callable[[], None]) -> Callable[..., None]:
+    """Count steps of a template, and end the request at the third."""
+
+    def step(*how: Any, **more: Any) -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            end()
+        spend(*how, **more)
+
+    return step
 
 
 def test_cancel_from_inside_the_loop(slow: LLM) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.outside import watch
 from edgeinfer import LLM
-from edgeinfer.errors import RequestError
+from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.models import demo_path
 from edgeinfer.text import Tokenizer
+from edgeinfer.text.cuts import PART
 from tests.command_line import PYTHON, environment
 
 MB = 1_000_000
@@ -81,9 +85,9 @@ def test_long_prompts_are_refused_before_they_are_tokenised(unit: str, monkeypat
         asked: list[int] = []
         encode = type(llm.tokenizer._backend)._encode  # type: ignore[attr-defined]
 
-        def counted(self: object, text: str, special: bool) -> list[int]:
+        def counted(self: object, text: str, *how: Any) -> list[int]:
             asked.append(len(text))
-            return encode(self, text, special)
+            return encode(self, text, *how)
 
         monkeypatch.setattr(type(llm.tokenizer._backend), "_encode", counted)
         for request in (llm.generate, llm.complete, llm.stream, llm.prompt_ids):
@@ -104,3 +108,42 @@ def test_standard_input_is_read_no_further_than_a_prompt_can_be(unit: bytes) -> 
     assert short.code == 0 and done.code == 1
     assert "shorten it" in done.err and "Traceback" not in done.err and len(done.err) < 400
     assert done.vm_hwm_bytes - short.vm_hwm_bytes < 12 * MB
+
+
+def test_a_text_that_was_left_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Ctrl-C leaves a long call in a thread of its own; the next prompt, read alike, does not wait for it."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = byte_level(pre_tokenizers.ByteLevel(), tmp_path)
+    backend: Any = tokenizer._backend
+    library, inside, go_on = backend._tokenizer, threading.Event(), threading.Event()
+
+    class Held:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(library, name, value)
+
+        def encode(self, text: str, **how: Any) -> Any:
+            if len(text) > 2 * PART:
+                inside.set()
+                go_on.wait(30)
+            return library.encode(text, **how)
+
+    backend._tokenizer = Held()
+    try:
+        with pytest.raises(CancelledError, match="cancelled while its prompt was tokenised"):
+            tokenizer.encode("a" * (3 * PART), stopped=inside.is_set)
+        with ThreadPoolExecutor(1) as pool:
+            alike = pool.submit(tokenizer.encode, "a fox")
+            try:
+                assert alike.result(20)
+                with pytest.raises(CancelledError):
+                    tokenizer.encode("a fox", parse_special=True, stopped=lambda: True)
+            finally:
+                go_on.set()
+    finally:
+        go_on.set()
+    special, plain = (tokenizer.encode("</s>", parse_special=way) for way in (True, False))
+    assert len(special) == 1 < len(plain)

@@ -67,6 +67,8 @@ class BundleWriter:
     def __init__(self, destination: str | Path, config: ModelConfig, quantisation: Quantisation, *,
                  overwrite: bool = False, source: str = "", waiting: Callable[[], object] | None = None):
         self.destination = Path(os.path.abspath(destination))
+        if overwrite and self.destination.is_symlink() and self.destination.exists():  # the link stays
+            self.destination = self.destination.resolve()
         if not self.destination.name:
             raise DestinationError(f"{destination} is no place for a bundle; name a directory that is to be made.")
         self._config = config

@@ -7,7 +7,7 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EdgeInferError, UsageError
+from ..errors import CancelledError, EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from .output import figures, say
 from .run import cancelling
@@ -117,13 +117,16 @@ def _command(line: str, conversation: Conversation, llm: LLM) -> None:
 def _turn(line: str, conversation: Conversation, llm: LLM) -> None:
     """Ask, and print the answer as it comes; errors end the turn, not the chat."""
     try:
-        stream = conversation.ask(line)
         with cancelling(llm) as cancelled:
+            stream = conversation.ask(line)
             for piece in stream:
                 print(piece, end="", flush=True)
                 if cancelled.is_set():
                     stream.close()
         print(flush=True)
+    except CancelledError:  # before there was an answer
+        print("\n(stopped)", file=sys.stderr)
+        return
     except EdgeInferError as error:
         say(f"{error} /clear forgets the conversation.")
         return

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checks import PATH, checked
 from ..config import GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
@@ -87,7 +87,7 @@ def run(
         str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template.")
     ] = None,
     prompt_cache: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="FILE", help="Start from the prompt saved in FILE as far as both agree; save this one."),
     ] = None,
     prefill_chunk: options.PrefillChunk = _RUNTIME.prefill_chunk,
@@ -114,6 +114,8 @@ def run(
         "n": samples,
     }
     check_request(text, asked, json)
+    if prompt_cache is not None:
+        checked("prompt_cache", prompt_cache, PATH)
     with ProgressLine() as progress:
         from ..llm import LLM
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from ..errors import CancelledError
 from .pieces import SPACE_MARK
 
 PART = 16_384
@@ -87,8 +88,17 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return state.get("normalizers") or state.get("pretokenizers") or [state]
 
 
-def interruptible(work: Callable[[], _Result]) -> _Result:
-    """Return what a long call into a library gives; Ctrl-C leaves it behind in a thread that ends with the process."""
+def check_wanted(stopped: Callable[[], bool] | None) -> None:
+    """Raise `CancelledError` once nobody wants the tokens any more."""
+    if stopped and stopped():
+        raise CancelledError("The request was cancelled while its prompt was tokenised.")
+
+
+def interruptible(work: Callable[[], _Result], stopped: Callable[[], bool] | None = None) -> _Result:
+    """Return what a long call into a library gives.
+
+    Ctrl-C, or `stopped`, leaves the call behind in a thread that ends with it or with the process.
+    """
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -102,6 +112,7 @@ def interruptible(work: Callable[[], _Result]) -> _Result:
     thread.start()
     while thread.is_alive():
         thread.join(0.05)
+        check_wanted(stopped)
     if errors:
         raise errors[0]
     return results[0]

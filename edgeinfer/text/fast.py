@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from .cuts import PART, QWEN2_SPLIT, interruptible, parts, skipped_at_cuts
+from .cuts import PART, QWEN2_SPLIT, check_wanted, interruptible, parts, skipped_at_cuts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
@@ -27,7 +28,9 @@ class FastTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
-        self._lock = threading.Lock()
+        self._switch = threading.Condition()
+        self._users, self._parse_special = 0, True
+        tokenizer.encode_special_tokens = False
         self._skipped: int | None = _UNKNOWN
         decoder = tokenizer.decoder
         self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
@@ -49,26 +52,47 @@ class FastTokenizer:
                 return full[:start]
         return []
 
-    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+    ) -> list[int]:
         """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
         if len(text) <= PART:
-            return self._encode(text, parse_special)
+            return self._encode(text, parse_special, stopped)
         if self._skipped == _UNKNOWN:
             self._skipped = skipped_at_cuts(self._tokenizer)
         ids: list[int] = []
         for part in [text] if self._skipped is None else parts(text, self._skipped):
             long = len(part) > 2 * PART
-            ids += interruptible(partial(self._encode, part, parse_special)) if long else \
-                self._encode(part, parse_special)
+            ids += interruptible(partial(self._encode, part, parse_special, stopped), stopped) if long else \
+                self._encode(part, parse_special, stopped)
+            check_wanted(stopped)
             if most is not None and len(ids) > most:
                 break
         return ids
 
-    def _encode(self, text: str, parse_special: bool) -> list[int]:
-        # the library keeps this switch in the tokenizer, and threads may share it
-        with self._lock, library_errors(self._source):
-            self._tokenizer.encode_special_tokens = not parse_special
+    def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
+        with self._set_to(parse_special, stopped), library_errors(self._source):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @contextmanager
+    def _set_to(self, parse_special: bool, stopped: Callable[[], bool] | None) -> Iterator[None]:
+        """Have the library's switch, which it keeps in the tokenizer, stay so meanwhile.
+
+        Threads that want it alike do not wait for each other: one may have been left behind with a long text.
+        """
+        with self._switch:
+            while not self._switch.wait_for(lambda: not self._users or self._parse_special == parse_special, 0.05):
+                check_wanted(stopped)
+            if self._parse_special != parse_special:
+                self._tokenizer.encode_special_tokens = not parse_special
+                self._parse_special = parse_special
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._switch:
+                self._users -= 1
+                self._switch.notify_all()
 
     def token_id(self, content: str) -> int | None:
         """Return the id of the token with this text, or None."""

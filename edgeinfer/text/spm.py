@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from .cuts import check_wanted
 from .fast import added_tokens
 from .files import REMEDY, read_bytes, read_optional_object
 from .libraries import library_errors
@@ -77,12 +78,15 @@ class SentencePieceTokenizer:
         """Return what stands before every text: the model's beginning-of-text token, if it has one."""
         return [] if self.bos_id is None else [self.bos_id]
 
-    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+    ) -> list[int]:
         """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
         cut = self._cut if parse_special else self._cut_plain
         parts = cut.split(text) if cut else [text]
         ids: list[int] = []
         for i, part in enumerate(parts):  # odd parts are tokens cut out, even ones the text between
+            check_wanted(stopped)
             if most is not None and len(ids) > most:
                 break
             if i % 2:

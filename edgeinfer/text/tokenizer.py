@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,7 +43,9 @@ class Backend(Protocol):
     def prefix_ids(self) -> list[int]:
         """Return the ids that stand before every text."""
 
-    def encode(self, text: str, parse_special: bool, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+    ) -> list[int]:
         """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
 
     def token_id(self, content: str) -> int | None:
@@ -153,7 +155,8 @@ class Tokenizer:
         return _SHRINKING * max(self._longest, 1)
 
     def encode(
-        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None
+        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> list[int]:
         """Return the token ids of a text.
 
@@ -164,6 +167,7 @@ class Tokenizer:
         parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
             chat template needs; else they are ordinary text, so that nobody can smuggle them in.
         most : stop reading once there are more tokens than this; what is returned is then longer than `most`
+        stopped : asked all the while; True ends the work with a `CancelledError`
 
         Raises
         ------
@@ -181,7 +185,7 @@ class Tokenizer:
                 f"The text holds half of a surrogate pair (U+{ord(text[error.start]):04X} at character "
                 f"{error.start}), which no encoding has; remove it."
             ) from error
-        ids = self._backend.encode(text, parse_special, most)
+        ids = self._backend.encode(text, parse_special, most, stopped)
         prefix = self._prefix if add_bos is None else self._wanted_prefix(add_bos)
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
