@@ -218,6 +218,41 @@ def test_an_interrupted_build_ends_its_processes(builds: Builds, tmp_path: Path)
     assert not files(cached(tmp_path)) and files(cached(tmp_path).parent) == {cached(tmp_path).name}
 
 
+def test_a_process_that_cannot_be_started_leaves_none_of_those_before_it(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
+        if started:
+            raise KeyboardInterrupt
+        started.append(builds.start(isa))
+        return started[0]
+
+    monkeypatch.setattr(build, "_start", start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        build.build(objects.KernelSet(ISA), NAMES)
+    assert started[0].poll() is not None
+
+
+@pytest.mark.parametrize("line", ["quantize many", "\\xff 1", "quantize"])
+def test_an_answer_that_nobody_can_read_ends_the_build(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
+        script = f"import sys, time; sys.stdout.buffer.write(b'{line}\\n'); sys.stdout.flush(); time.sleep(600)"
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-S", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+
+    def patient(done: int, total: int, name: str) -> None:
+        ticks.append(done)
+        assert len(ticks) < 60, "the build waits for ever"
+
+    ticks: list[int] = []
+    monkeypatch.setattr(build, "_start", start)
+    with pytest.raises(KernelError, match=r"kernels failed: what it gave cannot be read \("):
+        build.build(objects.KernelSet(ISA), NAMES, patient)
+
+
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(KernelError, match=r"There is no kernel named 'gemv'\."):
         Kernels(ISA).addresses(["gemv"])

@@ -51,9 +51,10 @@ def build(
     tell = progress or (lambda *_: None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ExitStack() as running:
-        workers = [_Worker(_start(wanted.isa, wanted.extension), events) for _ in range(min(4, cores, total))]
-        for worker in workers:
-            running.callback(worker.end)  # nobody compiles on after an error or Ctrl-C
+        for _ in range(min(4, cores, total)):
+            worker = _Worker(_start(wanted.isa, wanted.extension), events)
+            running.callback(worker.end)  # nobody compiles on after an error or Ctrl-C, here too
+            worker.start()
             worker.give(waiting)
         tell(0, total, "")
         while len(done) < total:
@@ -79,6 +80,9 @@ class _Worker:
     def __init__(self, process: subprocess.Popen[bytes], events: queue.Queue[tuple[_Worker, str, bytes]]):
         self._process, self._events, self._said, self._last = process, events, "no message", ""
         self._threads = [threading.Thread(target=pump, daemon=True) for pump in (self._read, self._listen)]
+
+    def start(self) -> None:
+        """Listen to the process."""
         for thread in self._threads:
             thread.start()
 
@@ -103,20 +107,26 @@ class _Worker:
         """End the process and close its pipes."""
         self._process.kill()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
         with suppress(OSError):  # a name that it never read
             self._process.__exit__(None, None, None)
 
     def _read(self) -> None:
         stream = self._process.stdout
         assert stream
-        while line := stream.readline():
-            name, _, size = line.decode().partition(" ")
-            code = stream.read(int(size))
-            if len(code) < int(size):
-                break
-            self._events.put((self, name, code))
-        self._events.put((self, "", b""))
+        try:
+            while line := stream.readline():
+                name, _, size = line.decode().partition(" ")
+                code = stream.read(int(size))
+                if len(code) < int(size):
+                    break
+                self._events.put((self, name, code))
+        except Exception as error:
+            self._process.kill()
+            self._said = f"what it gave cannot be read ({error})"
+        finally:  # whatever happened, nobody waits for more
+            self._events.put((self, "", b""))
 
     def _listen(self) -> None:
         for line in self._process.stderr or ():
