@@ -116,8 +116,9 @@ class Recipe:
         return cls(tuple(steps))
 
     def sparse(self, mode: str | None) -> Recipe:
-        """Return the recipe with the pass `sparse` of this mode behind the others; of none, itself."""
-        return self if mode is None else Recipe((*self.steps, Step("sparse", (("mode", mode),))))
+        """Return the recipe with `sparse` of this mode behind the other passes, instead of its own; of none, itself."""
+        others = (step for step in self.steps if step.name != "sparse")
+        return self if mode is None else Recipe((*others, Step("sparse", (("mode", mode),))))
 
 
 def _number(text: str) -> str | float:

@@ -158,8 +158,11 @@ def _fitting(
 def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[Options, Planner]]:
     """Ways to store the weights in fewer bytes than they are now, the most bytes first.
 
-    None where the lightest codes alone, without scales, exceed the budget: then no graph is built only to be refused.
+    None where the lightest codes alone, without scales, exceed the budget: then no graph is built only to be refused;
+    and none with a predictor, which belongs to the weights as they are.
     """
+    if any(weight.kind == "predictor" for weight in planner.graph.weights):  # converted anew, the model has none
+        return
     values = sum(math.prod(weight.shape) for weight in planner.graph.weights if weight.kind != "vector")
     if values * LIGHTEST.storage.bits // 8 > budget:
         return

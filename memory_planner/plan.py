@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from edgeinfer.bundle import file_offsets
@@ -264,11 +264,14 @@ class Planner:
         return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer)
 
     def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
-        stored = _types(self.graph)
+        def stored(home: str) -> str:
+            return _types(self.graph, {name for name, place in weights.places.items() if place.region == home})
+
         if any(place.region == "weights" for place in weights.places.values()):
-            yield Region("weights", self.weight_bytes, stored, LOCKED if request.mlock else MAPPED)
+            yield Region("weights", self.weight_bytes, stored("weights"), LOCKED if request.mlock else MAPPED)
         if weights.resident_bytes:
-            yield Region("resident", weights.resident_bytes + 64, f"weights in memory of the process: {stored}")
+            yield Region("resident", weights.resident_bytes + 64,
+                         f"weights in memory of the process: {stored('resident')}")
         if weights.parts:
             yield Region("streamed", STREAM_BUFFERS * weights.buffer_bytes + 64,
                          f"{STREAM_BUFFERS} buffers of {weights.buffer_bytes} bytes; "
@@ -305,8 +308,8 @@ def scratch(ops: Iterable[Op], types: Types, splits: int) -> tuple[int, int]:
     return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)
 
 
-def _types(graph: Graph) -> str:
-    """How the matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
-    kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind != "vector"}
+def _types(graph: Graph, names: Container[str]) -> str:
+    """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
+    kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind != "vector" and w.name in names}
     alike = {stored: [kind for kind in kinds if kinds[kind] == stored] for stored in kinds.values()}
     return "; ".join(f"{', '.join(names)} {stored}" for stored, names in alike.items())

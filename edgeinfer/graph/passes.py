@@ -150,6 +150,8 @@ def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0) -> Graph:
     """
     if mode not in SPARSE_MODES:
         raise UsageError(f"sparse is {mode!r}; choose one of {', '.join(SPARSE_MODES)}.")
+    if any(isinstance(op, NeuronGated) and (op.dense or op.mask or op.threshold) for op in graph.ops):
+        raise UsageError("The recipe has the pass sparse twice; name it once.")
     if mode == "predict" and not kind:
         raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
                          "make one with `edgeinfer sparsify`.")
