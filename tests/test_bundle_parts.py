@@ -16,13 +16,15 @@ from edgeinfer.bundle import (
     BundleWriter,
     Predictor,
     Statistics,
+    named,
     read_predictor,
     read_statistics,
     weights_identity,
 )
 from edgeinfer.bundle.arrays import open_arrays, pack_arrays
+from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.errors import BundleError
+from edgeinfer.errors import BundleError, UsageError
 from tests.sessions import TINY, session
 
 N, H, LAYERS = TINY.intermediate_size, TINY.hidden_size, TINY.num_hidden_layers
@@ -161,6 +163,7 @@ def table(rows: object, version: int = 1) -> bytes:
         (table([{"name": "a"}]), "lacks the field 'kind'"),
         (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 0, "b": 1}]), "has the unknown field 'b'"),
         (table([{"name": "a", "kind": "object", "shape": [1], "offset": 0}]), "without a usable name, kind or offset"),
+        (table([{"name": "a", "kind": ["f32"], "shape": [1], "offset": 0}]), "without a usable name, kind or offset"),
         (table([{"name": "a", "kind": "f32", "shape": [-1], "offset": 0}]), "the array 'a' has no usable shape"),
         (table([{"name": "a", "kind": "f32", "shape": [2**40, 2**40], "offset": 0}]), "has no usable shape"),
         (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 64}]), "not behind the one before it"),
@@ -181,3 +184,31 @@ def test_arrays_of_all_kinds(tmp_path: Path) -> None:
     assert about == {"a": 1} and all(np.array_equal(found[name], array) for name, array in arrays.items())
     with pytest.raises(BundleError, match=r"missing.bin: No such file"):
         open_arrays(tmp_path / "missing.bin")
+
+
+@pytest.mark.parametrize("fields", [{"rank": "5"}, {"rank": [1]}, {"rank": 5.0}, {"rank": 10**30}, {"rank": True},
+                                    {"kind": ["lowrank"]}, {"kind": ""}, {"kind": "sign"}])
+def test_a_graph_is_made_of_no_kind_and_rank_that_cannot_be(
+    plain: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    path = bundle_with(plain, tmp_path / "m", changed(**fields))
+    with pytest.raises(BundleError, match=r"is of the unknown kind|has the rank"), \
+            session(path, recipe=Recipe().sparse("predict")):
+        pass
+
+
+@pytest.mark.parametrize("asked", ["kind=sign", "kind=lowrank,rank=4", "kind=threshold", "rank=6", "rank=5.5"])
+def test_a_recipe_that_asks_for_another_predictor_than_there_is(plain: Path, tmp_path: Path, asked: str) -> None:
+    path = bundle_with(plain, tmp_path / "m", lambda weights: b"".join(GOOD.pack(weights)))
+    for model, has in ((path, "lowrank of rank 5"), (plain, "none")):
+        with pytest.raises(UsageError, match=rf"the predictor of .* is {has}; leave kind and rank out"), \
+                session(model, recipe=Recipe.parse(f"sparse:mode=predict,{asked}")):
+            pass
+
+
+def test_what_a_predictor_is_completes_a_recipe(plain: Path, tmp_path: Path) -> None:
+    path = bundle_with(plain, tmp_path / "m", lambda weights: b"".join(GOOD.pack(weights)))
+    with Bundle.open(path) as bundle:
+        for asked in ("", ",kind=lowrank", ",kind=lowrank,rank=5", ",kind=lowrank,rank=5.0"):
+            whole = named(Recipe.parse("sparse:mode=predict" + asked), bundle)
+            assert str(whole) == "sparse:mode=predict,kind=lowrank,rank=5"

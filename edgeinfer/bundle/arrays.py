@@ -107,7 +107,7 @@ def _table(text: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 def _check_row(row: dict[str, Any], name: str) -> None:
     shape = row["shape"]
-    if type(row["name"]) is not str or row["kind"] not in KINDS or type(row["offset"]) is not int:
+    if type(row["name"]) is not str or row["kind"] not in tuple(KINDS) or type(row["offset"]) is not int:
         raise BundleError(f"{name} lists an array without a usable name, kind or offset.")
     if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape) or prod(shape) > MAX_BYTES // 8:
         raise BundleError(f"{name}: the array {row['name'][:60]!r} has no usable shape.")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import Recipe
-from edgeinfer.errors import BundleError
+from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
 from edgeinfer.quant import LINE_BYTES
 
@@ -104,11 +104,7 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     if (opened := _open(bundle, "predictor", ("kind", "rank"))) is None:
         return None
     about, arrays, where = opened
-    kind, rank = about["kind"], about["rank"]
-    if kind not in PREDICTORS:
-        raise BundleError(f"{where} is of the unknown kind {str(kind)[:60]!r}; the kinds are {', '.join(PREDICTORS)}.")
-    if type(rank) is not int or not (1 <= rank <= bundle.config.hidden_size if kind == "lowrank" else rank == 0):
-        raise BundleError(f"{where} has the rank {str(rank)[:60]}, which no {kind} predictor of this model has.")
+    kind, rank = _kind_and_rank(about, bundle.config, where)
     made = Predictor(kind, rank, **_layers(bundle.config, arrays, _predictor_shapes(kind, rank, bundle.config), where))
     if any((signs[:, -1] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
             and bundle.config.hidden_size % 64:
@@ -124,14 +120,41 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
 def named(recipe: Recipe, bundle: Bundle) -> Recipe:
     """Return the recipe with kind and rank of the bundle's predictor where its step `sparse` asks for one.
 
-    So a graph can be built of a recipe alone. Without a predictor the step stays as it is, and is refused.
+    So a graph can be built of a recipe alone. Where there is none, a step that names none stays, and is refused.
+
+    Raises
+    ------
+    BundleError
+        As `read_predictor`, of which the kind and the rank alone are read.
+    UsageError
+        The step names another predictor than the bundle has.
     """
-    steps = [step for step in recipe.steps if step.name == "sparse" and dict(step.settings).get("mode") == "predict"]
-    if not steps or (opened := _open(bundle, "predictor", ("kind", "rank"))) is None:
+    steps = [step for step in recipe.steps
+             if step.name.rpartition(".")[2] == "sparse" and dict(step.settings).get("mode") == "predict"]
+    if not steps:
         return recipe
-    about = tuple((name, opened[0][name]) for name in ("kind", "rank") if opened[0][name])
-    return Recipe(tuple(replace(step, settings=(*step.settings, *about)) if step in steps and len(step.settings) == 1
-                        else step for step in recipe.steps))
+    own: dict[str, str | float] = {}
+    if opened := _open(bundle, "predictor", ("kind", "rank")):
+        kind, rank = _kind_and_rank(opened[0], bundle.config, opened[2])
+        own = {"kind": kind} | ({"rank": rank} if rank else {})
+    has = f"{own['kind']} of rank {own['rank']}" if "rank" in own else own.get("kind", "none")
+    for step in steps:
+        asked = {name: value for name, value in step.settings if name in ("kind", "rank")}
+        if any(value != own.get(name) for name, value in asked.items()):
+            raise UsageError(f"The recipe asks for {step}, but the predictor of {bundle.path} is {has}; leave kind and "
+                             "rank out.")
+    return Recipe(tuple(replace(step, settings=tuple((dict(step.settings) | own).items())) if step in steps else step
+                        for step in recipe.steps))
+
+
+def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tuple[str, int]:
+    """What a predictor's file says of itself, if this model can have such a predictor."""
+    kind, rank = about["kind"], about["rank"]
+    if kind not in PREDICTORS:
+        raise BundleError(f"{where} is of the unknown kind {str(kind)[:60]!r}; the kinds are {', '.join(PREDICTORS)}.")
+    if type(rank) is not int or not (1 <= rank <= config.hidden_size if kind == "lowrank" else rank == 0):
+        raise BundleError(f"{where} has the rank {str(rank)[:60]}, which no {kind} predictor of this model has.")
+    return kind, rank
 
 
 def read_statistics(bundle: Bundle) -> Statistics | None:
