@@ -62,9 +62,7 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
         Of a low-rank predictor; by default the one that costs least, its own bytes and those of the neurons together.
     told : called with (stage, done, total, item)
     """
-    hidden = bundle.config.hidden_size
-    if rank is not None and not 1 <= rank <= hidden:
-        raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {hidden}.")
+    check_rank(rank, kind, bundle.config.hidden_size)
     factors = _factors(session, bundle, networks, ids, rank, told) if kind == "lowrank" else []
     made: list[tuple[Predictor, NDArray[np.float32]]] = []
     for layer in _captured(session, bundle, networks, ids, SAMPLE_TOKENS, False, told):
@@ -77,6 +75,14 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     whole = Predictor(kind, ones[0].rank, *(tuple(array for one in ones for array in getattr(one, name))
                                             for name in ("signs", "inner", "outer")))
     return Fitted(whole, tuple(choice for _, choice in made))
+
+
+def check_rank(rank: int | None, kind: str, hidden: int) -> None:
+    """Refuse a rank that no predictor of this kind has."""
+    if rank is not None and kind != "lowrank":
+        raise UsageError(f"rank is {rank}, but a {kind} predictor has none; leave it out, or take lowrank.")
+    if rank is not None and not 1 <= rank <= hidden:
+        raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {hidden}.")
 
 
 def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> tuple[int, bool]:

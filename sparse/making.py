@@ -26,7 +26,7 @@ from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurem
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, open_plain
 
 from .ffn import Ffn, ffns, parts
-from .fitting import Fitted, Told, choose, fit
+from .fitting import Fitted, Told, check_rank, choose, fit
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
@@ -102,8 +102,11 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     """
     if any(entry.part in ("predictor", "statistics") for entry in source.header.files):
         raise UsageError(f"{source.path} is sparse already; give the checkpoint or the bundle that it was made of.")
+    if Path(destination).resolve() == source.path.resolve():
+        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
     networks = ffns(build_graph(source.config, expected_types(source.types)))
     kind = _kind(kind, networks)
+    check_rank(rank, kind, source.config.hidden_size)
     graph = neuron_graph(source, networks)
     fitting, choosing, measuring = _cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,

@@ -165,6 +165,11 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
     assert "--predictor is 'oracle'; choose one of sign" in refused(bundles, *text, "--predictor", "oracle")
     assert "--max-kld is 0; it must be above 0" in refused(bundles, *text, "--max-kld", 0)
     assert "rank is 99; it must be from 1 to hidden_size, 36" in refused(bundles, *text, "--rank", 99)
+    assert "rank is 5, but a sign predictor has none" in refused(bundles, *text, "--rank", 5, "--predictor", "sign")
+    demo = edgeinfer("sparsify", "demo", bundles / "none", "--text", tmp_path / "short.txt")
+    assert demo.code == 1 and "too few to learn from" in demo.err
+    again = edgeinfer("sparsify", bundles / "tile16", bundles / "tile16", *text, "--overwrite")
+    assert again.code == 2 and "is the source itself; take another name" in again.err
     (bundles / "file").write_bytes(b"")
     assert edgeinfer("sparsify", bundles / "tile16", bundles / "file", *text).code == 1
 

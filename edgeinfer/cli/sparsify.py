@@ -110,8 +110,10 @@ def _open(stack: ExitStack, source: str, destination: Path, progress: ProgressLi
     """Open a bundle, or what a checkpoint is converted to, which is there until the stack is closed."""
     from ..bundle import Bundle, is_bundle
     from ..converters import convert
-    from ..models import checkpoint_path
+    from ..models import DEMO, checkpoint_path, demo_path
 
+    if source == DEMO and not Path(source).exists():
+        return stack.enter_context(Bundle.open(demo_path()))
     if is_bundle(source):
         return stack.enter_context(Bundle.open(source))
     checkpoint = checkpoint_path(source, progress)
