@@ -57,9 +57,9 @@ class LLM:
         Map the weights from their file, as by default; False copies them into memory of the process.
     recipe : str or Recipe, optional
         The passes over the model's graph.
-    sparse : {"off", "exact"}, optional
-        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone. The text
-        is the same.
+    sparse : {"off", "exact", "predict"}, optional
+        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone, with the
+        same text; or for decoded tokens what the bundle's predictor names, an approximation.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.

@@ -30,33 +30,36 @@ def _one_helper_for_all_constants() -> None:
     from numba.core import types
     from numba.core.dispatcher import Dispatcher
 
-    template = Dispatcher.get_call_template
+    changed: Any = Dispatcher
+    template = changed.get_call_template
 
     def get_call_template(dispatcher: Any, args: Any, kws: Any) -> Any:
         plain = {name: types.unliteral(kind) for name, kind in kws.items()}
         return template(dispatcher, tuple(map(types.unliteral, args)), plain)
 
-    Dispatcher.get_call_template = get_call_template
+    changed.get_call_template = get_call_template
 
 
 def _fewer_passes() -> None:
     from numba.core.compiler import DefaultPassBuilder
 
-    define = DefaultPassBuilder.define_nopython_pipeline
+    changed: Any = DefaultPassBuilder
+    define = changed.define_nopython_pipeline
 
     def define_nopython_pipeline(state: Any, name: str = "nopython") -> Any:
         manager = define(state, name)
         manager.passes = [each for each in manager.passes if each[0].__name__ not in _IDLE_PASSES]
         return manager
 
-    DefaultPassBuilder.define_nopython_pipeline = staticmethod(define_nopython_pipeline)
+    changed.define_nopython_pipeline = staticmethod(define_nopython_pipeline)
 
 
 def _remember_types_of_calls() -> None:
     """Types of `a + b` and of intrinsics depend on their arguments alone; Numba asks NumPy's rules at each again."""
     from numba.core.types.functions import BaseFunction
 
-    resolve = BaseFunction.get_call_type
+    changed: Any = BaseFunction
+    resolve = changed.get_call_type
     known: dict[Any, Any] = {}
 
     def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
@@ -65,7 +68,7 @@ def _remember_types_of_calls() -> None:
             known[key] = resolve(function, context, args, kws)
         return known[key]
 
-    BaseFunction.get_call_type = get_call_type
+    changed.get_call_type = get_call_type
 
 
 def _walk_instructions_quickly() -> None:
@@ -81,11 +84,13 @@ def _walk_instructions_quickly() -> None:
             return [var for item in items for var in variables(instruction, item)]
         return value.list_vars() if isinstance(value, Inst) else []
 
-    Inst._rec_list_vars = variables
+    changed: Any = Inst
+    changed._rec_list_vars = variables
 
 
 def _tell_nobody() -> None:
     """Leave out Numba's events, which time its own steps at each lock that it takes."""
     from numba.core import event
 
-    event.broadcast = lambda _event: None
+    changed: Any = event
+    changed.broadcast = lambda _event: None
