@@ -27,15 +27,15 @@ def _one_helper_for_all_constants() -> None:
     A variable that starts as a constant in front of a loop even made Numba compile a helper that nothing calls. What a
     helper must know while it compiles (heights of tiles) comes from the function that makes it.
     """
-    from numba.core import types
     from numba.core.dispatcher import Dispatcher
+    from numba.core.types.misc import unliteral
 
     changed: Any = Dispatcher
     template = changed.get_call_template
 
     def get_call_template(dispatcher: Any, args: Any, kws: Any) -> Any:
-        plain = {name: types.unliteral(kind) for name, kind in kws.items()}
-        return template(dispatcher, tuple(map(types.unliteral, args)), plain)
+        plain = {name: unliteral(kind) for name, kind in kws.items()}
+        return template(dispatcher, tuple(map(unliteral, args)), plain)
 
     changed.get_call_template = get_call_template
 
