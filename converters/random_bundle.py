@@ -1,6 +1,8 @@
 """Bundles of the shape of well-known models with random weights, written directly: for measurements without downloads.
 
-Run ``python -m edgeinfer.converters.random_bundle --shape tinyllama-1.1b DESTINATION``.
+Run ``python -m edgeinfer.converters.random_bundle --shape tinyllama-1.1b DESTINATION``; for a model whose FFNs fire as
+sparse ones do, with a predictor (random_neurons.py), add for example ``--ffn-layout neuron --density 0.1 --skew 0.9
+--predictor lowrank --rank 128``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import BundleWriter
+from edgeinfer.bundle import PREDICTOR_FILE, STATISTICS_FILE, BundleWriter, weights_identity
 from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import (
     ModelConfig,
     Weight,
@@ -31,6 +33,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import layouts
 
 from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
+from .random_neurons import Neurons, Sparsity, random_codes
 
 SHAPES: dict[str, ModelConfig] = {
     name: replace(read_config(shape.config), bos_token_id=1, eos_token_ids=(2,))
@@ -48,6 +51,7 @@ def write_random_bundle(
     seed: int = 0,
     *,
     ffn_layout: str = "tile16",
+    sparsity: Sparsity | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -65,6 +69,8 @@ def write_random_bundle(
         The same seed gives the same bytes.
     ffn_layout : {'tile16', 'neuron'}
         As for `convert`.
+    sparsity : Sparsity, optional
+        How many neurons fire, and a predictor of them; the model then has a ReLU, biases in its FFN, layout neuron.
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -74,32 +80,47 @@ def write_random_bundle(
     ------
     DestinationError
         As for `convert`.
+    UsageError
+        The model cannot have this sparsity.
     """
+    config = sparsity.config(config, ffn_layout) if sparsity else config
     type_of = requested_types(weights, group_size, ffn_layout=ffn_layout)
     graph = build_graph(config, type_of)
-    rng = np.random.default_rng(seed)
+    rng, entries = np.random.default_rng(seed), []
+    neurons = Neurons(rng, config, sparsity)
     total, done = graph_bytes(graph), 0
     asked = quantisation_of(type_of, weights, group_size)
     with BundleWriter(destination, config, asked, overwrite=overwrite, source=f"random weights, seed {seed}") as writer:
         writer.reserve(total)
         for weight in graph.weights:
             stored = graph.types[weight.name]
-            done += writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored)).nbytes
+            entries.append(writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored, neurons)))
+            done += entries[-1].nbytes
             if progress:
                 progress(done, total, weight.name)
         if config.vocab_size >= 256 + len(SPECIAL_TOKENS):
             for name, content in byte_tokenizer(config.vocab_size).items():
                 writer.add_file(name, json.dumps(content).encode())
+        if sparsity:
+            identity, predictor = weights_identity(entries), neurons.predictor()
+            writer.add_file(STATISTICS_FILE, b"".join(neurons.statistics().pack(identity)), "statistics")
+            if predictor:
+                writer.add_file(PREDICTOR_FILE, b"".join(predictor.pack(identity)), "predictor")
 
 
-def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
+def random_bytes(
+    rng: np.random.Generator, weight: Weight, stored: WeightType, neurons: Neurons
+) -> Iterator[NDArray[np.uint8]]:
     """Stored bytes of a random weight: norms near 1, biases near 0, matrices that keep the size of their input."""
+    if neurons.sparse and weight.name.endswith(".gate_up_bias"):
+        yield neurons.bias()
+        return
     if len(weight.shape) == 1:
         values = 0.02 * rng.standard_normal(weight.shape[0], np.float32) + (0 if weight.name.endswith("_bias") else 1)
         yield values.astype("<f4").view(np.uint8)
         return
     if stored.layout == "neuron":
-        yield from random_neurons(rng, weight, stored)
+        yield from neurons.ffn(weight, stored)
         return
     n_rows, cols = weight.shape
     step = 16 * max(1, BLOCK_WEIGHTS // (16 * cols))
@@ -111,33 +132,6 @@ def random_bytes(rng: np.random.Generator, weight: Weight, stored: WeightType) -
         else:
             values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))
             yield layouts.pack_tile16(values, stored.dtype)
-
-
-def random_neurons(rng: np.random.Generator, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
-    """Stored bytes of a random FFN in layout neuron; down columns are as large as intermediate_size asks for."""
-    n, _, hidden = weight.shape
-    step = max(1, BLOCK_WEIGHTS // (2 * hidden))
-    for parts in (1, 2):
-        for start in range(0, n, step):
-            codes, scales = random_codes(rng, (parts * min(step, n - start), hidden), stored)
-            if parts == 2:
-                scales[1::2] *= np.float16(np.sqrt(hidden / n))
-            yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
-
-
-def random_codes(
-    rng: np.random.Generator, shape: tuple[int, int], stored: WeightType
-) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Codes of even distribution and scales of either sign (their mean is zero), for weights of about 1/sqrt(cols)."""
-    rows, cols = shape
-    raw = np.frombuffer(rng.bytes(rows * cols), np.uint8).reshape(shape)
-    lowest = np.int8(stored.storage.grid[0])
-    if stored.storage.bits == 4:
-        codes, deviation = (raw & 15).view(np.int8) + lowest, 4.6
-    else:
-        codes, deviation = np.maximum(raw.view(np.int8), lowest), 73.5
-    size = rng.uniform(0.5, 1.5, (rows, -(-cols // stored.group_size))) / (deviation * np.sqrt(cols))
-    return codes, (size * rng.choice((-1, 1), size.shape)).astype(np.float16)
 
 
 def byte_tokenizer(vocab_size: int) -> dict[str, dict[str, object]]:
@@ -189,12 +183,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", choices=WEIGHT_TYPES, default="q4")
     parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=32)
     parser.add_argument("--ffn-layout", choices=FFN_LAYOUTS, default="tile16")
+    parser.add_argument("--layers", type=int, help="so many layers instead of the shape's")
     parser.add_argument("--seed", type=int, default=0)
+    sparse = parser.add_argument_group("sparse FFNs (with --ffn-layout neuron)")
+    sparse.add_argument("--density", type=float, help="share of the neurons that fire for a token")
+    sparse.add_argument("--skew", type=float, default=0.5, help="share of the firings that half of the neurons takes")
+    sparse.add_argument("--predictor", choices=("lowrank", "sign"), default="")
+    sparse.add_argument("--rank", type=int, default=0, help="of a lowrank predictor")
+    sparse.add_argument("--mask", type=float, help="share of the neurons that the predictor chooses (the density)")
     parser.add_argument("--overwrite", action="store_true")
     given = parser.parse_args(arguments)
+    config = SHAPES[given.shape]
     try:
-        write_random_bundle(SHAPES[given.shape], given.destination, given.weights, given.group_size, given.seed,
-                            ffn_layout=given.ffn_layout, overwrite=given.overwrite)
+        if given.layers is not None and not 1 <= given.layers <= config.num_hidden_layers:
+            raise UsageError(f"--layers is {given.layers}; {given.shape} has {config.num_hidden_layers}.")
+        if given.density is None and (given.predictor or given.rank or given.mask is not None):
+            raise UsageError("--predictor, --rank and --mask belong to --density.")
+        config = replace(config, num_hidden_layers=given.layers or config.num_hidden_layers)
+        sparsity = None if given.density is None else \
+            Sparsity(given.density, given.skew, given.predictor, given.rank, given.mask)
+        write_random_bundle(config, given.destination, given.weights, given.group_size, given.seed,
+                            ffn_layout=given.ffn_layout, sparsity=sparsity, overwrite=given.overwrite)
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,0 +1,218 @@
+"""Speed of sparse FFNs in memory: exact and predicted against both dense layouts, interleaved in one process.
+
+    python benchmarks/sparse_speed.py --shape tinyllama-1.1b --rank 128 --bundles FOLDER [--make-only] [--profile]
+
+Models are random (converters/random_neurons.py), all with a ReLU and biases in their FFN; a bundle that lies in the
+folder already is taken as it is. Masks choose as many neurons as fire, and nearly those, so that a predicted token
+reads all three parts of what its masks choose. --layers takes so many of the shape's layers, and of its words the same
+share, so that the head weighs as much as in the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `python benchmarks/sparse_speed.py` in a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.machine import Others, describe  # noqa: E402
+from edgeinfer import __version__  # noqa: E402
+from edgeinfer.bench.profile import make_profile  # noqa: E402
+from edgeinfer.bench.repetitions import token_ids  # noqa: E402
+from edgeinfer.bench.results import GENERATE, Case  # noqa: E402
+from edgeinfer.bench.traffic import bytes_per_token  # noqa: E402
+from edgeinfer.bundle import Bundle, read_predictor  # noqa: E402
+from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle  # noqa: E402
+from edgeinfer.graph import ModelConfig, NeuronGated  # noqa: E402
+from edgeinfer.memory_planner import default_threads  # noqa: E402
+from edgeinfer.runner import DECODE, Segment  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
+from edgeinfer.runtime.taps import View  # noqa: E402
+
+DENSITIES = (0.1, 0.2)
+DEPTH, WARM_UP = 32, 2
+"""Tokens of context before each reading, and tokens generated before its clock runs."""
+WATCHED = 128
+"""Tokens over which densities are counted."""
+
+
+@dataclass
+class Program:
+    """One way to run one bundle, and its readings."""
+
+    name: str
+    session: Session
+    mode: str
+    chosen: float = 1.0
+    """Share of the neurons whose gates are computed."""
+    fired: float = 1.0
+    """Share of the neurons that are read and computed whole."""
+    seconds: list[float] = field(default_factory=list)
+    """Of a token, by round."""
+
+    def gigabytes(self) -> float:
+        """What a token reads: of the FFNs what `chosen` and `fired` leave, of everything else all."""
+        session, bundle = self.session, self.session.bundle
+        ffn = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
+        return (bytes_per_token(session, Case(GENERATE, 1, DEPTH))
+                - ffn * (1 - self.chosen / 3 - 2 * self.fired / 3)) / 1e9
+
+    def predictor_megabytes(self) -> float:
+        """Bytes of it that a token reads."""
+        predictor = read_predictor(self.session.bundle) if self.mode == "predict" else None
+        return predictor.nbytes / 1e6 if predictor else 0.0
+
+
+def make_bundles(folder: Path, shape: str, layers: int | None, rank: int) -> dict[str, Path]:
+    """Return the bundles' paths, and write those that are not there."""
+    config = SHAPES[shape]
+    if layers:
+        words = config.vocab_size * layers // config.num_hidden_layers
+        config = replace(config, num_hidden_layers=layers, vocab_size=words)
+    paths = {"tile16": folder / f"{shape}-{config.num_hidden_layers}-tile16"}
+    if not paths["tile16"].exists():
+        write_random_bundle(replace(config, hidden_act="relu", mlp_bias=True), paths["tile16"])
+    for density in DENSITIES:
+        path = paths[f"{density:.0%}"] = folder / f"{shape}-{config.num_hidden_layers}-{density * 100:.0f}"
+        if not path.exists():
+            write_random_bundle(config, path, ffn_layout="neuron",
+                                sparsity=Sparsity(density, predictor="lowrank", rank=rank))
+    return paths
+
+
+def watch(session: Session, tokens: int = WATCHED) -> tuple[np.ndarray, np.ndarray]:
+    """Walk tokens in decode role; by layer and neuron, how many fire and how many a mask chooses (none: all)."""
+    sequence = session.new_sequence()
+    ids = token_ids(session.model.vocab_size)
+    segment = Segment(sequence, [next(ids) for _ in range(tokens)], role=DECODE)
+    session.reserve(sequence, tokens)
+    view, start, fired, chosen = View(session, tokens), 0, [], []
+    for i, record in enumerate(session.program.records):
+        op = record.op
+        if isinstance(op, NeuronGated):
+            session.walk_range(segment, start, i + 1)
+            start = i + 1
+            fired.append(np.count_nonzero(view.floats(op.out), axis=0))
+            bits = np.unpackbits(np.ascontiguousarray(view.floats(op.mask)).view(np.uint8), axis=1, bitorder="little") \
+                if op.mask else np.ones((tokens, op.out.width), np.uint8)
+            chosen.append(bits[:, : op.out.width].sum(axis=0, dtype=np.int64))
+    session.truncate(sequence, 0)
+    return np.array(fired), np.array(chosen)
+
+
+def open_programs(paths: dict[str, Path], threads: int, stack: ExitStack) -> list[Program]:
+    """Open every program in the threads of the first, and count what each chooses."""
+    wanted = [("dense, tile16", "tile16", "off"), ("dense, by neuron", f"{DENSITIES[0]:.0%}", "off")]
+    wanted += [(f"{mode}, {density:.0%}", f"{density:.0%}", mode) for density in DENSITIES
+               for mode in ("exact", "predict")]
+    programs: list[Program] = []
+    for name, bundle, mode in wanted:
+        config = RuntimeConfig(ctx=512, threads=threads, prefill_chunk=WATCHED, recipe=Recipe().sparse(mode))
+        host = programs[0].session if programs else None
+        session = Session(Bundle.open(paths[bundle]), config, host=host)
+        stack.callback(session.close)
+        programs.append(Program(name, session, mode))
+        if mode != "off":
+            fired, chosen = watch(session)
+            programs[-1].fired, programs[-1].chosen = fired.mean() / WATCHED, chosen.mean() / WATCHED
+    return programs
+
+
+def measure(programs: list[Program], rounds: int, tokens: int) -> None:
+    """Take a reading of every program in each round, beginning with another one each time."""
+    ids = token_ids(programs[0].session.model.vocab_size)
+    sequences = [program.session.new_sequence() for program in programs]
+    for program, sequence in zip(programs, sequences, strict=True):
+        program.session.prefill(sequence, [next(ids) for _ in range(DEPTH)])
+    for i in range(rounds):
+        for j in range(len(programs)):
+            program, sequence = programs[(i + j) % len(programs)], sequences[(i + j) % len(programs)]
+            for _ in range(WARM_UP):
+                program.session.decode([sequence], [next(ids)])
+            began = time.perf_counter()
+            for _ in range(tokens):
+                program.session.decode([sequence], [next(ids)])
+            program.seconds.append((time.perf_counter() - began) / tokens)
+            program.session.truncate(sequence, DEPTH)
+
+
+def profile(program: Program, tokens: int) -> str:
+    """Milliseconds of a token by operation, the longest first."""
+    session, ids = program.session, token_ids(program.session.model.vocab_size)
+    sequence = session.new_sequence()
+    session.prefill(sequence, [next(ids) for _ in range(DEPTH)])
+    session.executor.start_profile()
+    for _ in range(tokens):
+        session.decode([sequence], [next(ids)])
+    nanoseconds = [int(ns) for ns in session.executor.stop_profile()]
+    session.release(sequence)
+    made = make_profile(session, Case(GENERATE, tokens, DEPTH), nanoseconds)
+    return ", ".join(f"{item.name} {1e3 * item.seconds:.2f}" for item in made.operations[:12])
+
+
+def report(programs: list[Program], head: str) -> str:
+    """The table, in Markdown; ratios are medians over the rounds, against the dense layout that was faster overall."""
+    dense = min(programs[:2], key=lambda program: median(program.seconds))
+    lines = [head, "", "| program | tokens/s | against the faster dense | gates computed | neurons computed "
+             "| GB a token | of it predictor, MB |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for program in programs:
+        ratios = [a / b for a, b in zip(dense.seconds, program.seconds, strict=True)]
+        lines.append(f"| {program.name} | {1 / median(program.seconds):.1f} | {median(ratios):.2f} "
+                     f"({min(ratios):.2f} to {max(ratios):.2f}) | {program.chosen:.1%} | {program.fired:.1%} "
+                     f"| {program.gigabytes():.3f} | {program.predictor_megabytes():.1f} |")
+    return "\n".join(lines)
+
+
+def head_of(config: ModelConfig, shape: str, session: Session, rank: int, rounds: int, tokens: int) -> str:
+    """What was measured, and on what."""
+    whole = SHAPES[shape]
+    part = "" if config.num_hidden_layers == whole.num_hidden_layers else \
+        f", {config.num_hidden_layers} of its {whole.num_hidden_layers} layers and {config.vocab_size} of its words"
+    return (f"{shape}{part}, ReLU, q4 in groups of 32, predictor of rank {rank} "
+            f"({rank / config.hidden_size:.1%} of hidden_size), {session.config.threads} threads; {rounds} rounds of "
+            f"{tokens} tokens. {', '.join(describe().values())}; {session.isa}; edgeinfer {__version__}, numba "
+            f"{version('numba')}.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Speed of sparse FFNs in memory.")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
+    parser.add_argument("--layers", type=int, help="so many of the shape's layers")
+    parser.add_argument("--rank", type=int, default=128, help="of the predictor")
+    parser.add_argument("--bundles", type=Path, required=True, help="folder of the bundles, made where they lack")
+    parser.add_argument("--make-only", action="store_true", help="make the bundles and measure nothing")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=16, help="of a reading")
+    parser.add_argument("-t", "--threads", type=int, default=default_threads())
+    parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    given = parser.parse_args(arguments)
+    paths = make_bundles(given.bundles, given.shape, given.layers, given.rank)
+    if given.make_only:
+        return 0
+    with ExitStack() as stack:
+        programs = open_programs(paths, given.threads, stack)
+        others = Others(os.getpid())
+        measure(programs, given.rounds, given.tokens)
+        first = programs[0].session
+        head = head_of(first.model, given.shape, first, given.rank, given.rounds, given.tokens)
+        print(report(programs, f"{head} Meanwhile other programs kept {others.cores():.1f} cores busy."), flush=True)
+        for program in programs if given.profile else []:
+            print(f"{program.name}, ms: {profile(program, given.tokens)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
