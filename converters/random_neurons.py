@@ -209,7 +209,8 @@ def rounded_codes(weights: Floats, stored: WeightType) -> Codes:
     grouped = padded.reshape(rows, groups, -1)
     scales = (np.maximum(grouped.max(2), -grouped.min(2)) / stored.storage.grid[1]).astype(np.float16)
     grouped *= 1 / np.maximum(scales.astype(np.float32), np.float32(6e-8))[:, :, None]
-    return np.rint(padded, out=padded)[:, :cols].clip(*stored.storage.grid).astype(np.int8), scales
+    lowest, highest = stored.storage.grid
+    return np.clip(np.rint(padded[:, :cols]), lowest, highest).astype(np.int8), scales
 
 
 def packed_signs(codes: NDArray[np.int8], scales: NDArray[np.float16], group_size: int) -> NDArray[np.uint64]:
