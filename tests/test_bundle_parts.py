@@ -25,6 +25,7 @@ from edgeinfer.bundle.arrays import open_arrays, pack_arrays
 from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BundleError, UsageError
+from tests.command_line import edgeinfer
 from tests.sessions import TINY, session
 
 N, H, LAYERS = TINY.intermediate_size, TINY.hidden_size, TINY.num_hidden_layers
@@ -212,3 +213,11 @@ def test_what_a_predictor_is_completes_a_recipe(plain: Path, tmp_path: Path) -> 
         for asked in ("", ",kind=lowrank", ",kind=lowrank,rank=5", ",kind=lowrank,rank=5.0"):
             whole = named(Recipe.parse("sparse:mode=predict" + asked), bundle)
             assert str(whole) == "sparse:mode=predict,kind=lowrank,rank=5"
+
+
+def test_info_names_the_predictor(plain: Path, tmp_path: Path) -> None:
+    made = predictor("lowrank")
+    path = bundle_with(plain, tmp_path / "m", lambda weights: b"".join(made.pack(weights)))
+    assert edgeinfer("info", path, "--json").json["predictor"] == {"kind": "lowrank", "rank": 5, "bytes": made.nbytes}
+    assert "predictor     lowrank of rank 5" in edgeinfer("info", path).out
+    assert edgeinfer("info", plain, "--json").json["predictor"] is None

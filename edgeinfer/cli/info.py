@@ -29,6 +29,7 @@ JSON_FIELDS = {
         "config": "architecture and its sizes",
         "quantisation": "storage that was asked for",
         "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron)",
+        "predictor": "of live neurons: `kind`, `rank`, `bytes`, or null",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
@@ -93,6 +94,7 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
+        "predictor": _predictor(bundle),
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
@@ -104,6 +106,15 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
             for entry in bundle.tensors.values()
         ],
     }
+
+
+def _predictor(bundle: Bundle) -> dict[str, Any] | None:
+    if all(entry.part != "predictor" for entry in bundle.header.files):
+        return None
+    from ..bundle import read_predictor
+
+    found = read_predictor(bundle)
+    return found and {"kind": found.kind, "rank": found.rank, "bytes": found.nbytes}
 
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
@@ -121,6 +132,13 @@ def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
         session.close()
 
 
+def _predictor_row(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    rank = f" of rank {found['rank']}" if found["rank"] else ""
+    return [("predictor", f"{found['kind']}{rank}, {format_size(found['bytes'])}; run with --sparse predict")]
+
+
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     c, q = report["config"], report["quantisation"]
     stored = WeightType.of(q["weights"], q["group_size"]).words
@@ -136,6 +154,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{report['parameters']:,}"),
         ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
+        *_predictor_row(report["predictor"]),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]
 
