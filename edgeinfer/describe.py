@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bundle import Bundle, Quantisation, is_bundle, named, weights_file_bytes
+from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from .config import KV_TYPES, Recipe, RuntimeConfig
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
@@ -254,6 +254,8 @@ def _described(
 def _from_bundle(
     name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None
 ) -> ModelDescription:
+    from .bundle import named  # imports NumPy
+
     recipe = recipe or Recipe()
     with Bundle.open(path) as bundle:
         own, config = bundle.quantisation, bundle.config
