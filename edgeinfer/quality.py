@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -43,7 +43,7 @@ class Setting:
     values: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, **values: str) -> Setting:
+    def of(cls, /, **values: str) -> Setting:
         """Return the setting with these values."""
         return cls(tuple(sorted(values.items())))
 
@@ -208,7 +208,7 @@ def _measurement(row: Any) -> Measurement:
         value = row[name]
         if kind in _KINDS and type(value) is not _KINDS[str(kind)] and not (kind == "float" and type(value) is int):
             raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")
-        if kind == "float" and not (math.isfinite(value) and value >= 0):
+        if kind == "float" and not 0 <= value <= sys.float_info.max:  # an integer may be larger than any float
             raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")
     return Measurement(**{**row, "setting": Setting.of(**values)})
 

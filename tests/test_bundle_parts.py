@@ -167,6 +167,8 @@ def table(rows: object, version: int = 1) -> bytes:
         (table([{"name": "a", "kind": ["f32"], "shape": [1], "offset": 0}]), "without a usable name, kind or offset"),
         (table([{"name": "a", "kind": "f32", "shape": [-1], "offset": 0}]), "the array 'a' has no usable shape"),
         (table([{"name": "a", "kind": "f32", "shape": [2**40, 2**40], "offset": 0}]), "has no usable shape"),
+        (table([{"name": "a", "kind": "u8", "shape": [1] * 100, "offset": 0}]) + b"1", "has no usable shape"),
+        (table([{"name": "a" * 999, "kind": "u8", "shape": [1], "offset": 0}]), r"ends within the array 'a{60}'"),
         (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 64}]), "not behind the one before it"),
         (table([{"name": "a", "kind": "f32", "shape": [1], "offset": 0}]), "ends within the array 'a'"),
         ((56).to_bytes(8, "little") + b"{" * 56, "has a table that is not valid JSON"),

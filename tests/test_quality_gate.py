@@ -89,7 +89,8 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(made: Measurement, monkeyp
 @pytest.mark.parametrize(
     "change",
     [{"version": 2}, {"measurements": 3}, {"measurements": [3]}, {"kld_mean": "0"}, {"kld_mean": -1.0},
-     {"kld_mean": float("nan")}, {"tokens": 1.5}, {"setting": {"kv": 1}}, {"setting": []}, {"more": 1}],
+     {"kld_mean": float("nan")}, {"tokens": 1.5}, {"setting": {"kv": 1}}, {"setting": []}, {"more": 1},
+     {"kld_mean": 10**400}],
 )
 def test_hostile_files_of_measurements(made: Measurement, change: dict[str, object]) -> None:
     assert from_json(to_json([made])) == [made]
@@ -97,6 +98,11 @@ def test_hostile_files_of_measurements(made: Measurement, change: dict[str, obje
     (data if "version" in change or "measurements" in change else data["measurements"][0]).update(change)
     with pytest.raises(ValueError, match=r"measurement|setting|JSON|constant"):
         from_json(json.dumps(data).encode())
+
+
+def test_names_in_a_setting_are_free(made: Measurement) -> None:
+    named_so = replace(made, setting=Setting((("cls", "x"), ("self", "y"))))
+    assert from_json(to_json([named_so])) == [named_so]
 
 
 def test_a_measurement_needs_a_reference() -> None:

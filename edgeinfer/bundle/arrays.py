@@ -22,6 +22,8 @@ from .rows import exact_fields
 
 ARRAYS_VERSION = 1
 MAX_TABLE_BYTES = 16 << 20
+MAX_DIMENSIONS = 8
+"""No array of a model has more, and NumPy takes 32 or 64."""
 KINDS = {"u8": "<u1", "i32": "<i4", "i64": "<i8", "u64": "<u8", "f32": "<f4"}
 """Types of elements, and NumPy's names for them."""
 _NAMES = {np.dtype(name): kind for kind, name in KINDS.items()}
@@ -63,18 +65,19 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
                 raise BundleError(f"{path.name} is no file of arrays.")
             about, rows = _table(file.read(length), path.name)
             nbytes = file.seek(0, 2) - 8 - length
+            data = np.memmap(file, np.uint8, "r", 8 + length, (nbytes,)) if nbytes > 0 else np.zeros(0, np.uint8)
     except OSError as error:
         raise BundleError(f"{path.name}: {error.strerror or error}.") from None
-    data = np.memmap(path, np.uint8, "r", 8 + length, (nbytes,)) if nbytes > 0 else np.zeros(0, np.uint8)
     arrays: Arrays = {}
     end = 0
     for row in rows:
         kind, size = np.dtype(KINDS[row["kind"]]), prod(row["shape"])
         if row["name"] in arrays or row["offset"] != round_up(end, LINE_BYTES):
-            raise BundleError(f"{path.name}: the array {row['name']!r} occurs twice, or not behind the one before it.")
+            raise BundleError(f"{path.name}: the array {row['name'][:60]!r} occurs twice, or not behind the one before "
+                              "it.")
         end = row["offset"] + size * kind.itemsize
         if end > nbytes:
-            raise BundleError(f"{path.name} ends within the array {row['name']!r}.")
+            raise BundleError(f"{path.name} ends within the array {row['name'][:60]!r}.")
         arrays[row["name"]] = data[row["offset"] : end].view(kind).reshape(row["shape"])
     if end != nbytes:
         raise BundleError(f"{path.name} has {nbytes} bytes of arrays; its table lists {end}.")
@@ -109,5 +112,6 @@ def _check_row(row: dict[str, Any], name: str) -> None:
     shape = row["shape"]
     if type(row["name"]) is not str or row["kind"] not in tuple(KINDS) or type(row["offset"]) is not int:
         raise BundleError(f"{name} lists an array without a usable name, kind or offset.")
-    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape) or prod(shape) > MAX_BYTES // 8:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n > 0 for n in shape) \
+            or prod(shape) > MAX_BYTES // 8:
         raise BundleError(f"{name}: the array {row['name'][:60]!r} has no usable shape.")
