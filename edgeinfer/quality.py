@@ -206,7 +206,8 @@ def _measurement(row: Any) -> Measurement:
         raise ValueError("a setting has values that are no text")
     for name, kind in names.items():
         value = row[name]
-        if kind in _KINDS and type(value) is not _KINDS[str(kind)] and not (kind == "float" and type(value) is int):
+        if (kind in _KINDS and type(value) is not _KINDS[str(kind)] and not (kind == "float" and type(value) is int)) \
+                or (kind == "str" and not value.isprintable()):  # reports print these
             raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")
         if kind == "float" and not 0 <= value <= sys.float_info.max:  # an integer may be larger than any float
             raise ValueError(f"{name} of a measurement is {str(value)[:60]!r}")

@@ -90,7 +90,7 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(made: Measurement, monkeyp
     "change",
     [{"version": 2}, {"measurements": 3}, {"measurements": [3]}, {"kld_mean": "0"}, {"kld_mean": -1.0},
      {"kld_mean": float("nan")}, {"tokens": 1.5}, {"setting": {"kv": 1}}, {"setting": []}, {"more": 1},
-     {"kld_mean": 10**400}],
+     {"kld_mean": 10**400}, {"isa": "\x1b[2J"}],
 )
 def test_hostile_files_of_measurements(made: Measurement, change: dict[str, object]) -> None:
     assert from_json(to_json([made])) == [made]
