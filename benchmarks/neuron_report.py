@@ -60,8 +60,8 @@ def _tables(names: dict[str, list[Reading]]) -> Iterator[str]:
 
 def _title(name: str) -> str:
     kind, _, share = name.partition(" ")
-    if kind == "list":
-        return f"{float(share):.0%} of the neurons, listed at random"
+    if kind == "mask":
+        return f"{float(share):.0%} of the neurons, chosen at random by a mask"
     if kind == "live":
         return f"all gates, {float(share):.0%} of the neurons alive"
     return f"dense, {name}"
@@ -72,7 +72,7 @@ EXPLANATION = """
 
 A reading is one token through all FFNs, as often as makes up half of all bytes, with other neurons each time; 1 GiB
 is read as a stream before and after it. Each round takes one reading of every program; medians over the rounds.
-*Useful* bytes are those of the neurons that are computed: all three parts of listed neurons; where
+*Useful* bytes are those of the neurons that are computed: all three parts of chosen neurons; where
 all gates are computed, gate rows of all neurons, up rows and down columns of those that are alive. Time contains norm,
 quantisation of x, wake-up of the threads and all barriers.
 
@@ -82,11 +82,11 @@ quantisation of x, wake-up of the threads and all barriers.
   about half the speed of a stream, which the prefetcher of the second cache reads ahead. A first version had one
   kernel for gate and up and one for down; each skipped the bytes of the other, and dense decoding reached 60 % of
   tile16.
-* Now a token goes through each neuron once, from gate to column, in blocks of neurons. While 8 neurons are computed,
-  the 24 parts of the next 8 are fetched in the order in which they lie in memory. The fetches form a stream, and the
-  prefetcher follows it. Each block leaves its sum of columns; a second record adds these up in order, so the result
+* Now a token goes through blocks of neurons, from gate to column. All gates lie together, so those of a block come as
+  one stream, fetched two rows ahead. Then its live neurons are known, and their pairs of up row and column come one
+  batch of 8 ahead of use. Each block leaves its sum of columns; a second record adds these up in order, so the result
   does not depend on threads.
-* Where few neurons live (ReLU, all gates computed), gates are fetched two rows ahead; up rows and columns of the
-  living are fetched as soon as the gate is known, and computed when 8 wait.
+* Where a mask has chosen the neurons and most of them live, gates and pairs of the next 8 are fetched before their gates
+  are known.
 * Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
 """.splitlines()[1:]
