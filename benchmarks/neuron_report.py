@@ -86,7 +86,7 @@ quantisation of x, wake-up of the threads and all barriers.
   one stream, fetched two rows ahead. Then its live neurons are known, and their pairs of up row and column come one
   batch of 8 ahead of use. Each block leaves its sum of columns; a second record adds these up in order, so the result
   does not depend on threads.
-* Where a mask has chosen the neurons and most of them live, gates and pairs of the next 8 are fetched before their gates
-  are known.
+* Where a mask has chosen the neurons and most of them live, gates and pairs of the next 8 are fetched before it is
+  known which of them live.
 * Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
 """.splitlines()[1:]

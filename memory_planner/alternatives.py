@@ -82,9 +82,10 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
     """
     budget = process_budget() if config.budget_bytes is None else config.budget_bytes
     plan = planner.plan(to_request(config))
-    for fitting in (plan, stream(planner, plan.request, budget)):
-        if fitting and fitting.total_bytes <= budget:
-            return fitting, budget
+    if plan.total_bytes <= budget:
+        return plan, budget
+    if streamed := stream(planner, plan.request, budget):
+        return streamed, budget
     options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
 

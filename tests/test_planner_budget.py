@@ -67,6 +67,16 @@ def test_a_plan_within_the_budget_passes() -> None:
     assert fit(planner, config_of(512, "int8"), rebuild)[1] >= plan.total_bytes
 
 
+def test_streaming_is_not_planned_where_all_weights_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    plan = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda planner, request: planned.append(request) or plan(planner, request))
+    graph = build_graph(replace(MODEL, num_hidden_layers=8), requested_types("q4", 32))
+    fit(Planner(graph, weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)),
+        config_of(512, "int8", 1 << 40), rebuild)
+    assert len(planned) == 1
+
+
 @pytest.mark.parametrize("weights", ["f32", "f16", "int8", "q4"])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 @pytest.mark.parametrize("ctx", [16, 48, 250, 1000, 4096, 65536, 100_000])
