@@ -12,6 +12,7 @@ from edgeinfer.bundle import PREDICTOR_FILE, Bundle, BundleWriter, Predictor, we
 from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.graph import build_graph, requested_types
 from tests.sessions import TINY, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
@@ -66,3 +67,10 @@ def test_sparse_is_said_once(model: Path) -> None:
     for text in ("sparse:mode=predict+sparse:mode=exact", "sparse:mode=off+sparse:mode=predict"):
         with pytest.raises(UsageError, match="has the pass sparse twice"), session(model, recipe=Recipe.parse(text)):
             pass
+
+
+@pytest.mark.parametrize("asked", ["kind=lowrank,rank=x", "kind=lowrank,rank=inf", "kind=lowrank,rank=5.5",
+                                   "kind=lowrank,rank=129", "kind=lowrank", "kind=sign,rank=3", "kind=5"])
+def test_a_predictor_that_cannot_be_has_no_graph(asked: str) -> None:
+    with pytest.raises(UsageError, match=r"A predictor of kind .* does not exist; kinds are sign"):
+        build_graph(CONFIG, requested_types(ffn_layout="neuron"), Recipe.parse(f"sparse:mode=predict,{asked}"))

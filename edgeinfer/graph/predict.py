@@ -87,9 +87,10 @@ def with_predictor(graph: Graph, kind: str, rank: int = 0) -> Graph:
     UsageError
         There is no such predictor.
     """
-    if kind not in PREDICTORS or (kind == "lowrank") != (rank > 0):
-        raise UsageError(f"A predictor of kind {kind!r} and rank {rank} does not exist; kinds are "
-                         f"{', '.join(PREDICTORS)}, and only lowrank has a rank.")
+    least, most = (1, graph.config.hidden_size) if kind == "lowrank" else (0, 0)
+    if kind not in PREDICTORS or type(rank) is not int or not least <= rank <= most:
+        raise UsageError(f"A predictor of kind {kind!r} and rank {rank!r} does not exist; kinds are "
+                         f"{', '.join(PREDICTORS)}, and only lowrank has a rank, from 1 to hidden_size.")
     ops: list[Op] = []
     types, weights = dict(graph.types), list(graph.weights)
 
