@@ -78,7 +78,8 @@ class Statistics:
     largest: tuple[NDArray[np.float32], ...]
     """Largest magnitude that each neuron gave."""
     order: tuple[NDArray[np.int32], ...]
-    """Which neuron of the source each one is; they are stored from the most to the least active."""
+    """Which neuron of the source each one is; they are stored from the most to the least active, as counted
+    with the source's weights."""
 
     def pack(self, weights: str) -> Iterator[bytes]:
         """Yield the file's bytes, as `Predictor.pack`."""
