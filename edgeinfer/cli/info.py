@@ -114,7 +114,7 @@ def _predictor(bundle: Bundle) -> dict[str, Any] | None:
     from ..bundle import read_predictor
 
     found = read_predictor(bundle)
-    return found and {"kind": found.kind, "rank": found.rank, "bytes": found.nbytes}
+    return {"kind": found.kind, "rank": found.rank, "bytes": found.nbytes} if found else None
 
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
