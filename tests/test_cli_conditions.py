@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import PYTHON, ROOT, environment, process
+from tests.command_line import PYTHON, ROOT, environment, listening, process
 from tests.conditions import signalled
 
 pytestmark = [
@@ -77,7 +77,8 @@ def test_ctrl_c_that_falls_into_a_callback_is_not_lost() -> None:
             "kept = weakref.ref(thing, gone)\nprogram.watch_signals()\n"
             "with program.interruptible():\n    try:\n        del thing\n        time.sleep(20)\n"
             "    except KeyboardInterrupt:\n        print('raised')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          preexec_fn=listening)
     assert (done.stdout, done.stderr) == ("raised\n", "")
 
 

@@ -21,6 +21,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import abi
 from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import threads as threads_module
+from tests.command_line import listening
 from tests.python_kernels import COUNT_FREE, Make, executors
 from tests.sessions import free_blocks, logits_of, session, tokens, write_model
 
@@ -229,7 +230,8 @@ def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
         pytest.skip("needs POSIX signals and fork")
     path = write_model(models / "long", LONG) if mode == "ctrl_c" else write_model(models)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=60, capture_output=True, text=True
+        [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=60, capture_output=True, text=True,
+        preexec_fn=listening if os.name == "posix" else None,
     )
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
 

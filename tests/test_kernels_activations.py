@@ -127,7 +127,7 @@ def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, 
     rng, width = np.random.default_rng(group), 172
     ffn = random_ffn(rng, dtype, group, 96, width, 1)
     places, fused = fused_operands(rng, ffn.bench, width, group, norm)
-    places = [ffn.weights, ffn.x_place, ffn.f_place, ffn.list, ffn.scratch_place, ffn.bias, ffn.sums, *places]
+    places = [ffn.weights, ffn.x_place, ffn.f_place, ffn.masks, ffn.scratch_place, ffn.bias, ffn.sums, *places]
     for isa in ISAS:
         parameters = fill(
             NEURON_GATED, **{**ffn.values, **fused}, out_stride=ffn.f_stride, chunk=3, activation=ACTIVATIONS["silu"],

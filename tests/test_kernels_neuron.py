@@ -215,9 +215,10 @@ def test_dead_neurons_are_not_read(dtype: str, group: int, monkeypatch: pytest.M
                 for name in ("gated", "down"):  # twins multiply with all weights
                     patch.setitem(TWINS, f"neuron_{name}_{dtype}", unchecked(TWINS[f"neuron_{name}_{dtype}"]))
                 np.testing.assert_array_equal(ffn.outputs(isa, tokens=tokens), want)
-                ffn.flags |= abi.FLAG_DENSE
-                assert np.isnan(ffn.outputs(isa, tokens=tokens)).all()
-                ffn.flags = 0
+                if isa != "generic":  # whose conversion of halves knows finite numbers alone
+                    ffn.flags |= abi.FLAG_DENSE
+                    assert np.isnan(ffn.outputs(isa, tokens=tokens)).all()
+                    ffn.flags = 0
             place[:] = packed
 
 

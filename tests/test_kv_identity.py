@@ -88,7 +88,7 @@ def test_what_else_changes_bits_counts(opened: Session, tmp_path: Path, extra: s
     if extra == "sources":  # as after an upgrade that changed kernels
         opened.executor.kernels._sets[None] = replace(opened.executor.kernels._sets[None], sources="another")
     else:
-        object.__setattr__(opened.config, "recipe", "fuse_input+other")
+        opened.recipe = "fuse_input+other"  # type: ignore[assignment]
     with pytest.raises(BundleError, match=OTHER):
         opened.load(tmp_path / "cache")
 
