@@ -38,9 +38,10 @@ PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
-TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
-SELECTION = "(q4-32 or int8-32) and (exact or same_bits)"
-NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8")
+TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py")
+SELECTION = "((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask"
+NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
+          "neuron_mask_signs")
 """Kernels that no model here needs."""
 
 
