@@ -96,6 +96,14 @@ def plain_segments(segments: Items[Segment]) -> Items[Segment]:
         parents=None if segment.parents is None else integers("parents", segment.parents)) for segment in segments]
 
 
+def decoding(sequences: Items[Sequence], ids: Items[int], draws: Items[int]) -> list[Segment]:
+    """Return the segments of a walk over one token of each sequence; see `Runner.decode`."""
+    if len(sequences) != len(ids):
+        raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
+    each = zip(sequences, ids, draws or repeat(0), strict=False)
+    return [Segment(sequence, (token,), (0,), DECODE, None, (draw,)) for sequence, token, draw in each]
+
+
 def _is_plain(items: Any) -> bool:
     return type(items) in (list, tuple, range) and {int}.issuperset(map(type, items))
 
@@ -215,19 +223,24 @@ class Runner(abc.ABC):
         return self.walk([Segment(sequence, rest, (len(rest) - 1,), draws=(draw,))], cancel)[0]
 
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
-               draws: Items[int] = ()) -> Logits:
-        """Walk over one more token of each of several sequences; `draws` has one for each, see `Segment.draws`.
+               draws: Items[int] = (), further: int = 0) -> Logits:
+        """Walk over one more token of each of several sequences.
+
+        Parameters
+        ----------
+        sequences, ids : one token for each sequence
+        cancel : ends the walk within 100 ms
+        draws : one for each sequence, see `Segment.draws`; or none at all
+        further : after how many more tokens the caller wants to look at the latest. A runner may go on by itself that
+            often, with the tokens that it draws, until a text ends; all sequences are as much longer afterwards, and
+            the tokens are theirs
 
         Returns
         -------
         float32 array of shape (len(sequences), vocab_size)
-            Valid until the next walk.
+            After the last token of each. Valid until the next walk.
         """
-        if len(sequences) != len(ids):
-            raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
-        each = zip(sequences, ids, draws or repeat(0), strict=False)
-        return self.walk([Segment(sequence, (token,), (0,), DECODE, None, (draw,)) for sequence, token, draw in each],
-                         cancel)
+        return self.walk(decoding(sequences, ids, draws), cancel)
 
     def score(self, sequence: Sequence, ids: Items[int]) -> Iterator[tuple[int, Logits]]:
         """Compute logits after every token.

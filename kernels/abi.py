@@ -87,6 +87,11 @@ CTX_CLOCK = 448
 """Nanoseconds at the last barrier (profile only)."""
 CTX_DRAWS = 456
 """Address of the list (int64) of the draws, one for each row of logits: DRAW_BYTES at an address each, 0 for none."""
+CTX_STEPS = 464
+"""Steps that this walk may still go on by itself, each sequence with the token that was drawn from its row; only where
+every token of the walk is the one new token of its sequence, with a row of logits and a draw."""
+CTX_CHOSEN = 472
+"""Address of the list (int64) of the tokens that it went on with: MOST_STEPS for each sequence, the first one last."""
 HEAD_BYTES = 512
 """Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
 # What never changes while the threads live.
@@ -222,6 +227,8 @@ TOKEN_BASE = 48
 TOKEN_ROLE = 56
 """ROLE_*: whatever approximates follows the role, never the number of tokens."""
 ROLE_PROMPT, ROLE_DECODE = 0, 1
+MOST_STEPS = 16
+"""Most steps of a walk (CTX_STEPS)."""
 MASK_TOKENS = 64
 """Most new tokens of a sequence in a walk where one of them has a mask."""
 
@@ -242,6 +249,8 @@ DRAW_TEMPERATURE, DRAW_TOP_P, DRAW_MIN_P, DRAW_TOP_K = 16, 24, 32, 40
 DRAW_EDITS, DRAW_N_EDITS = 48, 56
 """Address of EDIT_BYTES for each token whose logit has a bias or a penalty, and how many there are."""
 DRAW_REPETITION, DRAW_PRESENCE, DRAW_FREQUENCY = 64, 72, 80
+DRAW_ENDS, DRAW_N_ENDS = 88, 96
+"""Address of the tokens (int64) that end the text, behind which no walk goes on by itself; and how many there are."""
 DRAW_CANDIDATES = 128
 """Most candidates that kernels sort; for more the whole row is looked at in NumPy."""
 DRAW_BLOCK, DRAW_CHUNK = 64, 1024

@@ -52,6 +52,7 @@ def test_same_text_as_the_sampler_in_numpy(
 ) -> None:
     options = {"seed": 11, "n": n, **options}
     within = texts(opened, **options)
+    monkeypatch.setattr(opened.executor.pace, "further", lambda tokens, stop: 0)
     walk = opened.walk
     monkeypatch.setattr(opened, "walk", lambda segments, cancel=None: walk(
         [segment._replace(draws=()) for segment in segments], cancel))

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from ..checks import shown, whole
@@ -66,9 +66,9 @@ class Generation:
             )
         if config.stop and tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
-        ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
+        self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
-        self._samples = [_Sample(self, tokenizer, ends, index) for index in range(config.n)]
+        self._samples = [_Sample(self, tokenizer, self._ends, index) for index in range(config.n)]
         self.cached_tokens = 0
         self._cancellation = Cancellation()
         self._times: list[float] = []
@@ -111,12 +111,17 @@ class Generation:
         return self._choose(self._samples, [logits] * len(self._samples))
 
     def step(self) -> str:
-        """Decode one token of every live sample; returns the new text of the first sample."""
+        """Decode a token of every live sample, or a few; returns the new text of the first sample."""
         live = [sample for sample in self._samples if not sample.finish_reason]
         sequences = [self._own_sequence(sample) for sample in live]
         ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
-        logits = self._unless_cancelled(lambda: self._runner.decode(sequences, ids, self._cancellation, draws))
-        return "" if logits is None else self._choose(live, logits)
+        before = len(sequences[0])
+        further = 0 if any(sample.sampler.needs_each for sample in live) else self.room - live[0].n_tokens - 1
+        logits = self._unless_cancelled(
+            lambda: self._runner.decode(sequences, ids, self._cancellation, draws, further))
+        if logits is None:
+            return ""
+        return self._choose(live, logits, [sequence.tokens[before + 1 :] for sequence in sequences])
 
     def _own_sequence(self, sample: _Sample) -> Sequence:
         """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
@@ -136,9 +141,11 @@ class Generation:
         self._finish("cancelled")
         return None
 
-    def _choose(self, samples: Items[_Sample], logits: Any) -> str:
-        pieces = [sample.take(row, self.room) for sample, row in zip(samples, logits, strict=True)]
-        self._times.append(time.perf_counter())
+    def _choose(self, samples: Items[_Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
+        """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row."""
+        pieces = [sample.take(row, self.room, before)
+                  for sample, row, before in zip(samples, logits, chosen or repeat(()), strict=False)]
+        self._times.extend(repeat(time.perf_counter(), 1 + (len(chosen[0]) if chosen else 0)))
         if samples[0] is self._samples[0]:
             return pieces[0]
         return ""
@@ -186,7 +193,7 @@ class Generation:
     def sampler(self, index: int) -> Sampler:
         """Return the sampler of one sample; it has taken note of the prompt."""
         room = len(self.prompt_ids) + max(self.room, 0)
-        sampler = Sampler(self._config, self._runner.model.vocab_size, self.seed, index, room)
+        sampler = Sampler(self._config, self._runner.model.vocab_size, self.seed, index, room, self._ends)
         sampler.prompt(self.prompt_ids)
         return sampler
 
@@ -217,9 +224,24 @@ class _Sample:
         """The token to decode next."""
         return self._ids[-1]
 
-    def take(self, logits: Any, room: int) -> str:
-        """Choose a token and return the text that it completes; `room` is how many this sample may have."""
-        sampled = self.sampler.sample(logits)
+    @property
+    def n_tokens(self) -> int:
+        """How many it has."""
+        return len(self._ids)
+
+    def take(self, logits: Any, room: int, chosen: Iterable[int] = ()) -> str:
+        """Take the tokens `chosen` already and one from the logits; return the text that they complete.
+
+        `room` is how many tokens this sample may have. What follows a stop string is left out.
+        """
+        text = ""
+        for token_id in chosen:
+            text += self._accept(Sampled(token_id), room)
+            if self.finish_reason:
+                return text
+        return text + self._accept(self.sampler.sample(logits), room)
+
+    def _accept(self, sampled: Sampled, room: int) -> str:
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
         self.sampler.accept(sampled.token_id)

@@ -173,7 +173,7 @@ class Request:
 
 
 class Stream:
-    """The text of one request, piece by piece.
+    """The text of one request, piece by piece: a piece is what a token completes, or several that take 20 ms together.
 
     Leaving a loop over it early ends the request, once the stream is closed or no longer referred to.
     """

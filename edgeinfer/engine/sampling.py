@@ -68,6 +68,7 @@ class Sampler:
     seed : of the request, 0 or more
     index : which of the request's parallel samples this is
     room : most tokens that it will see, the prompt's included; by default as many different ones as there are
+    ends : tokens that end the text: a walk of several steps stops there
 
     Attributes
     ----------
@@ -80,7 +81,8 @@ class Sampler:
         `logit_bias` names an id outside the vocabulary or a value that is no number.
     """
 
-    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None):
+    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None,
+                 ends: Iterable[int] = ()):
         self._config = config
         self._vocab_size = vocab_size
         bias = _checked_bias(config.logit_bias, vocab_size)
@@ -104,9 +106,16 @@ class Sampler:
             (abi.DRAW_FREQUENCY, self._penalties[2]),
         ):  # fmt: skip
             draw.view(np.float64)[offset >> 3] = value
+        self._ends = np.array(sorted(ends), np.int64)
+        draw[abi.DRAW_ENDS >> 3], draw[abi.DRAW_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
         self.address = draw.ctypes.data
         self._draw = draw.data
         self._draw[abi.DRAW_TOKEN >> 3], self._draw[_N_EDITS] = _NONE, len(bias)
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether it must see each row of logits, or each token before the next is drawn."""
+        return self._penalises or self._config.logprobs is not None
 
     def prompt(self, ids: Iterable[int]) -> None:
         """Take note of the prompt: its tokens count for the repetition penalty only."""

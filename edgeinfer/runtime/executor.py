@@ -27,6 +27,7 @@ WAIT_SECONDS = 0.02
 _TOKENS = abi.CTX_COUNTS // 8 + abi.COUNT_TOKENS
 LEAST_TICKETS = 16
 _CANCEL, _ERROR, _STOP = abi.CTX_CANCEL >> 3, abi.CTX_ERROR >> 3, abi.CTX_STOP >> 3
+_STEPS = abi.CTX_STEPS >> 3
 
 
 class Executor:
@@ -107,6 +108,11 @@ class Executor:
         self.tickets[ticket] = 1 if came else -1
 
     @property
+    def steps_left(self) -> int:
+        """Of the steps that the last walk might have gone on."""
+        return self.get(abi.CTX_STEPS)
+
+    @property
     def waited_ns(self) -> int:
         """Time that walks have waited for tickets."""
         return self.get(abi.CTX_WAITED)
@@ -116,8 +122,11 @@ class Executor:
 
     # -- walking -----------------------------------------------------------------------------------------------------
 
-    def run(self, first: int = 0, stop: int | None = None, cancel: Cancellation | None = None) -> None:
+    def run(self, first: int = 0, stop: int | None = None, cancel: Cancellation | None = None,
+            further: int = 0) -> None:
         """Walk the program, or its records first .. stop - 1, over what ctx and its tables describe.
+
+        `further` more steps follow with the tokens that are drawn (abi.CTX_STEPS), until a text ends.
 
         Raises
         ------
@@ -139,6 +148,7 @@ class Executor:
                 self.pool.load(self._head)
                 words[abi.CTX_BEGIN >> 3], words[abi.CTX_END >> 3] = first, stop
                 words[_CANCEL] = words[_ERROR] = 0
+                words[_STEPS] = further
                 if self.stream:
                     self.stream.begin(first, stop, lambda: self.ended(cancel))
                 if self.check:
@@ -146,7 +156,7 @@ class Executor:
 
                     run_checked(self, first, stop, cancel)
                 else:
-                    self._walk(first, stop, cancel)
+                    self._walk(first, stop, cancel, further)
                 self._raise(int(words[_ERROR]), bool(words[_CANCEL] or words[_STOP]))
             elif not self._closed:
                 raise CancelledError("The run was cancelled.")
@@ -171,10 +181,10 @@ class Executor:
         if status:
             raise KernelError(f"A kernel failed with status {status}.")
 
-    def _walk(self, first: int, stop: int, cancel: Cancellation | None) -> None:
+    def _walk(self, first: int, stop: int, cancel: Cancellation | None, further: int) -> None:
         words, wait, ctx, timeout = self.pool.words, self.pool.wait, self.pool.ctx, self._timeout
         tokens = int(words[_TOKENS])
-        threads, inside = self.pace.plan(tokens, first, stop)
+        threads, inside = self.pace.plan(tokens, first, stop, 1 + further)
         began = time.perf_counter_ns()
         try:
             over = self.pool.submit(inside and self.joins, ctx, 0, threads)
@@ -189,7 +199,8 @@ class Executor:
         if self.ended(cancel):
             words[_CANCEL] = 1
         elif not words[_ERROR]:
-            self.pace.took(time.perf_counter_ns() - began, tokens, first, stop)
+            steps = 1 + further - self.steps_left
+            self.pace.took((time.perf_counter_ns() - began) / steps, tokens, first, stop)
 
     # -- profile -----------------------------------------------------------------------------------------------------
 

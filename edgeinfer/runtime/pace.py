@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgeinfer.kernels.abi import MOST_STEPS
+
 CALLER_NS = 20_000_000
 """Walks expected to be longer leave the caller in Python's reach: it sees Ctrl-C and cancellations only outside."""
 TRIED_NS = 1_000_000
 """Walks that take longer are not tried with one thread: all barriers of a program together cost a tenth of that."""
+STEPS_NS = 20_000_000
+"""Longest walk of several steps: shorter than the time that a picture of a film stands, so text comes as smoothly."""
 SMALL_BYTES = 4 << 20
 """Weights that one core reads from its cache within TRIED_NS: walks over them begin with one thread."""
 TRIAL, UNCOUNTED = 8, 4
@@ -89,7 +93,7 @@ class Pace:
         self._choosing = choose and threads > 1
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
 
-    def plan(self, tokens: int, first: int = 0, stop: int = 0) -> tuple[int, bool]:
+    def plan(self, tokens: int, first: int = 0, stop: int = 0, steps: int = 1) -> tuple[int, bool]:
         """Return the threads of a walk of some records over so many tokens, and whether the caller is one of them."""
         key = tokens.bit_length(), first, stop
         kind = self._kinds.get(key)
@@ -97,8 +101,13 @@ class Pace:
             kind = self._kinds[key] = _Kind(self._first if self._choosing else 1)
         if self._choosing and kind.left <= 0:
             kind.turn()
-        return self.threads if kind.way else 1, 0 < kind.last < CALLER_NS
+        return self.threads if kind.way else 1, 0 < steps * kind.last < CALLER_NS
 
-    def took(self, ns: int, tokens: int, first: int = 0, stop: int = 0) -> None:
-        """Take note of how long such a walk took, which was planned last."""
+    def further(self, tokens: int, stop: int) -> int:
+        """Return how many steps a walk of the whole program over so many tokens may take besides the first."""
+        kind = self._kinds.get((tokens.bit_length(), 0, stop))
+        return min(int(STEPS_NS / kind.last), MOST_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
+
+    def took(self, ns: float, tokens: int, first: int = 0, stop: int = 0) -> None:
+        """Take note of how long such a walk, or each of its steps, took, which was planned last."""
         self._kinds[tokens.bit_length(), first, stop].took(ns)

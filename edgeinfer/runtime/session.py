@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from edgeinfer.runner import (
     Runner,
     Segment,
     Sequence,
+    decoding,
     integers,
     plain_segments,
 )
@@ -40,6 +42,8 @@ from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
 
 Logits = NDArray[np.float32]
+SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
+"""Rows of a context from which on the attention of few tokens is split."""
 
 
 class Session(Runner):
@@ -113,7 +117,8 @@ class Session(Runner):
             if self.plan.parts:
                 self._stream(regions["streamed"], offsets)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
-                                (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws)):
+                                (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws),
+                                (abi.CTX_CHOSEN, self._tables.steps)):
                 self.executor.set(word, table.ctypes.data)
             opened.pop_all()
 
@@ -143,19 +148,14 @@ class Session(Runner):
 
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.walk`."""
-        segments = plain_segments(segments)
-        self._admit(segments)
-        try:
-            for segment in segments:
-                self.kv.extend(segment.sequence, len(segment.ids))
-            logits = self._run(segments, 0, None, 0, cancel)
-            for segment in segments:
-                segment.sequence.tokens.extend(segment.ids)
-        except BaseException:
-            for segment in segments:
-                self.kv.trim(segment.sequence)
-            raise
-        return logits
+        return self._take_in(plain_segments(segments), cancel)
+
+    def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
+               draws: Items[int] = (), further: int = 0) -> Logits:
+        """Walk over one more token of each of several sequences, or over more of them; see `Runner.decode`."""
+        segments = plain_segments(decoding(sequences, ids, draws))
+        further = self._steps(segments, further) if further else 0
+        return self._take_in(segments, cancel, further) if further > 0 else self.walk(segments, cancel)
 
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for a prompt for `walk_range`; `append` takes its tokens in, `truncate` calls it off."""
@@ -239,12 +239,41 @@ class Session(Runner):
                 raise RequestError(f"{len(segment.draws)} draws are given for {len(segment.outputs)} rows of logits; "
                                    "give one for each, 0 where none is wanted, or none at all.")
 
+    def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
+        """Walk over tokens, which their sequences hold afterwards, and over `further` ones that follow by themselves.
+        """
+        self._admit(segments)
+        try:
+            for segment in segments:
+                self.kv.extend(segment.sequence, len(segment.ids) + further)
+            logits = self._run(segments, 0, None, 0, cancel, further)
+            chosen = self._tables.chosen(len(segments), further, self.executor.steps_left) if further else repeat(())
+            for segment, more in zip(segments, chosen, strict=False):
+                segment.sequence.tokens.extend((*segment.ids, *more))
+        finally:  # a walk that failed, or ended early, leaves blocks behind the last token
+            for segment in segments:
+                self.kv.trim(segment.sequence)
+        return logits
+
+    def _steps(self, segments: Items[Segment], further: int) -> int:
+        """How many more steps a walk over one token of each sequence is to take by itself: as many as take no longer
+        than a picture of a film, and do not change how attention is split.
+        """
+        executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + 1
+        if executor.check or executor.stream or not all(all(segment.draws) for segment in segments):
+            return 0
+        further = min(further, executor.pace.further(len(segments), len(self.program.records)), self.plan.request.ctx - longest)
+        if longest <= SPLIT_ROWS:
+            further = min(further, SPLIT_ROWS - longest)
+        needed = sum(-(-(len(s.sequence) + 1 + further) // abi.BLOCK_TOKENS) - len(s.sequence.blocks) for s in segments)
+        return further if needed < self.kv.pool.n_free else 0
+
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
-             cancel: Cancellation | None) -> Logits:
+             cancel: Cancellation | None, further: int = 0) -> Logits:
         """Describe a walk and run it."""
         with self.executor.pool.turn:
             n, outputs, highest, drawn = self._tables.write(segments, offset)
-            split = n <= SPLIT_TOKENS and highest >= abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
+            split = n <= SPLIT_TOKENS and highest >= SPLIT_ROWS
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
                       (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, sum([len(part.ids) for part in segments if part.role == DECODE])))
@@ -254,7 +283,7 @@ class Session(Runner):
                     self.executor.set_count(index, value)
                 self._counts = counts
             logits = self._logits[:outputs]
-            self.executor.run(first, stop, cancel)
+            self.executor.run(first, stop, cancel, further)
         return logits
 
     def _load(self, regions: dict[str, NDArray[np.uint8]], offsets: dict[str, int], loading: Progress | None) -> None:

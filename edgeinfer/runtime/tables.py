@@ -35,6 +35,7 @@ class Tables:
         self.tokens = np.zeros((tokens, abi.TOKEN_BYTES // 8), np.int64)
         self.sequences = np.zeros((sequences, abi.SEQUENCE_BYTES // 8), np.int64)
         self.outputs, self.draws = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
+        self.steps = np.zeros((sequences, abi.MOST_STEPS), np.int64)
         self._token_bytes = self.tokens.data.cast("B")
         self._sequence_bytes = self.sequences.data.cast("B")
         self._output_words, self._draw_words = self.outputs.data, self.draws.data
@@ -66,6 +67,10 @@ class Tables:
         else:
             self._write_many(segments, offset, start)
         return start, n_outputs, highest, drawn
+
+    def chosen(self, sequences: int, further: int, left: int) -> list[list[int]]:
+        """The tokens that each sequence went on with in a walk that had `further` steps, of which some are left."""
+        return [self.steps[number, further:left:-1].tolist() for number in range(sequences)]
 
     def _list(self, number: int, sequence: Sequence, length: int) -> None:
         """Write a sequence's entry, and those of its blocks that its table does not have yet."""

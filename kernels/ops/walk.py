@@ -78,6 +78,7 @@ from ..registry import kernel
 from ..vector.record import inline
 from ..vector.simd import load_i32, load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call4, call6, pause
+from .steps import take_step
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 LEAST_RETRY, MOST_RETRY = 16, 256
@@ -215,6 +216,8 @@ def next_record(ctx, pc):
     if halted(ctx):
         return -1
     following = runnable(ctx, pc)
+    if following < 0 and take_step(ctx):
+        following = runnable(ctx, load_i64(ctx + CTX_BEGIN) - 1)
     if following < 0:
         return -1
     word = ticket(ctx, following)

@@ -1,0 +1,74 @@
+"""Several steps of decoding in one walk: the token that was drawn from each row becomes the next one of its sequence.
+
+Between two walks Python describes the next one and turns tokens into text, with caches that the weights have emptied:
+a tenth of the time of a small model's token. Where nobody needs to look in between, the walk begins anew by itself.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    BLOCK_TOKENS,
+    COUNT_TOKENS,
+    CTX_CHOSEN,
+    CTX_DRAWS,
+    CTX_SEQUENCES,
+    CTX_STEPS,
+    CTX_TOKENS,
+    DRAW_ENDS,
+    DRAW_N_ENDS,
+    DRAW_TOKEN,
+    MOST_STEPS,
+    SEQUENCE_BLOCKS,
+    SEQUENCE_BYTES,
+    SEQUENCE_LENGTH,
+    TOKEN_BASE,
+    TOKEN_BYTES,
+    TOKEN_ID,
+    TOKEN_POSITION,
+    TOKEN_ROW,
+    TOKEN_SLOT,
+)
+from ..vector.record import count, inline
+from ..vector.simd import load_i32, load_i64, store_i64
+
+
+@inline
+def drawn_token(ctx, r):
+    """The token that was drawn for row r; -1 where none was, or where it ends its text."""
+    draw = load_i64(load_i64(ctx + CTX_DRAWS) + 8 * r)
+    token, ends = load_i64(draw + DRAW_TOKEN), load_i64(draw + DRAW_ENDS)
+    for i in range(load_i64(draw + DRAW_N_ENDS)):
+        if load_i64(ends + 8 * i) == token:
+            return -1
+    return token
+
+
+@inline
+def go_on(ctx, r, token, left):
+    """Describe the next step of sequence r, whose token and row of logits have that number too."""
+    store_i64(load_i64(ctx + CTX_CHOSEN) + 8 * (MOST_STEPS * r + left), token)
+    entry = load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * r
+    sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * r
+    row = load_i64(entry + TOKEN_ROW) + 1
+    block = load_i32(load_i64(sequence + SEQUENCE_BLOCKS) + 4 * (row // BLOCK_TOKENS))
+    store_i64(entry + TOKEN_ID, token)
+    store_i64(entry + TOKEN_POSITION, load_i64(entry + TOKEN_POSITION) + 1)
+    store_i64(entry + TOKEN_ROW, row)
+    store_i64(entry + TOKEN_BASE, row)
+    store_i64(entry + TOKEN_SLOT, block * BLOCK_TOKENS + row % BLOCK_TOKENS)
+    store_i64(sequence + SEQUENCE_LENGTH, row + 1)
+
+
+@inline
+def take_step(ctx):
+    """Describe one more step if one is left and each sequence has a token for it; called by one thread."""
+    left, sequences = load_i64(ctx + CTX_STEPS), count(ctx, COUNT_TOKENS)
+    if left <= 0:
+        return False
+    for r in range(sequences):
+        if drawn_token(ctx, r) < 0:
+            return False
+    store_i64(ctx + CTX_STEPS, left - 1)
+    for r in range(sequences):
+        go_on(ctx, r, drawn_token(ctx, r), left)
+    return True
