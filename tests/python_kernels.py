@@ -34,11 +34,11 @@ class AnyWay:
         self.threads, self._random = threads, random.Random(seed)
         self.planned = (threads, False)
 
-    def plan(self, tokens: int, first: int, stop: int) -> tuple[int, bool]:
+    def plan(self, tokens: int, first: int, stop: int, steps: int) -> tuple[int, bool]:
         self.planned = (self._random.choice((1, self.threads)), self._random.random() < 0.5)
         return self.planned
 
-    def took(self, ns: int, tokens: int, first: int, stop: int) -> None:
+    def took(self, ns: float, tokens: int, first: int, stop: int) -> None:
         pass
 
 

@@ -250,7 +250,7 @@ def test_ctrl_c_ends_a_run_with_what_there_is(slow_bundle: Path, during: str) ->
         elapsed_ms = 1000 * (time.monotonic() - began)
         print(f"during the {during}: reported {elapsed_ms:.0f} ms after Ctrl-C (the promise is {CANCEL_MS})")
         assert elapsed_ms < BUSY_MS
-        assert report["finish_reason"] == "cancelled"
+        assert report["finish_reason"] == "cancelled", report
         assert (report["completion_tokens"] == 0) == (during == "prompt")
         assert child.wait(30) == 1 and child.stderr.read() == b""
 

@@ -60,7 +60,7 @@ def test_a_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     with pytest.raises(RequestError, match="The stream has not ended; read it to its end or close it"):
         _ = stream.completion
     pieces = list(stream)
-    assert len(pieces) > 8 and all(pieces)
+    assert len(pieces) >= 2 and all(pieces)  # one after the prompt, then one a walk
     assert "".join(pieces) == llm.generate(PROMPT, **GREEDY) == stream.completion.text
     assert next(stream, None) is None
 

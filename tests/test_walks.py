@@ -133,7 +133,7 @@ def test_a_tree_is_described_by_its_ancestors(opened: Session, seed: int) -> Non
 def test_a_large_walk_is_described_within_a_millisecond(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of several, and a factor of two, because the machine may be busy: it takes 0.4 ms."""
     with session(path, ctx=2048, prefill_chunk=2048, max_sequences=64) as opened:
-        monkeypatch.setattr(opened.executor, "run", lambda first, stop, cancel: None)
+        monkeypatch.setattr(opened.executor, "run", lambda first, stop, cancel, further: None)
         sequences = [opened.new_sequence() for _ in range(64)]
         seconds = []
         for _ in range(20):

@@ -236,15 +236,15 @@ class _Sample:
         """
         text = ""
         for token_id in chosen:
-            text += self._accept(Sampled(token_id), room)
+            text += self._accept(Sampled(token_id), room, noted=True)
             if self.finish_reason:
                 return text
         return text + self._accept(self.sampler.sample(logits), room)
 
-    def _accept(self, sampled: Sampled, room: int) -> str:
+    def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
-        self.sampler.accept(sampled.token_id)
+        self.sampler.accept(sampled.token_id, noted)
         self._ids.append(sampled.token_id)
         if sampled.logprob is not None:
             self._logprobs.append(self._named(sampled, sampled.logprob))

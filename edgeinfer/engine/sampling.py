@@ -114,17 +114,22 @@ class Sampler:
 
     @property
     def needs_each(self) -> bool:
-        """Whether it must see each row of logits, or each token before the next is drawn."""
-        return self._penalises or self._config.logprobs is not None
+        """Whether it must see each row of logits."""
+        return self._config.logprobs is not None
 
     def prompt(self, ids: Iterable[int]) -> None:
         """Take note of the prompt: its tokens count for the repetition penalty only."""
         for token_id in ids:
             self._note(token_id, 0)
 
-    def accept(self, token_id: int) -> None:
-        """Take note of a generated token."""
-        self._note(token_id, 1)
+    def accept(self, token_id: int, noted: bool = False) -> None:
+        """Take note of a generated token, whose penalty is `noted` already where the walk went on with it by itself."""
+        if not noted:
+            self._note(token_id, 1)
+            return
+        self._position += 1
+        if self._penalises:
+            self._places.setdefault(token_id, len(self._places))
 
     def _note(self, token_id: int, times: int) -> None:
         if not 0 <= token_id < self._vocab_size:

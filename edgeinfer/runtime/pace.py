@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgeinfer.kernels.abi import MOST_STEPS
+from edgeinfer.kernels import abi
 
 CALLER_NS = 20_000_000
 """Walks expected to be longer leave the caller in Python's reach: it sees Ctrl-C and cancellations only outside."""
@@ -106,7 +106,7 @@ class Pace:
     def further(self, tokens: int, stop: int) -> int:
         """Return how many steps a walk of the whole program over so many tokens may take besides the first."""
         kind = self._kinds.get((tokens.bit_length(), 0, stop))
-        return min(int(STEPS_NS / kind.last), MOST_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
+        return min(int(STEPS_NS / kind.last), abi.MOST_STEPS) - 1 if kind and 0 < kind.last < STEPS_NS else 0
 
     def took(self, ns: float, tokens: int, first: int = 0, stop: int = 0) -> None:
         """Take note of how long such a walk, or each of its steps, took, which was planned last."""

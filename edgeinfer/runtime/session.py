@@ -256,13 +256,14 @@ class Session(Runner):
         return logits
 
     def _steps(self, segments: Items[Segment], further: int) -> int:
-        """How many more steps a walk over one token of each sequence is to take by itself: as many as take no longer
-        than a picture of a film, and do not change how attention is split.
+        """How many more steps a walk over one token of each sequence is to take by itself: as many as take little
+        time, find their blocks and do not change how attention is split.
         """
         executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + 1
         if executor.check or executor.stream or not all(all(segment.draws) for segment in segments):
             return 0
-        further = min(further, executor.pace.further(len(segments), len(self.program.records)), self.plan.request.ctx - longest)
+        most = executor.pace.further(len(segments), len(self.program.records))
+        further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
         needed = sum(-(-(len(s.sequence) + 1 + further) // abi.BLOCK_TOKENS) - len(s.sequence.blocks) for s in segments)

@@ -14,9 +14,18 @@ from ..abi import (
     CTX_SEQUENCES,
     CTX_STEPS,
     CTX_TOKENS,
+    DRAW_EDITS,
     DRAW_ENDS,
+    DRAW_FREQUENCY,
+    DRAW_N_EDITS,
     DRAW_N_ENDS,
+    DRAW_PRESENCE,
+    DRAW_REPETITION,
     DRAW_TOKEN,
+    EDIT_BIAS,
+    EDIT_BYTES,
+    EDIT_COUNT,
+    EDIT_TOKEN,
     MOST_STEPS,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
@@ -29,7 +38,7 @@ from ..abi import (
     TOKEN_SLOT,
 )
 from ..vector.record import count, inline
-from ..vector.simd import load_i32, load_i64, store_i64
+from ..vector.simd import load_f64, load_i32, load_i64, store_i32, store_i64
 
 
 @inline
@@ -44,8 +53,27 @@ def drawn_token(ctx, r):
 
 
 @inline
+def note(draw, token):
+    """Count a generated token among those that have a penalty, as `Sampler.accept` does."""
+    if load_f64(draw + DRAW_REPETITION) == 1.0 and load_f64(draw + DRAW_PRESENCE) == 0.0 \
+            and load_f64(draw + DRAW_FREQUENCY) == 0.0:
+        return
+    edit, n = load_i64(draw + DRAW_EDITS), load_i64(draw + DRAW_N_EDITS)
+    end = edit + EDIT_BYTES * n
+    while edit < end and load_i32(edit + EDIT_TOKEN) != token:
+        edit += EDIT_BYTES
+    if edit == end:
+        store_i32(edit + EDIT_TOKEN, token)
+        store_i32(edit + EDIT_COUNT, 0)
+        store_i32(edit + EDIT_BIAS, 0)
+        store_i64(draw + DRAW_N_EDITS, n + 1)
+    store_i32(edit + EDIT_COUNT, max(load_i32(edit + EDIT_COUNT), 0) + 1)
+
+
+@inline
 def go_on(ctx, r, token, left):
     """Describe the next step of sequence r, whose token and row of logits have that number too."""
+    note(load_i64(load_i64(ctx + CTX_DRAWS) + 8 * r), token)
     store_i64(load_i64(ctx + CTX_CHOSEN) + 8 * (MOST_STEPS * r + left), token)
     entry = load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * r
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * r
