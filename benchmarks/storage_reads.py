@@ -23,7 +23,7 @@ import numpy as np
 
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.runtime.memory import allocate
-from edgeinfer.runtime.stream import _host_pread
+from edgeinfer.runtime.readers import _host_pread
 from edgeinfer.runtime.threads import Pool
 
 SMALL, LARGE = (4, 8, 16, 32, 64), (256, 512, 1024, 2048, 4096, 8192)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import PREDICTOR_FILE, STATISTICS_FILE, BundleWriter, weights_identity
+from edgeinfer.bundle import COLD_FILE, PREDICTOR_FILE, STATISTICS_FILE, BundleWriter, pack_cold, weights_identity
 from edgeinfer.config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import (
@@ -106,6 +106,7 @@ def write_random_bundle(
             writer.add_file(STATISTICS_FILE, b"".join(neurons.statistics().pack(identity)), "statistics")
             if predictor:
                 writer.add_file(PREDICTOR_FILE, b"".join(predictor.pack(identity)), "predictor")
+                writer.add_file(COLD_FILE, pack_cold(entries, writer.stored), "cold")
 
 
 def random_bytes(

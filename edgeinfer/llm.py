@@ -121,6 +121,7 @@ class LLM:
         self.path = resolve(self.name, progress)
         from .bundle import Bundle
         from .engine import RequestQueue
+        from .offload import placer
         from .runtime import Session
         from .text import ChatTemplate, Tokenizer
 
@@ -129,7 +130,8 @@ class LLM:
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
             self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"),
-                                            loading=progress and partial(progress, "load"))
+                                            loading=progress and partial(progress, "load"),
+                                            place=placer(self._bundle))
         except BaseException:
             self._bundle.close()
             raise

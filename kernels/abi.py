@@ -50,10 +50,11 @@ FUSED_QUANTISE, FUSED_NORM = 1, 2
 """What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
-REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state")
+REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold")
 """Memory that operands point into; the index is the region's number. Weights lie in `weights` (the mapped file),
-`resident` (memory of the process) or `streamed` (buffers that are read ahead of use); `state` is what recurrent layers
-keep of a sequence. A second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""
+`resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when
+they are wanted, in slots of `cold`; `state` is what recurrent layers keep of a sequence. A second program, such as a
+draft model's, brings regions of its own (HEAD_BYTES)."""
 
 # -- ctx: byte offsets -------------------------------------------------------------------------------------------------
 CTX_REGIONS = 0
@@ -179,7 +180,11 @@ STREAM_FAILED = 448
 """1 + number of a piece that could not be read, after which nothing is; 0 = none."""
 STREAM_READ = 512
 """Bytes read."""
-STREAM_BYTES = 576
+STREAM_QUEUE = 576
+"""Non-zero: records post pieces as they want them, RELEASED counts those posted, and the table of pieces is a ring."""
+STREAM_BYTES = 640
+STREAM_UNIT = 4096
+"""Direct I/O reads multiples of it from multiples of it."""
 STREAM_RUNS, STREAM_PAUSES, STREAM_ENDS = 0, 1, -1
 
 PIECE_BYTES = 40
@@ -236,6 +241,15 @@ SEQUENCE_BYTES = 16
 SEQUENCE_BLOCKS = 0
 """Address of the int32 block table."""
 SEQUENCE_LENGTH = 8
+
+# -- neurons that are read when they are wanted ------------------------------------------------------------------------
+COLD_HAND, COLD_EPOCH = 0, 8
+"""Where the clock's hand stands; records of `neuron_resolve` so far."""
+COLD_HITS, COLD_MISSES = 16, 24
+"""Clusters that decoded tokens wanted and that were there, or not there."""
+COLD_BYTES = 64
+COLD_USES = 3
+"""Most uses that are counted of a slot."""
 
 # -- draws: how a token is to be chosen from a row of logits, and which was --------------------------------------------
 DRAW_BYTES = 128

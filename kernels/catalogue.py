@@ -17,7 +17,18 @@ from typing import Any
 
 from edgeinfer.errors import KernelError
 
-from .parameters import ATTENTION, DRAW, LINEAR, NEURON_DOWN, NEURON_GATED, NEURON_MASK, RELEASE, ROPE, ROWS
+from .parameters import (
+    ATTENTION,
+    DRAW,
+    LINEAR,
+    NEURON_DOWN,
+    NEURON_GATED,
+    NEURON_MASK,
+    NEURON_RESOLVE,
+    RELEASE,
+    ROPE,
+    ROWS,
+)
 
 WEIGHTS = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
 """Ends of the names of kernels that read weights in tile16."""
@@ -50,11 +61,13 @@ FAMILIES = (
     Family("attention", (*(f"attention_{kv}" for kv in KV), "attention_merge"),
            ("qkv", "out", "kv", "scratch", "partial"), ATTENTION),
     Family("neuron_gated", ("neuron_gated_q4", "neuron_gated_int8"),
-           ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm"), NEURON_GATED),
+           ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),
     Family("neuron_down", ("neuron_down_q4", "neuron_down_int8"),
-           ("weights", "f", "out", "scratch", "bias", "sums"), NEURON_DOWN),
+           ("weights", "f", "out", "scratch", "bias", "sums", "table", "slots"), NEURON_DOWN),
     Family("neuron_mask", ("neuron_mask_scores", "neuron_mask_signs"),
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),
+    Family("neuron_resolve", ("neuron_resolve",), ("masks", "table", "slots", "owners", "uses", "stamps", "words"),
+           NEURON_RESOLVE),
     Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), DRAW),
     Family("stream", ("stream_release",), (), RELEASE),
     Family("reader", ("reader",), why_no_twin="it reads files ahead of the program and is no step of it"),

@@ -140,6 +140,38 @@ class _NeuronGated(NamedTuple):
     """Place of the offsets (-8 x sum of a group) in a row of x."""
     mask_stride: int
     """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
+    cold: int
+    """Neurons, the last ones, that lie by themselves in slots and not among the weights."""
+    shift: int
+    """Cold neurons: a cluster, which is in a slot, holds 1 << shift of them."""
+    cluster_bytes: int
+    """Cold neurons: bytes of a slot."""
+    before: int
+    """Neurons at the beginning that the record leaves out: whole blocks."""
+    behind: int
+    """Neurons at the end that it leaves out."""
+
+
+class _NeuronResolve(NamedTuple):
+    neurons: int
+    hot: int
+    """Neurons, the first ones, that lie among the weights."""
+    shift: int
+    """A cluster holds 1 << shift neurons."""
+    cluster_bytes: int
+    slots: int
+    base: int
+    """Number of the layer's first cluster among those of all layers."""
+    unit: int
+    """Where its clusters begin in the file, in units of STREAM_UNIT."""
+    most: int
+    """Clusters that are read together at most."""
+    part: int
+    """Number of the layer's ticket."""
+    rows: int
+    """Which count gives the tokens."""
+    mask_stride: int
+    """Bytes from one token's mask to the next."""
 
 
 class _NeuronMask(NamedTuple):
@@ -184,6 +216,10 @@ class _NeuronDown(NamedTuple):
     """Neurons of a block, as in neuron_gated."""
     scratch: int
     """Scratch bytes of a thread."""
+    cold: int
+    """As in neuron_gated."""
+    shift: int
+    cluster_bytes: int
 
 
 class _Draw(NamedTuple):
@@ -206,8 +242,9 @@ LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
 ATTENTION = _Attention(*range(13))
-NEURON_GATED = _NeuronGated(*range(18))
-NEURON_DOWN = _NeuronDown(*range(11))
+NEURON_GATED = _NeuronGated(*range(23))
+NEURON_DOWN = _NeuronDown(*range(14))
+NEURON_RESOLVE = _NeuronResolve(*range(11))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
 RELEASE = _Release(*range(1))

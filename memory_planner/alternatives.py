@@ -15,13 +15,15 @@ from edgeinfer.quant import KV_TYPES, TYPES, WeightType
 from edgeinfer.sizes import format_size
 
 from .budget import process_budget
-from .plan import MemoryPlan, Planner
+from .plan import MemoryPlan, Planner, Request
 from .request import to_request
 from .stream_layers import stream
 
 Options = dict[str, str | int]
 Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
+Place = Callable[[Planner, Request, int], MemoryPlan | None]
+"""Finds a plan within a budget where all weights in memory exceed it; None where it has none."""
 BLOCK, STREAMED = abi.BLOCK_TOKENS, "streamed_layers"
 _BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
@@ -59,8 +61,9 @@ class Alternative:
         return " ".join(changes)
 
 
-def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[MemoryPlan, int]:
-    """Plan a run within its budget: with all weights in memory, else with layers that are streamed from storage.
+def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
+        place: Place | None = None) -> tuple[MemoryPlan, int]:
+    """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
 
     Parameters
     ----------
@@ -68,6 +71,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
     config : RuntimeConfig
         Without open fields but its budget: None is what the system can give now.
     rebuild : callable
+    place : callable, optional
 
     Returns
     -------
@@ -84,6 +88,8 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild) -> tuple[Memo
     plan = planner.plan(to_request(config))
     if plan.total_bytes <= budget:
         return plan, budget
+    if place and (placed := place(planner, plan.request, budget)):
+        return placed, budget
     if streamed := stream(planner, plan.request, budget):
         return streamed, budget
     options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]

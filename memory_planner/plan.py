@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up
 
+from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations, row_stride
 
 SPLIT_TOKENS = 4
@@ -40,6 +42,10 @@ class Request:
     homes: tuple[tuple[str, str], ...] = ()
     """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
     others."""
+    hot: tuple[int, ...] = ()
+    """Resident neurons of each layer's FFN, where masks leave others to be read when they are wanted; none: all."""
+    slots: int = 0
+    """Clusters of other neurons that are kept."""
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
@@ -88,6 +94,8 @@ class MemoryPlan:
     parts: tuple[tuple[str, ...], ...] = ()
     """Names of streamed weights by part: what is read together, in the order of use. Part i lies in buffer
     i % STREAM_BUFFERS."""
+    cold: ColdPlan | None = None
+    """Neurons that are read when they are wanted, where there are any."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -97,7 +105,8 @@ class MemoryPlan:
     @property
     def unstreamed_bytes(self) -> int:
         """What `total_bytes` would be with all weights in memory."""
-        return self.total_bytes + self.streamed_bytes - sum(r.nbytes for r in self.regions if r.name == "streamed")
+        instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold"))
+        return self.total_bytes + self.streamed_bytes + (self.cold.cold_bytes if self.cold else 0) - instead
 
     @property
     def shared_scratch_offset(self) -> int:
@@ -157,12 +166,14 @@ class _Weights:
     resident_bytes: int
     buffer_bytes: int
     """Of one part of the streamed ones."""
+    cold: ColdPlan | None
 
     @property
     def table_bytes(self) -> int:
         """Of the records and tables that streaming needs."""
         pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
-        return len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+        streamed = len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+        return streamed + (self.cold.queue_bytes + 2 * abi.RECORD_BYTES * len(self.cold.hot) if self.cold else 0)
 
 
 class Planner:
@@ -187,7 +198,7 @@ class Planner:
         self._records: dict[str, int] = {}
         self._scratch: dict[int, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
-        self._weights: dict[tuple[tuple[str, str], ...], _Weights] = {}
+        self._weights: dict[tuple[Any, ...], _Weights] = {}
 
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region of a run its bytes, and everything in it its place."""
@@ -196,9 +207,10 @@ class Planner:
         if rows not in self._activations:  # whatever the context
             self._activations[rows] = place_activations(graph, *rows)
         placements, arena = self._activations[rows]
-        if request.homes not in self._weights:
-            self._weights[request.homes] = self._place_weights(request)
-        weights = self._weights[request.homes]
+        homes = (request.homes, request.hot, request.slots)
+        if homes not in self._weights:
+            self._weights[homes] = self._place_weights(request)
+        weights = self._weights[homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
         kv_blocks = request.sequences * (per_sequence + copies)
@@ -230,7 +242,8 @@ class Planner:
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
         places = {**placements, graph.logits.name: logits, **weights.places}
-        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts)
+        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
+                          weights.cold)
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -239,9 +252,12 @@ class Planner:
         layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
         places: dict[str, Placement] = {}
         parts: dict[int | None, list[str]] = {}
-        resident = 0
+        resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
+        hot = {op.weight.name: cold.hot[op.layer or 0] for op in masked(graph)} if cold else {}
         for weight in graph.weights:
             name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
+            if cold and name in hot:
+                nbytes = hot[name] * cold.neuron_bytes
             home = homes.get(name, homes.get("*", "weights")) if weight.kind != "predictor" else "resident"
             places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
             if home == "resident":
@@ -261,7 +277,7 @@ class Planner:
             for name in names:
                 at = places[name].offset + number % STREAM_BUFFERS * buffer
                 places[name] = replace(places[name], offset=at)
-        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer)
+        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer, cold)
 
     def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
         def stored(home: str) -> str:
@@ -276,6 +292,9 @@ class Planner:
             yield Region("streamed", STREAM_BUFFERS * weights.buffer_bytes + 64,
                          f"{STREAM_BUFFERS} buffers of {weights.buffer_bytes} bytes; "
                          f"{len(weights.parts)} layers take turns")
+        if cold := weights.cold:
+            yield Region("cold", cold.nbytes, f"{cold.slots} slots of {cold.cluster_bytes} bytes for neurons that are "
+                                              "read when they are wanted")
 
     def _state(self, request: Request) -> Iterator[Region]:
         if self._state_bytes:

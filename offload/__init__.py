@@ -1,8 +1,11 @@
 """edgeinfer.offload: weights that do not fit in memory.
 
-This room is for the flash reader, the neuron cache and the graph rewrites that fetch weights from storage while the
-program runs. It may import the runtime (edgeinfer.runtime) and everything below it, never edgeinfer.sparse.
-Nothing is implemented yet.
+This room decides which neurons of sparse FFNs stay in memory under a budget, and says what that reads for a token and
+how long it takes. What reads and computes is in the runtime (slots.py) and the kernels (neuron_resolve.py); whole
+layers are streamed by the runtime alone (stream.py). It may import the runtime (edgeinfer.runtime) and all below it,
+never edgeinfer.sparse.
 """
 
-__all__: list[str] = []
+from .placement import Heat, choose, hot_and_cold, placer
+
+__all__ = ["Heat", "choose", "hot_and_cold", "placer"]

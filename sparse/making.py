@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import (
+    COLD_FILE,
     PREDICTOR_FILE,
     STATISTICS_FILE,
     Bundle,
     BundleWriter,
     Predictor,
     Statistics,
+    cold_bytes,
+    pack_cold,
     weights_identity,
 )
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
@@ -25,7 +28,7 @@ from edgeinfer.graph import RELUS, Op, build_graph, expected_types
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, open_plain
 
-from .ffn import Ffn, ffns, parts
+from .ffn import Ffn, ffns, parts, stored_bytes
 from .fitting import Fitted, Told, check_rank, choose, fit
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
@@ -111,7 +114,8 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     fitting, choosing, measuring = _cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:
-        writer.reserve(2 * sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
+        stored = [(graph.types[weight.name], weight.shape) for weight in graph.weights]
+        writer.reserve(2 * sum(kind.nbytes(shape) for kind, shape in stored) + cold_bytes(stored))
         before = _opened(stack, source.path, source, threads)
         fired, _ = heat(before, ffns(before.graph), fitting.ids, told)
         _refuse_dense(kind, fired)
@@ -193,6 +197,9 @@ class _Maker:
         weights = weights_identity(self.bundle.header.tensors)
         file = writer.add_file(PREDICTOR_FILE, b"".join(predictor.pack(weights)), "predictor")
         writer.add_file(STATISTICS_FILE, b"".join(statistics.pack(weights)), "statistics")
+        if predictor.kind != "threshold":  # that one needs the gates of all neurons
+            writer.add_file(COLD_FILE, pack_cold(self.bundle.header.tensors,
+                                                 lambda entry: stored_bytes(self.bundle, entry.name)), "cold")
         setting = Setting.of(kv=self.session.config.kv, passes=PREDICT_PASS)
         made = measurement(setting, result, identity(weights, file.sha256), protocol=SIMULATED, ids=ids,
                            isa=self.session.isa)

@@ -26,6 +26,7 @@ from edgeinfer.memory_planner import Planner, resolve, to_request
 from edgeinfer.memory_planner import stream as stream_plan
 from edgeinfer.runner import Cancellation, Segment
 from edgeinfer.runtime import Session
+from edgeinfer.runtime import readers as readers_module
 from edgeinfer.runtime import stream as streaming
 from edgeinfer.runtime.direct import File
 from tests.sessions import TINY, logits_of, session, tokens
@@ -103,9 +104,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pread], None]]:
     kept: list[Any] = []
 
     def use(function: Pread) -> None:
-        callback = streaming._PREAD(function)
+        callback = readers_module._PREAD(function)
         kept.append(callback)
-        monkeypatch.setattr(streaming, "_host_pread", lambda: (streaming._address(callback), 0, callback))
+        monkeypatch.setattr(readers_module, "_host_pread", lambda: (readers_module._address(callback), 0, callback))
 
     yield use
 
@@ -301,7 +302,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
 
     host(stuck)
     want = resident(q4)
-    monkeypatch.setattr(streaming, "END_SECONDS", 0.05)
+    monkeypatch.setattr(readers_module, "END_SECONDS", 0.05)
     with streamed(q4, 7, threads=2) as opened:
         answers.set()
         sequence = opened.new_sequence()
@@ -326,7 +327,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
         with pytest.raises(CancelledError):
             watched(lambda: opened.walk([Segment(sequence, [1], [0])], cancel))
         watched(opened.close)
-        assert streaming._stuck
+        assert readers_module._stuck
     answers.set()
 
 

@@ -23,6 +23,7 @@ from .header import HEADER_FILE, header_from_json, header_to_json
 from .reader import Bundle, is_bundle
 
 if TYPE_CHECKING:
+    from .cold import COLD_FILE, Cold, cluster_shape, cold_bytes, pack_cold, read_cold
     from .parts import (
         PREDICTOR_FILE,
         PREDICTOR_TYPE,
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
     )
     from .writer import BundleWriter
 
-__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS", "PREDICTOR_FILE", "PREDICTOR_TYPE",
-           "STATISTICS_FILE", "Bundle", "BundleWriter", "FileEntry", "Header", "Predictor", "Quantisation",
-           "Statistics", "TensorEntry", "config_from_json", "file_offsets", "header_from_json", "header_to_json",
-           "is_bundle", "named", "read_predictor", "read_statistics", "weights_file_bytes", "weights_identity"]
+__all__ = ["COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS", "PREDICTOR_FILE",
+           "PREDICTOR_TYPE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "FileEntry", "Header", "Predictor",
+           "Quantisation", "Statistics", "TensorEntry", "cluster_shape", "cold_bytes", "config_from_json",
+           "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named", "pack_cold", "read_cold",
+           "read_predictor", "read_statistics", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
+    "cold": "COLD_FILE Cold cluster_shape cold_bytes pack_cold read_cold",
     "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics named read_predictor "
              "read_statistics weights_identity",
 })

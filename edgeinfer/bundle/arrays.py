@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,32 @@ ARRAYS_VERSION = 1
 MAX_TABLE_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
 """No array of a model has more, and NumPy takes 32 or 64."""
-KINDS = {"u8": "<u1", "i32": "<i4", "i64": "<i8", "u64": "<u8", "f32": "<f4"}
+KINDS = {"u8": "<u1", "u32": "<u4", "i32": "<i4", "i64": "<i8", "u64": "<u8", "f32": "<f4"}
 """Types of elements, and NumPy's names for them."""
 _NAMES = {np.dtype(name): kind for kind, name in KINDS.items()}
 Arrays = dict[str, NDArray[Any]]
 
 
-def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Iterator[bytes]:
-    """Yield the bytes of a file: length and text of its table, then the arrays at multiples of 64."""
+@dataclass(frozen=True)
+class Later:
+    """An array that is made when it is written: all of them need not be in memory together."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    make: Callable[[], NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.dtype.itemsize * prod(self.shape)
+
+
+def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] | Later],
+                align: int = LINE_BYTES) -> Iterator[bytes]:
+    """Yield the bytes of a file: length and text of its table, then the arrays at multiples of 64.
+
+    The first one begins at a multiple of `align`.
+    """
     rows: list[dict[str, Any]] = []
     at = 0
     for name, array in arrays.items():
@@ -40,12 +59,12 @@ def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
         at += array.nbytes
     table = {"version": ARRAYS_VERSION, "about": dict(about), "arrays": rows}
     text = json.dumps(table).encode()
-    text += b" " * (round_up(8 + len(text), LINE_BYTES) - 8 - len(text))
+    text += b" " * (round_up(8 + len(text), align) - 8 - len(text))
     yield len(text).to_bytes(8, "little") + text
     at = 0
     for row, array in zip(rows, arrays.values(), strict=True):
         yield bytes(row["offset"] - at)
-        yield np.ascontiguousarray(array).tobytes()
+        yield np.ascontiguousarray(array.make() if isinstance(array, Later) else array).tobytes()
         at = row["offset"] + array.nbytes
 
 

@@ -102,11 +102,12 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     BundleError
         It was made for other weights, does not fit the model, or has values that are no numbers.
     """
-    if (opened := _open(bundle, "predictor", ("kind", "rank"))) is None:
+    if (opened := open_part(bundle, "predictor", ("kind", "rank"))) is None:
         return None
     about, arrays, where = opened
     kind, rank = _kind_and_rank(about, bundle.config, where)
-    made = Predictor(kind, rank, **_layers(bundle.config, arrays, _predictor_shapes(kind, rank, bundle.config), where))
+    shapes = _predictor_shapes(kind, rank, bundle.config)
+    made = Predictor(kind, rank, **layers_of(bundle.config, arrays, shapes, where))
     if any((signs[:, -1] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
             and bundle.config.hidden_size % 64:
         raise BundleError(f"{where} has signs behind the model's last column; make it again.")
@@ -135,7 +136,7 @@ def named(recipe: Recipe, bundle: Bundle) -> Recipe:
     if not steps:
         return recipe
     own: dict[str, str | float] = {}
-    if opened := _open(bundle, "predictor", ("kind", "rank")):
+    if opened := open_part(bundle, "predictor", ("kind", "rank")):
         kind, rank = _kind_and_rank(opened[0], bundle.config, opened[2])
         own = {"kind": kind} | ({"rank": rank} if rank else {})
     has = f"{own['kind']} of rank {own['rank']}" if "rank" in own else own.get("kind", "none")
@@ -160,14 +161,14 @@ def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tu
 
 def read_statistics(bundle: Bundle) -> Statistics | None:
     """Return a bundle's statistics, or None where it has none; raises as `read_predictor`."""
-    if (opened := _open(bundle, "statistics", ("tokens",))) is None:
+    if (opened := open_part(bundle, "statistics", ("tokens",))) is None:
         return None
     about, arrays, where = opened
     if type(about["tokens"]) is not int or about["tokens"] < 1:
         raise BundleError(f"{where} says it is of {str(about['tokens'])[:60]} tokens.")
     neurons = bundle.config.intermediate_size
     shapes: Shapes = {"fired": ((neurons,), "<i8"), "largest": ((neurons,), "<f4"), "order": ((neurons,), "<i4")}
-    made = Statistics(about["tokens"], **_layers(bundle.config, arrays, shapes, where))
+    made = Statistics(about["tokens"], **layers_of(bundle.config, arrays, shapes, where))
     for i, (fired, order) in enumerate(zip(made.fired, made.order, strict=True)):
         if fired.min() < 0 or fired.max() > made.tokens:
             raise BundleError(f"{where}: a neuron of layer {i} fired {fired.max()} times in {made.tokens} tokens.")
@@ -186,7 +187,7 @@ def _predictor_shapes(kind: str, rank: int, config: ModelConfig) -> Shapes:
             "outer": ((PREDICTOR_TYPE.nbytes((neurons, rank)),), "u1"), "thresholds": ((neurons,), "<f4")}
 
 
-def _open(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], Arrays, str] | None:
+def open_part(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], Arrays, str] | None:
     """Open the file of a part and see that it was made for these weights."""
     entry = next((entry for entry in bundle.header.files if entry.part == part), None)
     if entry is None:
@@ -203,7 +204,7 @@ def _open(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[str,
     return about, arrays, where
 
 
-def _layers(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -> dict[str, Any]:
+def layers_of(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -> dict[str, Any]:
     """Arrays of all layers by name, each of its shape and without NaN."""
     expected = {f"layers.{i}.{name}": want for name, want in shapes.items() for i in range(config.num_hidden_layers)}
     if odd := sorted(set(expected) ^ set(arrays)):

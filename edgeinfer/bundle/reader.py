@@ -117,6 +117,10 @@ class Bundle:
         """What the system said of weights.bin when it was mapped."""
         return self._states[WEIGHTS_FILE]
 
+    def state(self, name: str) -> os.stat_result:
+        """What the system said of a listed file when the bundle was opened."""
+        return self._states[name]
+
     @property
     def weights_bytes(self) -> int:
         """Length of weights.bin in bytes."""
@@ -148,7 +152,7 @@ class Bundle:
         with self._using():
             self._check(expected)
 
-    def check_contents(self, threads: int | None = None, progress: Progress | None = None) -> None:
+    def check_contents(self, threads: int | None = None, progress: Progress | None = None, cold: bool = False) -> None:
         """Compare the checksums of the weights, once per state of their file, which the user's cache remembers.
 
         Parameters
@@ -157,6 +161,8 @@ class Bundle:
             By default those that this process may use.
         progress : callable, optional
             Called with (bytes done, bytes in all, file name) if it takes more than a second.
+        cold : bool
+            Whether neurons will be read from a file of their own, which is left alone otherwise.
 
         Raises
         ------
@@ -172,6 +178,8 @@ class Bundle:
         with self._using():
             self._once((WEIGHTS_FILE, *self._names(parts=True)),
                        lambda: [*self._weights_pieces(), *self._files(parts=True)], threads, tell)
+            if cold:
+                self._once(self._names(cold=True), lambda: list(self._files(cold=True)), threads, tell)
         self._check_parts()
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -189,7 +197,8 @@ class Bundle:
         """
         with self._using():
             compare([*self._weights_pieces(), *self._files(parts=False), *self._files(parts=True)], progress=progress)
-        self._check_parts()
+            self._check_parts(clusters=True)
+            compare(list(self._files(cold=True)), progress=progress)
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""
@@ -244,20 +253,24 @@ class Bundle:
         if self.weights_bytes > end:
             yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
 
-    def _check_parts(self) -> None:
-        """Refuse a predictor or statistics that are not these weights'."""
-        if {entry.part for entry in self.header.files} & {"predictor", "statistics"}:
+    def _check_parts(self, clusters: bool = False) -> None:
+        """Refuse a predictor, statistics or cold neurons that are not these weights'; read all `clusters` of these."""
+        if {entry.part for entry in self.header.files} & {"predictor", "statistics", "cold"}:
+            from .cold import read_cold
             from .parts import read_predictor, read_statistics
 
             read_predictor(self)
             read_statistics(self)
+            if (cold := read_cold(self)) and clusters:
+                cold.verify()
 
-    def _names(self, parts: bool) -> tuple[str, ...]:
-        """The files beside the weights: parts of the model, which may be large, or the others."""
-        return tuple(entry.name for entry in self.header.files if bool(entry.part) == parts)
+    def _names(self, parts: bool = False, cold: bool = False) -> tuple[str, ...]:
+        """The files beside the weights: parts of the model, which may be large, or `cold` neurons, or the others."""
+        return tuple(entry.name for entry in self.header.files
+                     if (entry.part == "cold" if cold else bool(entry.part) == parts and entry.part != "cold"))
 
-    def _files(self, parts: bool) -> Iterator[Piece]:
-        for name in self._names(parts):
+    def _files(self, parts: bool = False, cold: bool = False) -> Iterator[Piece]:
+        for name in self._names(parts, cold):
             entry = self.files[name]
             yield Piece(self.path / name, f"file {name!r}", entry.nbytes, entry.sha256)
 

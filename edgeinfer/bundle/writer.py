@@ -159,9 +159,17 @@ class BundleWriter:
         path = Path(path)
         return self._add_file(name or path.name, _chunks(path), part)
 
-    def add_file(self, name: str, content: bytes, part: str = "") -> FileEntry:
-        """Write a small file into the bundle; `part` says which optional part of the model it is, if it is one."""
-        return self._add_file(name, [content], part)
+    def add_file(self, name: str, content: bytes | Iterable[bytes], part: str = "") -> FileEntry:
+        """Write a file into the bundle; `part` says which optional part of the model it is, if it is one."""
+        return self._add_file(name, [content] if isinstance(content, bytes) else content, part)
+
+    def stored(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor that was added, mapped from the file that is being written."""
+        import numpy as np
+
+        with self._writing():
+            self._weights.flush()
+        return np.memmap(self._partial / WEIGHTS_FILE, np.uint8, "r", entry.offset, (entry.nbytes,))
 
     @property
     def folder(self) -> Path:

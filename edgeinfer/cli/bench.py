@@ -212,12 +212,13 @@ def run_tests(
 def open_session(path: Path, config: RuntimeConfig, progress: ProgressLine) -> tuple[Session, Bundle, float]:
     """Open a bundle; returns the milliseconds that it took, too."""
     from ..bundle import Bundle
+    from ..offload import placer
     from ..runtime import Session
 
     began = time.perf_counter()
     bundle = Bundle.open(path)
     try:
-        session = Session(bundle, config, loading=partial(progress, "load"))
+        session = Session(bundle, config, loading=partial(progress, "load"), place=placer(bundle))
     except BaseException:
         bundle.close()
         raise

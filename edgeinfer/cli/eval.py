@@ -141,12 +141,14 @@ def open_session(
     """Open a model for scoring, to be closed by the stack; returns it with its tokenizer."""
     from ..bundle import Bundle
     from ..models import resolve
+    from ..offload import placer
     from ..runtime import Session
     from ..text import Tokenizer
 
     path = resolve(model, progress)
     bundle = stack.enter_context(Bundle.open(path))
-    session = Session(bundle, config, progress=partial(progress, "compile"), loading=partial(progress, "load"))
+    session = Session(bundle, config, progress=partial(progress, "compile"), loading=partial(progress, "load"),
+                      place=placer(bundle))
     stack.callback(session.close)
     return session, Tokenizer.open(path, {"bos_token_id": session.model.bos_token_id})
 

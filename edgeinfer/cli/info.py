@@ -119,10 +119,11 @@ def _predictor(bundle: Bundle) -> dict[str, Any] | None:
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
     """Return the program's records as JSON objects; opens the model to know them."""
+    from ..offload import placer
     from ..runtime import Session
 
     with ProgressLine() as progress:
-        session = Session(bundle, config, progress=partial(progress, "compile"))
+        session = Session(bundle, config, progress=partial(progress, "compile"), place=placer(bundle))
     try:
         return [
             {"record": index, "kernel": kernel, "operation": operation, "bytes_read": nbytes}

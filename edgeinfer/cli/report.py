@@ -33,8 +33,10 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
         "`measured`, `miss`; `basis`, `error`, `error_source`; else null",
-        "offload": "with layers streamed from storage: `decision` (streamed), `layers`, `walks`, `flash_bytes` read in "
-        "them, `flash_bytes_per_token`, `io_wait_ms`, `direct` (past the page cache); else null",
+        "offload": "where weights do not fit and are read from storage: `decision` (streamed, or sparse from flash), "
+        "`walks`, `flash_bytes` read in them, `flash_bytes_per_token`, `io_wait_ms`, `direct` (past the page cache); "
+        "`layers` that are streamed, or `hot_share` of the neurons, which is in memory, and `hit_rate` of the cache of "
+        "the others; else null",
         "quality": "where the recipe approximates: `setting`, `kld_mean` as measured or null, `said`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",

@@ -1,4 +1,4 @@
-"""What `run` says of layers that are streamed from storage: why, what else would do, and what it cost."""
+"""What `run` says of weights that are read from storage meanwhile: why, what else would do, and what it cost."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ from typing import TYPE_CHECKING, Any
 from ..sizes import format_size
 
 if TYPE_CHECKING:
+    from ..memory_planner import ColdPlan
     from ..runtime import Session
+    from ..runtime.slots import Slots
+    from ..runtime.stream import Stream
 
 
 def notice(session: Session) -> str | None:
-    """Return why layers are streamed, and what would do instead; None where all weights are in memory."""
-    stream, plan = session.executor.stream, session.plan
-    if stream is None:
+    """Return why weights are read from storage, and what would do instead; None where all are in memory."""
+    reader, plan = session.executor.stream, session.plan
+    if reader is None:
         return None
-    line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
-            f"{format_size(stream.bytes_per_walk)} for each token or chunk of the prompt: with all weights in memory "
-            f"the run needs {format_size(plan.unstreamed_bytes)}; the budget is {format_size(session.budget_bytes)}.")
+    if plan.cold:
+        line = (f"{_hot(plan.cold):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "
+                f"token wants them, {format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are "
+                "kept")
+    else:
+        stream: Stream = reader  # type: ignore[assignment]
+        line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
+                f"{format_size(stream.bytes_per_walk)} for each token or chunk of the prompt")
+    line += (f": with all weights in memory the run needs {format_size(plan.unstreamed_bytes)}; the budget is "
+             f"{format_size(session.budget_bytes)}.")
     if session.instead is not None:
         line += f" Fits without: {session.instead}."
-    if not stream.file.direct:
+    if not reader.file.direct:
         line += (" The file system refuses direct I/O, so pages go through the system's cache and are dropped behind "
                  "each read.")
     return line
+
+
+def _hot(cold: ColdPlan) -> float:
+    return sum(cold.hot) / (cold.neurons * len(cold.hot))
 
 
 class Usage:
@@ -33,26 +47,37 @@ class Usage:
         self._session = session
         self._before = self._now()
 
-    def _now(self) -> tuple[int, int, int]:
+    def _now(self) -> tuple[int, ...]:
         executor = self._session.executor
-        stream = executor.stream
-        return (stream.walks, stream.bytes_read, executor.waited_ns) if stream else (0, 0, 0)
+        reader = executor.stream
+        if reader is None:
+            return ()
+        found: Slots = reader  # type: ignore[assignment]
+        return reader.walks, reader.bytes_read, executor.waited_ns, *(found.hits if self._session.plan.cold else ())
 
     def report(self) -> dict[str, Any] | None:
-        """Return the field ``offload`` of the JSON object; None without streaming."""
-        session, stream = self._session, self._session.executor.stream
-        if stream is None:
+        """Return the field ``offload`` of the JSON object; None where all weights are in memory."""
+        plan, reader = self._session.plan, self._session.executor.stream
+        if reader is None:
             return None
-        walks, nbytes, waited = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        return {"decision": "streamed", "layers": len(session.plan.parts), "walks": walks, "flash_bytes": nbytes,
-                "flash_bytes_per_token": stream.bytes_per_walk, "io_wait_ms": waited / 1e6,
-                "direct": stream.file.direct}
+        walks, nbytes, waited, *found = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        own: dict[str, Any]
+        if plan.cold:
+            tokens, hits, misses = found
+            own = {"decision": "sparse from flash", "hot_share": _hot(plan.cold),
+                   "hit_rate": hits / max(hits + misses, 1),
+                   "flash_bytes_per_token": misses * plan.cold.cluster_bytes / max(tokens, 1)}
+        else:
+            stream: Stream = reader  # type: ignore[assignment]
+            own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": stream.bytes_per_walk}
+        return {**own, "walks": walks, "flash_bytes": nbytes, "io_wait_ms": waited / 1e6, "direct": reader.file.direct}
 
 
 def line(report: dict[str, Any] | None) -> str | None:
-    """Return the cost of streaming in one line."""
+    """Return the cost of reading from storage in one line."""
     if report is None:
         return None
-    return (f"streamed: {format_size(report['flash_bytes_per_token'])} from storage per token "
+    hits = f", hit rate {report['hit_rate']:.0%}" if "hit_rate" in report else ""
+    return (f"{report['decision']}: {format_size(report['flash_bytes_per_token'])} from storage per token{hits} "
             f"({format_size(report['flash_bytes'])} in {report['walks']} walks), "
             f"{report['io_wait_ms'] / 1000:.1f} s spent waiting for it")

@@ -53,6 +53,8 @@ def _may_start(executor: Executor, i: int, cancel: Cancellation | None) -> bool:
         came = int(executor.tickets[ticket - 1]) if ticket else 1
         if came:
             executor.set(abi.CTX_ERROR, 0 if came > 0 else abi.TICKET_FAILED - i)
+            if ticket and came > 0 and executor.stream:
+                executor.stream.came(ticket - 1)
             return came > 0
         time.sleep(1e-3)
     executor.set(abi.CTX_CANCEL, 1)

@@ -19,7 +19,7 @@ from edgeinfer.runner import Cancellation
 
 from .pace import Pace
 from .program import Program
-from .stream import Stream
+from .readers import Readers
 from .threads import Pool
 
 WAIT_SECONDS = 0.02
@@ -52,8 +52,8 @@ class Executor:
         Whether the caller may be one of the threads: not where a record may have to wait for its ticket.
     tickets : int64 array
         What records may wait for: 0 = pending, positive = the data is there, negative = it will not come.
-    stream : Stream or None
-        Who reads weights ahead of use and redeems these tickets.
+    stream : Readers or None
+        Who reads weights from storage and redeems these tickets.
 
     Raises
     ------
@@ -82,10 +82,10 @@ class Executor:
         self.set(abi.CTX_PROGRAM, program.words.ctypes.data)
         self.tickets = np.zeros(max(LEAST_TICKETS, len(program.records)), np.int64)
         self.set(abi.CTX_TICKETS, self.tickets.ctypes.data)
-        self.stream: Stream | None = None
+        self.stream: Readers | None = None
 
-    def read_ahead(self, stream: Stream) -> None:
-        """Take on who reads the program's streamed weights; it is closed with the executor."""
+    def read_with(self, stream: Readers) -> None:
+        """Take on who reads weights for the program; it is closed with the executor."""
         self.stream = stream
         self.set(abi.CTX_STREAM, stream.address)
 
@@ -151,7 +151,9 @@ class Executor:
                 words[_STEPS] = further
                 if self.stream:
                     self.stream.begin(first, stop, lambda: self.ended(cancel))
-                if self.check:
+                if self.ended(cancel):
+                    words[_CANCEL] = 1
+                elif self.check:
                     from .check import run_checked
 
                     run_checked(self, first, stop, cancel)

@@ -39,16 +39,18 @@ from edgeinfer.kernels import (
     NEURON_DOWN,
     NEURON_GATED,
     NEURON_MASK,
+    NEURON_RESOLVE,
     RELEASE,
     ROPE,
     ROWS,
     abi,
     fill,
 )
-from edgeinfer.memory_planner import MemoryPlan, Placement, scratch
+from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch
 from edgeinfer.sizes import round_up
 
 from .program import Program, Record
+from .slots import RESOLVE_KERNEL
 from .stream import RELEASE_KERNEL
 
 CHUNK_BYTES = 64 << 10
@@ -79,12 +81,15 @@ class Lowering:
     plan : MemoryPlan
     token_tiles : tuple of int
         Tokens of the blocks that the instruction set works in (Isa.token_tiles).
+    cold_units : tuple of int
+        Where each layer's clusters begin in their file, in units of abi.STREAM_UNIT; where the plan has cold neurons.
     """
 
-    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, int]):
+    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, int], cold_units: tuple[int, ...] = ()):
         self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
         self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
         self._shared_bytes = scratch(graph.ops, graph.types, plan.splits)[1]
+        self.cold_units: tuple[int, ...] = cold_units
         self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 
     def program(self) -> Program:
@@ -117,6 +122,15 @@ class Lowering:
         """K and V of the operation's layer."""
         return self.plan.kv_layers[op.layer or 0]
 
+    def cold(self, offset: int, nbytes: int) -> Operand:
+        """Return a part of the region of cold neurons."""
+        return Operand("cold", offset, nbytes)
+
+    def n_cold(self, op: NeuronGated | NeuronDown) -> int:
+        """Count the neurons of an FFN that are not resident."""
+        plan = self.plan.cold
+        return plan.neurons - plan.hot[op.layer or 0] if plan else 0
+
     @property
     def scratch(self) -> Operand:
         """Scratch of all threads, each with its own share."""
@@ -128,7 +142,7 @@ class Lowering:
         return Operand("scratch", self.plan.shared_scratch_offset, self._shared_bytes)
 
     def record(self, op: Op, kernel: str, operands: Sequence[Operand], parameters: Sequence[int], flags: int = 0,
-               predicates: tuple[int, ...] = (), step: int = 0, label: str = "") -> Record:
+               predicates: tuple[int, ...] = (), step: int = 0, label: str = "", ticket: int | None = None) -> Record:
         """Make a record; it is skipped where the operation has no rows, or one of the predicates' counts is 0."""
         if op.out.rows == "outputs":
             predicates = (abi.COUNT_OUTPUTS, *predicates)
@@ -139,7 +153,7 @@ class Lowering:
         nbytes = 0 if step else sum(read.walk for read in op.reads(self.types))
         where = tuple((o.region, o.offset) for o in operands)
         return Record(kernel, label or op.label, where, tuple(parameters), flags, predicates, nbytes,
-                      tuple(o.nbytes for o in operands), op, step, self.part(op))
+                      tuple(o.nbytes for o in operands), op, step, self.part(op) if ticket is None else ticket)
 
 
 def rows(tensor: Tensor) -> int:
@@ -238,9 +252,34 @@ def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int]
     """Parameters that both halves of an FFN have, and the lengths of their chunks."""
     stored, (neurons, _, hidden) = at.types[op.weight.name], op.weight.shape
     part, lines = stored.part_bytes(hidden), abi.neuron_lines(hidden, stored.group_size, stored.dtype)
+    cold = {}
+    if at.n_cold(op) and at.plan.cold:
+        cold = {"cold": at.n_cold(op), "shift": at.plan.cold.shift, "cluster_bytes": at.plan.cold.cluster_bytes}
     return {"neurons": neurons, "part_bytes": part, "group": stored.group_size,
-            "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons)}, \
+            "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons), **cold}, \
         abi.neuron_chunks(neurons, part, lines, at.threads)
+
+
+def _slots(op: NeuronGated | NeuronDown, at: Lowering) -> list[Operand]:
+    """Slot of each of the layer's clusters, and the slots."""
+    if not at.n_cold(op) or not (plan := at.plan.cold):
+        return [NOTHING, NOTHING]
+    return [at.cold(plan.table + 4 * plan.clusters * (op.layer or 0), 4 * plan.clusters),
+            at.cold(0, plan.slots * plan.cluster_bytes)]
+
+
+def _resolve(op: NeuronGated, at: Lowering) -> Record:
+    """The record that finds a layer's cold neurons, and has those read that are missing."""
+    plan, layer, stride = at.plan.cold, op.layer or 0, at.stride(op.mask) if op.mask else 0
+    assert plan
+    parameters = fill(NEURON_RESOLVE, neurons=plan.neurons, hot=plan.hot[layer], shift=plan.shift,
+                      cluster_bytes=plan.cluster_bytes, slots=plan.slots, base=plan.clusters * layer,
+                      unit=at.cold_units[layer], most=max(1, READ_BYTES // plan.cluster_bytes), part=layer,
+                      rows=rows(op.out), mask_stride=stride)
+    operands = [at.at(op.mask), *_slots(op, at), at.cold(plan.owners, 4 * plan.slots),
+                at.cold(plan.uses, 4 * plan.slots), at.cold(plan.stamps, 8 * plan.slots),
+                at.cold(plan.words, abi.COLD_BYTES)]
+    return at.record(op, RESOLVE_KERNEL, operands, parameters, abi.FLAG_MASK, step=1, label=f"find {op.weight.name}")
 
 
 def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
@@ -251,13 +290,23 @@ def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
 @lower.register
 def _(op: NeuronGated, at: Lowering) -> list[Record]:
     more, (chunk, _) = _neurons(op, at)
-    parameters = fill(NEURON_GATED, **(_input(op, at) | more), chunk=chunk, activation=ACTIVATIONS[op.activation],
-                      token_tiles=at.token_tiles, mask_stride=at.stride(op.mask) if op.mask else 0)
+    given: dict[str, int | float] = {
+        **_input(op, at), **more, "chunk": chunk, "activation": ACTIVATIONS[op.activation],
+        "token_tiles": at.token_tiles, "mask_stride": at.stride(op.mask) if op.mask else 0}
     operands = [_ffn(op, at), at.at(op.x), at.at(op.out), at.at(op.mask or op.threshold), at.scratch, at.at(op.bias),
-                at.shared, at.at(op.source), at.at(op.norm)]
+                at.shared, at.at(op.source), at.at(op.norm), *_slots(op, at)]
     flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0) \
         | (abi.FLAG_MASK if op.mask else 0) | (abi.FLAG_THRESHOLD if op.threshold else 0)
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+    def gated(step: int, label: str = "", ticket: int | None = None, **part: int) -> Record:
+        return at.record(op, op.kernels(at.types, at.kv)[0], operands, fill(NEURON_GATED, **given, **part), flags,
+                         step=step, label=label, ticket=ticket)
+
+    if not (cold := at.n_cold(op)):
+        return [gated(0)]
+    hot = op.weight.shape[0] - cold
+    resident = [gated(0, behind=cold)] if hot else []
+    return [_resolve(op, at), *resident, gated(2 if hot else 0, f"  {cold} cold neurons", op.layer or 0, before=hot)]
 
 
 @lower.register
@@ -283,7 +332,7 @@ def _(op: NeuronDown, at: Lowering) -> list[Record]:
     more, (_, chunk) = _neurons(op, at)
     parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
                       chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
-    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared]
+    operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared, *_slots(op, at)]
     flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 

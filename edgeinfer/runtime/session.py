@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, named, read_predictor
+from edgeinfer.bundle import Bundle, Cold, named, read_cold, read_predictor
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import Graph, ModelConfig, TypeOf, build_graph, expected_types, fill_rope_tables
+from edgeinfer.graph import Graph, ModelConfig, NeuronDown, TypeOf, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Planner, alternatives, fit, resolve
+from edgeinfer.memory_planner import SPLIT_TOKENS, Place, Placement, Planner, alternatives, fit, resolve
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -38,6 +38,7 @@ from .lowering import Lowering
 from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
 from .pace import SMALL_BYTES, Pace
 from .sequence import KVCache
+from .slots import RESOLVE_KERNEL, Slots
 from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
 
@@ -60,6 +61,8 @@ class Session(Runner):
         checksums are compared if that takes more than a second.
     host : Session, optional
         Lends its threads: the two take turns, and either may be closed first.
+    place : callable, optional
+        Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
 
     Raises
     ------
@@ -80,7 +83,8 @@ class Session(Runner):
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
-                 loading: Callable[[int, int, str], None] | None = None, host: Session | None = None):
+                 loading: Callable[[int, int, str], None] | None = None, host: Session | None = None,
+                 place: Place | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()
@@ -91,10 +95,12 @@ class Session(Runner):
         bundle.check({w.name: w.shape for w in self.graph.weights if w.kind != "predictor"})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
         planner = Planner(self.graph, bundle.weights_bytes, offsets)
-        self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild)
-        smaller = alternatives(planner, self.config, self.budget_bytes, self._rebuild) if self.plan.parts else iter(())
+        self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild, place)
+        whole = not self.plan.parts and self.plan.cold is None
+        smaller = iter(()) if whole else alternatives(planner, self.config, self.budget_bytes, self._rebuild)
         self.instead = next(smaller, None)
-        bundle.check_contents(self.plan.request.threads, loading)
+        cold = read_cold(bundle) if self.plan.cold else None
+        bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
         self.isa = kernels.isa.name
         with ExitStack() as opened:  # whatever fails below, nothing stays open
@@ -104,7 +110,8 @@ class Session(Runner):
             opened.callback(self._prefaulter.close)
             self._load(regions, offsets, loading)
             self._fill_constants(regions["constants"])
-            self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles).program()
+            units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
+            self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
             self.kv = KVCache(self.plan, regions["kv"])
             self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
             self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
@@ -116,6 +123,8 @@ class Session(Runner):
             opened.callback(self.executor.close)
             if self.plan.parts:
                 self._stream(regions["streamed"], offsets)
+            if cold:
+                self._read_cold(regions["cold"], cold)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
                                 (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws),
                                 (abi.CTX_CHOSEN, self._tables.steps)):
@@ -293,7 +302,8 @@ class Session(Runner):
         for weight in self.graph.weights:
             place = self.plan.places[weight.name]
             if place.region == "resident" and weight.kind != "predictor":
-                parts.append((offsets[weight.name], regions["resident"][place.offset :][: place.nbytes]))
+                parts += _sources(regions["resident"], place, offsets[weight.name],
+                                  self.graph.types[weight.name].nbytes(weight.shape))
         copy_in(parts, self.bundle.weights_path, loading)
         self._load_predictor(regions)
         if any(region.name == "weights" for region in self.plan.regions):
@@ -316,8 +326,19 @@ class Session(Runner):
         """Start the threads that read streamed weights ahead of use."""
         executor, state = self.executor, self.bundle.weights_state
         ends = [i for i, record in enumerate(self.program.records) if record.kernel == RELEASE_KERNEL]
-        executor.read_ahead(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state, offsets, ends,
+        executor.read_with(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state, offsets, ends,
                                    executor.tickets, executor.kernels, executor.pool.words))
+
+    def _read_cold(self, region: NDArray[np.uint8], cold: Cold) -> None:
+        """Start the threads that read neurons when a token wants them."""
+        executor, state, plan = self.executor, self.bundle.state(cold.path.name), self.plan.cold
+        assert plan
+        records = self.program.records
+        found = [i for i, record in enumerate(records) if record.kernel == RESOLVE_KERNEL]
+        ranges = [(i + 1, next(j for j in range(i, len(records)) if isinstance(records[j].op, NeuronDown)) + 1)
+                  for i in found]
+        executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
+                                 executor.kernels, executor.pool.words))
 
     def _fill_constants(self, region: NDArray[np.uint8]) -> None:
         """Cosines and sines per position, each padded to vectors of 16."""
@@ -330,6 +351,15 @@ class Session(Runner):
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels."""
         parts = (self.bundle.identity, self.recipe, self.executor.kernels.arithmetic)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def _sources(region: NDArray[np.uint8], place: Placement, offset: int,
+             nbytes: int) -> list[tuple[int, NDArray[np.uint8]]]:
+    """Where the parts of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only."""
+    if place.nbytes == nbytes:
+        return [(offset, region[place.offset :][:nbytes])]
+    own, third = region[place.offset :][: place.nbytes], place.nbytes // 3
+    return [(offset, own[:third]), (offset + nbytes // 3, own[third:])]
 
 
 def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:

@@ -21,7 +21,7 @@ from ..vector.simd import (
     sum_lanes,
 )
 from ..vector.vecmath import activate
-from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch
+from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch, row_at
 
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
 # of a claim their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
@@ -77,7 +77,7 @@ def areas_of(scratch, lines, x_bytes):
 @inline
 def gate_at(ffn, window, k):
     """Return the address of a chosen neuron's gate row; behind the list's end it is the last one's."""
-    return ffn.gates + load_i32(window.numbers + 4 * min(k, window.n - 1)) * ffn.part
+    return row_at(ffn, load_i32(window.numbers + 4 * min(k, window.n - 1)))
 
 
 @inline
@@ -105,7 +105,7 @@ def gates(form, ffn, areas, window, first, stop):
     at, ahead = areas.scratch + GATES, NEURON_BATCH if window.eager else ROWS_AHEAD
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * k)
-        form.row_sums(ffn, ffn.gates + neuron * ffn.part, areas.x, gate_at(ffn, window, k + ahead), areas.row,
+        form.row_sums(ffn, row_at(ffn, neuron), areas.x, gate_at(ffn, window, k + ahead), areas.row,
                       areas.scratch)
         for t in range(form.n):
             gate = sum_lanes(load_f32x16(areas.scratch + 64 * t))

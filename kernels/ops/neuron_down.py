@@ -1,7 +1,7 @@
 """The second half of an FFN in layout neuron, f D^T, by outputs; see `neuron_gated.py`.
 
-Operands: 0 weights, 1 f, 2 out, 3 scratch, 4 bias, 5 sums of blocks. Parameters: parameters.NEURON_DOWN.
-Twin: reference/neuron.py.
+Operands: 0 weights, 1 f, 2 out, 3 scratch, 4 bias, 5 sums of blocks, 6 slot of each cluster of cold neurons, 7 slots.
+Parameters: parameters.NEURON_DOWN. Twin: reference/neuron.py.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _register(dtype):
 
     @kernel(f"neuron_down_{dtype}")
     def run(rec, ctx, tid, n_threads):
-        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits, 4), operand(rec, ctx, 1), operand(rec, ctx, 2)
+        ffn, f, out = open_ffn(rec, ctx, NEURON_DOWN, form.bits, 4, 6), operand(rec, ctx, 1), operand(rec, ctx, 2)
         x_stride, out_stride = parameter(rec, NEURON_DOWN.x_stride), parameter(rec, NEURON_DOWN.out_stride)
         scratch = operand(rec, ctx, 3) + tid * parameter(rec, NEURON_DOWN.scratch)
         tokens, chunk = count(ctx, parameter(rec, NEURON_DOWN.rows)), max(2, parameter(rec, NEURON_DOWN.chunk) & -2)

@@ -10,6 +10,7 @@ from ..vector.record import flags, inline, operand, outlined, parameter, token
 from ..vector.simd import (
     f32_from_bits,
     load_f32,
+    load_i32,
     load_i64,
     prefetch,
     shift_right,
@@ -45,6 +46,16 @@ class Ffn(NamedTuple):
     """Quarters of a line (16 bytes) that share a scale."""
     lines: int
     """64-byte lines that hold the codes of a part."""
+    resident: int
+    """Neurons, the first ones, that lie at `gates` and `pairs`; the others lie in slots, by clusters."""
+    table: int
+    """Address of the slot of each cluster."""
+    slots: int
+    """Address of slot 0."""
+    cluster: int
+    """Bytes of a slot."""
+    shift: int
+    """A cluster holds 1 << shift neurons: of each its gate row, up row and down column."""
 
 
 class Tokens(NamedTuple):
@@ -60,19 +71,39 @@ class Tokens(NamedTuple):
 
 
 @inline
-def open_ffn(rec, ctx, family, bits, bias):
-    """Read a record whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`."""
+def open_ffn(rec, ctx, family, bits, bias, table):
+    """Read a record whose parameters are named by NEURON_GATED or NEURON_DOWN; the biases are operand `bias`.
+
+    The slots of cold neurons are the operand behind `table`.
+    """
     neurons, part, weights = parameter(rec, family.neurons), parameter(rec, family.part_bytes), operand(rec, ctx, 0)
     groups, group = parameter(rec, family.groups), parameter(rec, family.group)
     biases, codes = operand(rec, ctx, bias) if flags(rec) & FLAG_BIAS else 0, groups * group * bits >> 3
-    return Ffn(rec, weights, weights + neurons * part, biases, neurons, part, codes, groups, group,
-               group * bits >> 7, (codes + 63) >> 6)
+    resident = neurons - parameter(rec, family.cold)
+    return Ffn(rec, weights, weights + resident * part, biases, neurons, part, codes, groups, group,
+               group * bits >> 7, (codes + 63) >> 6, resident, operand(rec, ctx, table), operand(rec, ctx, table + 1),
+               parameter(rec, family.cluster_bytes), parameter(rec, family.shift))
+
+
+@inline
+def in_slot(ffn, neuron):
+    """Return the address of a cold neuron, whose three parts lie together."""
+    at = load_i32(ffn.table + 4 * (neuron >> ffn.shift)) * ffn.cluster
+    return ffn.slots + at + (neuron & ((1 << ffn.shift) - 1)) * 3 * ffn.part
+
+
+@inline
+def row_at(ffn, neuron):
+    """Return the address of a neuron's gate row."""
+    return ffn.gates + neuron * ffn.part if neuron < ffn.resident else in_slot(ffn, neuron)
 
 
 @inline
 def column_at(ffn, neuron):
     """Return the address of a neuron's down column; its up row stands a part before it."""
-    return ffn.pairs + (2 * neuron + 1) * ffn.part
+    if neuron < ffn.resident:
+        return ffn.pairs + (2 * neuron + 1) * ffn.part
+    return in_slot(ffn, neuron) + 2 * ffn.part
 
 
 @inline

@@ -15,7 +15,8 @@ then block by block, and adding 0 changes nothing. So no bit depends on the numb
 skipped, or on the masks of other tokens.
 
 Operands of `neuron_gated_*`: 0 weights, 1 x, 2 f, 3 masks, 4 scratch, 5 bias (gates', then ups'), 6 sums of blocks,
-7 source and 8 norm weight of a fused input. Parameters: parameters.NEURON_GATED. Twin: reference/neuron.py.
+7 source and 8 norm weight of a fused input, 9 slot of each cluster of cold neurons, 10 slots. Parameters:
+parameters.NEURON_GATED. Twin: reference/neuron.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..vector.simd import div_i64, load_i32, load_i64
 from .elementwise import fused_input
 from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, ups
 from .neuron_block import compute
-from .neuron_ffn import Tokens, choose, column_at, fetch, find_masks, open_ffn
+from .neuron_ffn import Tokens, choose, column_at, fetch, find_masks, open_ffn, row_at
 from .neuron_parts import TOKENS, make_form, q8_block, zero
 
 MANY_CHUNKS = 16
@@ -53,7 +54,7 @@ def fetch_first(ffn, numbers, n, eager):
     """Ask for the gates, and where most neurons live the pairs, that a claim begins with."""
     for k in range(min(n, NEURON_BATCH if eager else ROWS_AHEAD)):
         neuron = load_i32(numbers + 4 * k)
-        fetch(ffn.gates + neuron * ffn.part, ffn.part)
+        fetch(row_at(ffn, neuron), ffn.part)
         if eager:
             fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
 
@@ -68,9 +69,11 @@ def single(form, ffn, areas, ctx, f, n_threads):
     masked = load_i64(token.masks) != 0
     if masked:  # few neurons of a block are chosen: more blocks are claimed at once
         span = max(1, min(div_i64(NEURON_CLAIM, height), div_i64(ffn.neurons, 4 * n_threads * height)))
-    at, eager = claim(ctx) * span, masked
-    while at * height < ffn.neurons:
-        end = min((at + span) * height, ffn.neurons)
+    before, last = div_i64(parameter(ffn.rec, NEURON_GATED.before), height), ffn.neurons - parameter(
+        ffn.rec, NEURON_GATED.behind)
+    at, eager = before + claim(ctx) * span, masked
+    while at * height < last:
+        end = min((at + span) * height, last)
         n, first, live = choose(token, at * height, end, numbers), 0, 0
         clear(token, at * height, end)
         zero(sums + row * at, row * div_i64(end - at * height + height - 1, height))
@@ -80,7 +83,7 @@ def single(form, ffn, areas, ctx, f, n_threads):
             live += compute(form, ffn, areas, token, sums, Window(numbers, first, stop, n, eager))
             first = stop
         eager = masked and 2 * live >= n
-        at = claim(ctx) * span
+        at = before + claim(ctx) * span
 
 
 @inline
@@ -88,9 +91,10 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
     """Compute f of more tokens, TOKENS at a time."""
     chunk, stride = parameter(ffn.rec, NEURON_GATED.chunk), parameter(ffn.rec, NEURON_GATED.out_stride)
     chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
-    x, start, numbers = operand(ffn.rec, ctx, 1), claim(ctx) * chunk, areas.scratch + NUMBERS
-    while start < ffn.neurons:
-        end = min(start + chunk, ffn.neurons)
+    x, numbers, before = operand(ffn.rec, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.rec, NEURON_GATED.before)
+    start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.rec, NEURON_GATED.behind)
+    while start < last:
+        end = min(start + chunk, last)
         for t in range(0, tokens, TOKENS):
             some = Tokens(min(TOKENS, tokens - t), f + t * stride, stride, areas.scratch + MASKS)
             find_masks(ffn.rec, ctx, t, some)
@@ -103,7 +107,7 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
             live = all_alive(form, ffn, areas, some, window)
             for first in range(0, live, NEURON_BATCH):
                 ups(form, ffn, areas, some, window, first, min(first + NEURON_BATCH, live), live)
-        start = claim(ctx) * chunk
+        start = before + claim(ctx) * chunk
 
 
 def _register(dtype):
@@ -111,7 +115,7 @@ def _register(dtype):
 
     @kernel(f"neuron_gated_{dtype}")
     def run(rec, ctx, tid, n_threads):
-        ffn, f = open_ffn(rec, ctx, NEURON_GATED, one.bits, 5), operand(rec, ctx, 2)
+        ffn, f = open_ffn(rec, ctx, NEURON_GATED, one.bits, 5, 9), operand(rec, ctx, 2)
         scratch = operand(rec, ctx, 4) + tid * parameter(rec, NEURON_GATED.scratch)
         areas = areas_of(scratch, ffn.lines, one.x_bytes)
         tokens = count(ctx, parameter(rec, NEURON_GATED.rows))

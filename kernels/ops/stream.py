@@ -6,6 +6,9 @@ its ticket. So the storage is never idle but while all buffers wait to be used, 
 between two reads. `edgeinfer/runtime/stream.py` writes the tables, and sets the readers to another part where a walk
 does not begin with the one that comes next.
 
+Neurons that a token wants (STREAM_QUEUE) are read by the same threads: records post pieces, which are claimed in that
+order; `neuron_resolve.py` says why that is safe.
+
 Why no part is overwritten while it is used, and nothing is used before it is there:
 
 * `stream_release` is a record behind the last one that uses a part: all threads have passed the barrier. It sets the
@@ -48,6 +51,7 @@ from ..abi import (
     STREAM_PARTS,
     STREAM_PIECES,
     STREAM_PREAD,
+    STREAM_QUEUE,
     STREAM_READ,
     STREAM_RELEASED,
     STREAM_RUNS,
@@ -116,12 +120,20 @@ def fetch(ctx, stream, number):
 
 @inline
 def await_buffer(ctx, stream, claim):
-    """Wait until the buffer of a claimed piece is free, or the readers are to stop."""
+    """Wait until the buffer of a claimed piece is free, or it was posted, or the readers are to stop."""
     n_pieces = load_i64(stream + STREAM_N_PIECES)
+    if load_i64(stream + STREAM_QUEUE):
+        await_release(ctx, stream, claim + 1)
+        return
     piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (claim % n_pieces)
     part = load_i64(piece + PIECE_PART)
     behind = load_i64(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_BEHIND)
-    free = claim // n_pieces * load_i64(stream + STREAM_N_PARTS) + part - behind + 1
+    await_release(ctx, stream, claim // n_pieces * load_i64(stream + STREAM_N_PARTS) + part - behind + 1)
+
+
+@inline
+def await_release(ctx, stream, free):
+    """Wait until so many parts were released, or pieces posted, or the readers are to stop."""
     gate = stream + STREAM_GATE
     seen = atomic_load(gate)
     while atomic_load(stream + STREAM_RELEASED) < free and reads(stream):

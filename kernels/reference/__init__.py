@@ -25,6 +25,7 @@ from .expected import Expected, compare
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
 from .neuron import neuron_down_twin, neuron_gated_twin
 from .neuron_mask import scores_twin, signs_twin
+from .neuron_resolve import Cache, resolve, resolve_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
 from .stream import stream_release_twin
@@ -41,6 +42,7 @@ TWINS: dict[str, Twin] = {
     "attention_merge": merge_twin,
     "neuron_mask_scores": scores_twin,
     "neuron_mask_signs": signs_twin,
+    "neuron_resolve": resolve_twin,
     "draw_edit": edit_twin,
     "draw_blocks": blocks_twin,
     "draw_choose": choose_twin,
@@ -59,6 +61,6 @@ for _kv in KV:
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
 """The twin of each kernel, by the kernel's name."""
 
-__all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Expected", "Q8Block", "RecordView", "attend",
-           "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8", "rms_norm",
-           "rotate", "write_q8"]
+__all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",
+           "attend", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8",
+           "resolve", "rms_norm", "rotate", "write_q8"]

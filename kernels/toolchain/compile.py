@@ -52,6 +52,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
             neuron_down,
             neuron_gated,
             neuron_mask,
+            neuron_resolve,
             probe,
             rope,
             stream,

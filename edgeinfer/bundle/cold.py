@@ -1,0 +1,158 @@
+"""Neurons by themselves, for reads from storage: a part of a bundle beside its weights, which holds them a second time.
+
+A cluster is what one read brings: a neuron's gate row, up row and down column together, or as many neurons as fit a
+unit of direct I/O where they are small, filled up with zeros to whole units. Each has a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BundleError
+from edgeinfer.files import open_plain
+from edgeinfer.quant import WeightType
+from edgeinfer.sizes import round_up
+
+from .arrays import Later, pack_arrays
+from .format import TensorEntry
+from .parts import layers_of, open_part, weights_identity
+
+if TYPE_CHECKING:
+    from .reader import Bundle
+
+COLD_FILE = "cold.bin"
+UNIT_BYTES = 4096
+"""Direct I/O reads multiples of it from multiples of it."""
+_STEP_BYTES = 1 << 20
+Bytes = NDArray[np.uint8]
+
+
+def cluster_shape(neuron_bytes: int) -> tuple[int, int]:
+    """Return the neurons of a cluster, a power of two, and its bytes on storage."""
+    neurons = 1 << max(0, (UNIT_BYTES // neuron_bytes).bit_length() - 1)
+    return neurons, round_up(neurons * neuron_bytes, UNIT_BYTES)
+
+
+def ffn_entries(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Return the FFNs stored neuron by neuron, in the order of their layers."""
+    found = [entry for entry in tensors if entry.type.layout == "neuron"]
+    return sorted(found, key=lambda entry: int(entry.name.split(".")[1]))
+
+
+def cold_bytes(tensors: Iterable[tuple[WeightType, tuple[int, ...]]]) -> int:
+    """Return about how long the file is for weights of these types and shapes."""
+    shapes = (_clusters(shape, stored) for stored, shape in tensors if stored.layout == "neuron")
+    return sum(n * (nbytes + 4) for n, _, nbytes in shapes)
+
+
+def pack_cold(tensors: Iterable[TensorEntry], stored: Callable[[TensorEntry], Bytes]) -> Iterator[bytes]:
+    """Yield the file's bytes, a layer at a time.
+
+    Parameters
+    ----------
+    tensors : of TensorEntry
+        All of the bundle: the part names the weights that it repeats.
+    stored : callable
+        Gives a tensor's bytes.
+    """
+    tensors = list(tensors)
+    entries, sums, arrays = ffn_entries(tensors), dict[str, NDArray[np.uint32]](), dict[str, Any]()
+
+    def clusters(entry: TensorEntry) -> Bytes:
+        data = clusters_of(entry, stored(entry))
+        sums[entry.name] = np.array([zlib.crc32(cluster) for cluster in data], np.uint32)
+        return data
+
+    for i, entry in enumerate(entries):
+        n, _, nbytes = _clusters(entry.shape, entry.type)
+        arrays[f"layers.{i}.clusters"] = Later(np.dtype("u1"), (n, nbytes), partial(clusters, entry))
+    for i, entry in enumerate(entries):
+        arrays[f"layers.{i}.checksums"] = Later(np.dtype("<u4"), (_clusters(entry.shape, entry.type)[0],),
+                                                partial(sums.__getitem__, entry.name))
+    _, neurons, _ = _clusters(entries[0].shape, entries[0].type)
+    about = {"part": "cold", "weights": weights_identity(tensors), "neurons": neurons}
+    yield from pack_arrays(about, arrays, UNIT_BYTES)
+
+
+def clusters_of(entry: TensorEntry, data: Bytes) -> Bytes:
+    """Return a layer's neurons as the file holds them, of shape (clusters, bytes of one)."""
+    neurons, part = entry.shape[0], entry.type.part_bytes(entry.shape[2])
+    n, of_one, nbytes = _clusters(entry.shape, entry.type)
+    out = np.zeros((n, nbytes), np.uint8)
+    together = np.zeros((n * of_one, 3, part), np.uint8)
+    together[:neurons, 0] = data[: neurons * part].reshape(neurons, part)
+    together[:neurons, 1:] = data[neurons * part :].reshape(neurons, 2, part)
+    out[:, : of_one * 3 * part] = together.reshape(n, -1)
+    return out
+
+
+@dataclass(frozen=True)
+class Cold:
+    """The clusters of a bundle, in a file that is open to nobody yet."""
+
+    path: Path
+    neurons: int
+    """Of a cluster."""
+    nbytes: int
+    """Of a cluster."""
+    offsets: tuple[int, ...]
+    """Where each layer's clusters begin in the file: multiples of `UNIT_BYTES`."""
+    checksums: tuple[NDArray[np.uint32], ...]
+    """CRC-32 of each cluster, layer by layer."""
+
+    def verify(self) -> None:
+        """Read all clusters and compare their checksums; raises `BundleError` that names the first damaged one."""
+        per_step = max(1, _STEP_BYTES // self.nbytes)
+        with open_plain(self.path) as file:
+            for layer, (offset, sums) in enumerate(zip(self.offsets, self.checksums, strict=True)):
+                file.seek(offset)
+                for first in range(0, len(sums), per_step):
+                    some = sums[first : first + per_step]
+                    data = memoryview(file.read(len(some) * self.nbytes))
+                    for i, expected in enumerate(some):
+                        self.check(layer, first + i, data[i * self.nbytes : (i + 1) * self.nbytes], int(expected))
+
+    def check(self, layer: int, cluster: int, data: Any, expected: int | None = None) -> None:
+        """Raise `BundleError` where the bytes of a cluster are not those that were written."""
+        expected = int(self.checksums[layer][cluster]) if expected is None else expected
+        if zlib.crc32(data) != expected:
+            which = f"neurons {cluster * self.neurons} to {(cluster + 1) * self.neurons - 1} of layer {layer}"
+            raise BundleError(f"{self.path}: {which} are damaged: their checksum does not match; make or copy the "
+                              "bundle again.")
+
+
+def read_cold(bundle: Bundle) -> Cold | None:
+    """Return where a bundle's clusters lie, or None where it has none; raises as `read_predictor`."""
+    if (opened := open_part(bundle, "cold", ("neurons",))) is None:
+        return None
+    about, arrays, where = opened
+    entries = ffn_entries(bundle.header.tensors)
+    if len(entries) != bundle.config.num_hidden_layers:
+        raise BundleError(f"{where} belongs to FFNs stored neuron by neuron, which the bundle has not; make it again.")
+    n, neurons, nbytes = _clusters(entries[0].shape, entries[0].type)
+    if about["neurons"] != neurons:
+        raise BundleError(f"{where} says it has {str(about['neurons'])[:60]} neurons in a cluster; this model has "
+                          f"{neurons}.")
+    made = layers_of(bundle.config, arrays, {"clusters": ((n, nbytes), "u1"), "checksums": ((n,), "<u4")}, where)
+    path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "cold")
+    with open_plain(path) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    first = next(iter(arrays.values())).ctypes.data
+    offsets = tuple(start + data.ctypes.data - first for data in made["clusters"])
+    if any(offset % UNIT_BYTES for offset in offsets):
+        raise BundleError(f"{where} has clusters that do not begin at multiples of {UNIT_BYTES} bytes; make it again.")
+    return Cold(path, neurons, nbytes, offsets, tuple(sums.copy() for sums in made["checksums"]))
+
+
+def _clusters(shape: tuple[int, ...], stored: WeightType) -> tuple[int, int, int]:
+    """Clusters of a layer, neurons of one, bytes of one."""
+    neurons, nbytes = cluster_shape(3 * stored.part_bytes(shape[2]))
+    return -(-shape[0] // neurons), neurons, nbytes

@@ -1,0 +1,120 @@
+"""Neurons that are read when a token wants them: the cache of their clusters, and the threads that read.
+
+The inner half is kernels/ops/neuron_resolve.py, which fills the cache, and kernels/ops/stream.py, which reads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Cold
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.kernels import Kernels, abi
+from edgeinfer.memory_planner import ColdPlan
+
+from .direct import File
+from .readers import NAP_SECONDS, Readers
+
+RESOLVE_KERNEL = "neuron_resolve"
+READERS = 8
+"""Threads that read: a disk answers scattered reads of a few KiB faster where it has several at a time."""
+_FAILED, _NEXT, _RELEASED = (offset >> 3 for offset in (abi.STREAM_FAILED, abi.STREAM_NEXT, abi.STREAM_RELEASED))
+
+
+class Hits(NamedTuple):
+    """What decoded tokens found so far."""
+
+    tokens: int
+
+    hits: int
+    """Clusters that were wanted and in the cache."""
+    misses: int
+    """Clusters that had to be read."""
+
+
+class Slots(Readers):
+    """The cache of a program, and who fills it.
+
+    Parameters
+    ----------
+    plan : ColdPlan
+    cold : Cold
+        Where clusters lie in the file.
+    region : uint8 array
+        Memory of the region ``cold``.
+    file : File
+        That of `cold`, open.
+    state : os.stat_result
+        Of the file, when its contents were checked.
+    ranges : sequence of (int, int)
+        Numbers of the records that use what `neuron_resolve` has found: from the one behind it up to `neuron_down`.
+    tickets, kernels, ctx : as for `Readers`
+    """
+
+    def __init__(self, plan: ColdPlan, cold: Cold, region: NDArray[np.uint8], file: File, state: os.stat_result,
+                 ranges: Sequence[tuple[int, int]], tickets: NDArray[np.int64], kernels: Kernels,
+                 ctx: NDArray[np.int64]):
+        self.plan, self._cold, self._region, self._ranges = plan, cold, region, ranges
+        self._stop = self._stopped = -1
+        self._decoded, self._counts = 0, ctx
+        self._slots = region[: plan.slots * plan.cluster_bytes].reshape(plan.slots, -1)
+        self._table = self._at(plan.table, len(plan.hot) * plan.clusters, np.int32)
+        self._owners = self._at(plan.owners, plan.slots, np.int32)
+        self._stamps = self._at(plan.stamps, plan.slots, np.int64)
+        self._own = self._at(plan.words, abi.COLD_BYTES // 8, np.int64)
+        parts = np.zeros((len(plan.hot), abi.PART_BYTES // 8), np.int64)
+        super().__init__(READERS, file, state, np.zeros((plan.slots, abi.PIECE_BYTES // 8), np.int64), parts, tickets,
+                         region, kernels, ctx, queue=True)
+        self._forget()
+
+    @property
+    def hits(self) -> Hits:
+        """What decoded tokens found so far."""
+        return Hits(self._decoded, int(self._own[abi.COLD_HITS >> 3]), int(self._own[abi.COLD_MISSES >> 3]))
+
+    def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
+        """Wait for reads that a walk has left which was cancelled; after one that failed, forget all slots.
+
+        Raises `EdgeInferError` where the walk begins within an FFN whose neurons it has not asked for.
+        """
+        self.walks += 1
+        if first != self._stopped and any(begin <= first < end for begin, end in self._ranges):
+            raise EdgeInferError(f"Record {first} computes with neurons that an earlier one has read; let the walk "
+                                 f"begin before that one, or where the last one has ended ({self._stopped}).")
+        self._stop, self._stopped = stop, -1
+        self._decoded += 0 if first else int(self._counts[(abi.CTX_COUNTS >> 3) + abi.COUNT_DECODED])
+        pending = self._tickets[: len(self._parts)]
+        while not pending.all() and not self._words[_FAILED] and not ended():
+            time.sleep(NAP_SECONDS)
+        if self._words[_FAILED] and self._park(ended):
+            self._forget()
+
+    def came(self, ticket: int) -> None:
+        """Compare the checksums of all clusters that the last record has found; raises `BundleError`."""
+        epoch = self._own[abi.COLD_EPOCH >> 3]
+        for slot in np.flatnonzero((self._stamps == epoch) & (self._owners >= 0)):
+            layer, cluster = divmod(int(self._owners[slot]), self.plan.clusters)
+            self._cold.check(layer, cluster, self._slots[slot].tobytes())
+
+    def check(self, failed: bool) -> None:
+        """Say what went wrong with a walk that has ended, as `Readers.check`."""
+        super().check(failed)
+        self._stopped = self._stop
+
+    def _at(self, offset: int, n: int, kind: Any) -> NDArray[Any]:
+        return self._region[offset : offset + n * np.dtype(kind).itemsize].view(kind)
+
+    def _forget(self) -> None:
+        """Begin with empty slots; called while all readers are parked."""
+        self._table[:] = self._owners[:] = -1
+        self._region[self.plan.uses : self.plan.words] = 0
+        self._parts[:] = 0
+        self._tickets[: len(self._parts)] = 1
+        self._words[_NEXT] = self._words[_RELEASED] = self._words[_FAILED] = 0
+        self._set_state(abi.STREAM_RUNS)

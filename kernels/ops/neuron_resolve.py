@@ -1,0 +1,205 @@
+"""Neurons that are not resident: which of them a walk computes, where they lie in the cache, reads of those missing.
+
+`neuron_resolve` stands behind a layer's mask. It looks up the cluster of each cold neuron that one of the walk's
+tokens computes (a prompt's tokens compute all), takes a slot for each that is missing, and posts the reads; the layer's
+resident neurons are computed meanwhile, and the record over the cold ones waits for the layer's ticket. One thread does
+it: there are a hundred or so clusters.
+
+Replacement is a clock: its hand passes over slots, takes 1 from the count of uses of each, and takes the first slot
+that had none left. A new cluster begins with none, so that what is wanted once gives way to what is wanted often.
+
+Why nothing is computed with a neuron that is not there, and none is overwritten while it is used:
+
+* A slot that this record has stamped with its epoch is not taken in the same epoch; the next one begins in the next
+  layer, when all threads have passed the barrier behind this one's last record. There are slots for all cold clusters
+  of a layer.
+* The layer's PART_LEFT counts reads under way, and 1 more while they are posted: so no reader redeems the ticket
+  before the last one was posted. The ticket becomes 0 only when no read of the layer is under way: the record that
+  waited for it has run, or `Slots.begin` (edgeinfer/runtime/slots.py) has waited.
+* After a read that failed every pending ticket says so; this record looks for that behind its own ticket, so that one
+  of the two sees the other. `begin` then forgets all slots.
+
+Clusters that follow each other in the file and in slots are read together, up to a limit: a prompt reads a layer in
+large pieces.
+
+Operands: 0 masks; 1 the slot of each of the layer's clusters, or -1; 2 slots; 3 of each slot the cluster that it holds,
+or -1; 4 its uses; 5 its stamp; 6 words COLD_*. Parameters: parameters.NEURON_RESOLVE. Twin:
+reference/neuron_resolve.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    COLD_EPOCH,
+    COLD_HAND,
+    COLD_HITS,
+    COLD_MISSES,
+    COLD_USES,
+    COUNT_DECODED,
+    CTX_STREAM,
+    FLAG_MASK,
+    PART_BYTES,
+    PART_LEFT,
+    PIECE_BYTES,
+    PIECE_LEAST,
+    PIECE_LENGTH,
+    PIECE_OFFSET,
+    PIECE_PART,
+    PIECE_TO,
+    STREAM_FAILED,
+    STREAM_GATE,
+    STREAM_N_PIECES,
+    STREAM_PARTS,
+    STREAM_PIECES,
+    STREAM_RELEASED,
+    STREAM_TICKETS,
+    STREAM_UNIT,
+)
+from ..parameters import NEURON_RESOLVE
+from ..registry import kernel
+from ..vector.record import count, flags, inline, operand, outlined, parameter
+from ..vector.simd import load_i32, load_i64, store_i32, store_i64, trailing_zeros
+from ..vector.targets import atomic_add, atomic_load, atomic_store
+from .stream import redeem
+from .walk import change
+
+NO_SLOT = 3
+"""Status of a record that finds no slot: the plan has fewer than a layer's cold clusters."""
+
+
+@inline
+def wanted(rec, masks, tokens, word):
+    """Return which cold neurons of a word of masks one of the tokens computes; no masks: all."""
+    at, first, neurons = 64 * word, parameter(rec, NEURON_RESOLVE.hot), parameter(rec, NEURON_RESOLVE.neurons)
+    bits = 0 if masks else -1
+    if masks:
+        for t in range(tokens):
+            bits |= load_i64(masks + t * parameter(rec, NEURON_RESOLVE.mask_stride) + 8 * word)
+    if first > at:
+        bits &= -1 << (first - at)
+    if neurons < at + 64:
+        bits &= ~(-1 << (neurons - at))
+    return bits
+
+
+@outlined
+def pin(rec, ctx, masks, tokens, epoch):
+    """Stamp the slots of wanted clusters that are there; return how many there are, and how many are missing."""
+    table, uses, stamps = operand(rec, ctx, 1), operand(rec, ctx, 4), operand(rec, ctx, 5)
+    shift, hits, missing = parameter(rec, NEURON_RESOLVE.shift), 0, 0
+    together = (1 << (1 << shift)) - 1
+    for word in range(parameter(rec, NEURON_RESOLVE.hot) >> 6, (parameter(rec, NEURON_RESOLVE.neurons) + 63) >> 6):
+        bits = wanted(rec, masks, tokens, word)
+        while bits:
+            at = trailing_zeros(bits) >> shift << shift
+            bits &= ~(together << at)
+            slot = load_i32(table + 4 * ((64 * word + at) >> shift))
+            if slot < 0:
+                missing += 1
+            else:
+                hits += 1
+                store_i64(stamps + 8 * slot, epoch)
+                store_i32(uses + 4 * slot, min(load_i32(uses + 4 * slot) + 1, COLD_USES))
+    return hits, missing
+
+
+@inline
+def victim(rec, ctx, epoch):
+    """Return the slot that the clock's hand takes, -1 where all are stamped with this epoch."""
+    uses, stamps, words = operand(rec, ctx, 4), operand(rec, ctx, 5), operand(rec, ctx, 6)
+    slots, hand, found = parameter(rec, NEURON_RESOLVE.slots), load_i64(words + COLD_HAND), -1
+    turns = (COLD_USES + 2) * slots
+    while found < 0 and turns > 0:
+        if load_i64(stamps + 8 * hand) < epoch:
+            left = load_i32(uses + 4 * hand)
+            store_i32(uses + 4 * hand, max(left - 1, 0))
+            found = hand if left == 0 else -1
+        hand = hand + 1 if hand + 1 < slots else 0
+        turns -= 1
+    store_i64(words + COLD_HAND, hand)
+    return found
+
+
+@inline
+def replace(rec, ctx, cluster, epoch):
+    """Give a missing cluster a slot, which another one may lose; return it."""
+    table, owners, base = operand(rec, ctx, 1), operand(rec, ctx, 3), parameter(rec, NEURON_RESOLVE.base)
+    slot = victim(rec, ctx, epoch)
+    if slot >= 0:
+        owner = load_i32(owners + 4 * slot)
+        if owner >= 0:
+            store_i32(table + 4 * (owner - base), -1)  # in whichever layer
+        store_i32(table + 4 * cluster, slot)
+        store_i32(owners + 4 * slot, base + cluster)
+        store_i64(operand(rec, ctx, 5) + 8 * slot, epoch)
+    return slot
+
+
+@inline
+def post(rec, ctx, stream, cluster, slot, n):
+    """Let readers bring n clusters, which follow each other, into as many slots."""
+    nbytes, part = parameter(rec, NEURON_RESOLVE.cluster_bytes), parameter(rec, NEURON_RESOLVE.part)
+    posted = load_i64(stream + STREAM_RELEASED)
+    piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (posted % load_i64(stream + STREAM_N_PIECES))
+    store_i64(piece + PIECE_OFFSET, parameter(rec, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes)
+    store_i64(piece + PIECE_LENGTH, n * nbytes)
+    store_i64(piece + PIECE_LEAST, n * nbytes)
+    store_i64(piece + PIECE_TO, operand(rec, ctx, 2) + slot * nbytes)
+    store_i64(piece + PIECE_PART, part)
+    atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
+    atomic_store(stream + STREAM_RELEASED, posted + 1)
+
+
+@outlined
+def fill(rec, ctx, stream, masks, tokens, epoch):
+    """Give all missing clusters slots and post their reads; return whether there were slots for all."""
+    table, shift, most = operand(rec, ctx, 1), parameter(rec, NEURON_RESOLVE.shift), parameter(rec, NEURON_RESOLVE.most)
+    together, first, to, n = (1 << (1 << shift)) - 1, 0, 0, 0
+    for word in range(parameter(rec, NEURON_RESOLVE.hot) >> 6, (parameter(rec, NEURON_RESOLVE.neurons) + 63) >> 6):
+        bits = wanted(rec, masks, tokens, word)
+        while bits:
+            at = trailing_zeros(bits) >> shift << shift
+            bits &= ~(together << at)
+            cluster = (64 * word + at) >> shift
+            if load_i32(table + 4 * cluster) < 0:
+                slot = replace(rec, ctx, cluster, epoch)
+                if slot < 0:
+                    return False
+                if n and (cluster != first + n or slot != to + n or n == most):
+                    post(rec, ctx, stream, first, to, n)
+                    n = 0
+                if n == 0:
+                    first, to = cluster, slot
+                n += 1
+    if n:
+        post(rec, ctx, stream, first, to, n)
+    return True
+
+
+@kernel("neuron_resolve")
+def neuron_resolve(rec, ctx, tid, n_threads):
+    """Find the clusters that this walk wants of a layer, and have those read that are missing."""
+    if tid:
+        return 0
+    tokens, words, stream = count(ctx, parameter(rec, NEURON_RESOLVE.rows)), operand(rec, ctx, 6), \
+        load_i64(ctx + CTX_STREAM)
+    masks = operand(rec, ctx, 0) if flags(rec) & FLAG_MASK and count(ctx, COUNT_DECODED) == tokens else 0
+    part = parameter(rec, NEURON_RESOLVE.part)
+    left = load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT
+    ticket, epoch = load_i64(stream + STREAM_TICKETS) + 8 * part, load_i64(words + COLD_EPOCH) + 1
+    store_i64(words + COLD_EPOCH, epoch)
+    atomic_add(left, 1)
+    atomic_store(ticket, 0)
+    hits, missing = pin(rec, ctx, masks, tokens, epoch)
+    status = 0
+    if missing:
+        status = 0 if fill(rec, ctx, stream, masks, tokens, epoch) else NO_SLOT
+        change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
+    if masks:
+        store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)
+        store_i64(words + COLD_MISSES, load_i64(words + COLD_MISSES) + missing)
+    if atomic_add(left, -1) == 1:
+        redeem(ctx, ticket, 1)
+    if atomic_load(stream + STREAM_FAILED):
+        redeem(ctx, ticket, -1)
+    return status

@@ -1,0 +1,105 @@
+"""Where cold neurons go: slots that hold clusters of them, and the tables that say which cluster is where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeinfer.bundle import cluster_shape
+from edgeinfer.graph import Graph, NeuronGated
+from edgeinfer.kernels import abi
+from edgeinfer.sizes import round_up
+
+
+@dataclass(frozen=True)
+class ColdPlan:
+    """Which neurons are resident, and the cache of the others."""
+
+    hot: tuple[int, ...]
+    """Resident neurons of each layer, the first ones: whole blocks, or all."""
+    neurons: int
+    """Of a layer."""
+    neuron_bytes: int
+    slots: int
+    """Clusters that the cache holds: at least all cold ones of any layer."""
+
+    @classmethod
+    def of(cls, graph: Graph, hot: tuple[int, ...], slots: int) -> ColdPlan:
+        """Return the plan for a graph whose FFNs have masks."""
+        weight = masked(graph)[0].weight
+        neuron = graph.types[weight.name].part_bytes(weight.shape[2]) * 3
+        return cls(hot, weight.shape[0], neuron, slots)
+
+    @property
+    def block(self) -> int:
+        """Neurons of a block: what is resident, and what is not, are whole ones, so that sums are the same."""
+        return abi.neuron_block(self.neurons)
+
+    @property
+    def shift(self) -> int:
+        """A cluster holds 1 << shift neurons."""
+        return cluster_shape(self.neuron_bytes)[0].bit_length() - 1
+
+    @property
+    def cluster_bytes(self) -> int:
+        """Of a slot."""
+        return cluster_shape(self.neuron_bytes)[1]
+
+    @property
+    def clusters(self) -> int:
+        """Of a layer, resident neurons included."""
+        return -(-self.neurons // (1 << self.shift))
+
+    def cold_clusters(self, layer: int) -> int:
+        """Clusters of a layer that have a cold neuron."""
+        hot = self.hot[layer]
+        return self.clusters - (hot >> self.shift) if hot < self.neurons else 0
+
+    @property
+    def least_slots(self) -> int:
+        """With fewer a prompt, which computes all neurons of a layer, could not be walked."""
+        return max(self.cold_clusters(layer) for layer in range(len(self.hot)))
+
+    @property
+    def cold_bytes(self) -> int:
+        """Of neurons that are not resident."""
+        return sum(self.neurons - hot for hot in self.hot) * self.neuron_bytes
+
+    @property
+    def table(self) -> int:
+        """Where the slots of clusters lie in the region, 4 bytes each, layer by layer, behind the slots themselves."""
+        return round_up(self.slots * self.cluster_bytes, 64)
+
+    @property
+    def owners(self) -> int:
+        """Where the clusters in slots lie, 4 bytes each."""
+        return self.table + round_up(4 * len(self.hot) * self.clusters, 64)
+
+    @property
+    def uses(self) -> int:
+        """Where the uses of slots lie, 4 bytes each."""
+        return self.owners + round_up(4 * self.slots, 64)
+
+    @property
+    def stamps(self) -> int:
+        """Where the stamps of slots lie, 8 bytes each."""
+        return self.uses + round_up(4 * self.slots, 64)
+
+    @property
+    def words(self) -> int:
+        """Where COLD_* lie."""
+        return self.stamps + round_up(8 * self.slots, 64)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the region."""
+        return self.words + abi.COLD_BYTES + 64
+
+    @property
+    def queue_bytes(self) -> int:
+        """Of what readers are told: pieces, of which no more are under way than there are slots, and layers."""
+        return abi.PIECE_BYTES * self.slots + abi.PART_BYTES * len(self.hot)
+
+
+def masked(graph: Graph) -> list[NeuronGated]:
+    """The FFNs whose decoded tokens compute some neurons only, in the order of their layers."""
+    return [op for op in graph.ops if isinstance(op, NeuronGated) and op.mask is not None]

@@ -1,0 +1,114 @@
+"""What stays in memory: for each layer the hottest blocks of neurons, by what a byte held saves in bytes read.
+
+Neurons of a model are of one size and stored from the hottest to the coldest, so the benefit of a layer's blocks falls
+from one to the next, and taking the best block that is left, of any layer, is optimal: the cost is a separable convex
+function of how many blocks each layer keeps. PowerInfer's integer program (arXiv 2312.12456) sums sorted frequencies to
+the same effect.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, Statistics, read_statistics
+from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
+
+Floats = NDArray[np.float64]
+TOKENS_KEPT = 4
+"""Tokens whose cold neurons the cache holds, beside what a prompt needs: neighbours share many (docs/offload.md)."""
+MOST_CACHE = 0.25
+"""Of the memory that is left for neurons, at most this share goes to the cache for that."""
+
+
+@dataclass(frozen=True)
+class Heat:
+    """How often neurons are computed: the mean number for a token in each block, layer by layer."""
+
+    blocks: tuple[Floats, ...]
+    """Falling, as greedy choice needs it: a block counts for no more than those before it, by neuron."""
+    sizes: NDArray[np.int64]
+    """Neurons of each block."""
+
+    @classmethod
+    def of(cls, statistics: Statistics | None, plan: ColdPlan) -> Heat:
+        """Return the rates that a bundle's statistics say; without any all neurons are alike."""
+        starts = np.arange(0, plan.neurons, plan.block)
+        sizes = np.diff([*starts, plan.neurons])
+        if statistics is None:
+            return cls((sizes.astype(np.float64),) * len(plan.hot), sizes)
+        rates = (np.add.reduceat(fired, starts) / statistics.tokens / sizes for fired in statistics.fired)
+        return cls(tuple(np.minimum.accumulate(rate) * sizes for rate in rates), sizes)
+
+    def cold(self, hot: Sequence[int]) -> float:
+        """Return the mean number of neurons for a token that are computed and not resident."""
+        ends = np.cumsum(self.sizes)
+        return float(sum(blocks[ends > n].sum() for blocks, n in zip(self.blocks, hot, strict=True)))
+
+
+def choose(heat: Heat, most: int) -> tuple[int, ...]:
+    """Return how many neurons of each layer to keep, the hottest blocks first, `most` neurons in all."""
+    hot = [0] * len(heat.blocks)
+    ends = np.cumsum(heat.sizes)
+    left = [(-blocks[0] / heat.sizes[0], 0, layer) for layer, blocks in enumerate(heat.blocks)]
+    heapq.heapify(left)
+    while left:
+        _, block, layer = heapq.heappop(left)
+        size = int(heat.sizes[block])
+        if size <= most:
+            most, hot[layer], block = most - size, int(ends[block]), block + 1
+            if block < len(ends):
+                heapq.heappush(left, (-heat.blocks[layer][block] / heat.sizes[block], block, layer))
+    return tuple(hot)
+
+
+def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan with the hottest neurons in memory and a cache of the others; None where not even the cache fits.
+
+    Parameters
+    ----------
+    statistics : Statistics or None
+    planner : Planner
+        Of a graph whose FFNs have masks.
+    request : Request
+    budget : int
+        Bytes of the whole process.
+    """
+    layers = len(masked(planner.graph))
+
+    def planned(hot: tuple[int, ...], slots: int) -> MemoryPlan:
+        return planner.plan(replace(request, homes=(("*", "resident"),), hot=hot, slots=slots))
+
+    empty = ColdPlan.of(planner.graph, (0,) * layers, 1)
+    heat, best = Heat.of(statistics, empty), None
+    fixed = planned(empty.hot, empty.least_slots).total_bytes - empty.least_slots * empty.cluster_bytes
+    least, kept = empty.least_slots, 0.0
+    for _ in range(6):  # what stays decides how large the cache must be, and the cache what may stay
+        room = budget - fixed
+        slots = max(least, min(round(kept), int(MOST_CACHE * room) // empty.cluster_bytes))
+        hot = choose(heat, (room - slots * (empty.cluster_bytes + 64)) // empty.neuron_bytes)
+        chosen = replace(empty, hot=hot, slots=slots)
+        if slots >= chosen.least_slots and min(hot) < empty.neurons and planned(hot, slots).total_bytes <= budget:
+            best = planned(hot, slots)
+        least, kept = chosen.least_slots, TOKENS_KEPT * heat.cold(hot) / (1 << empty.shift)
+    return best
+
+
+def placer(bundle: Bundle) -> Place | None:
+    """Return what finds hot and cold neurons for a bundle, or None where it has no neurons by themselves.
+
+    It is for `Session`, and finds nothing for graphs without masks: dense and exact runs compute the gates of all
+    neurons, so streaming reads no more than they need.
+    """
+    if not any(entry.part == "cold" for entry in bundle.header.files):
+        return None
+    return partial(_place, bundle)
+
+
+def _place(bundle: Bundle, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    return hot_and_cold(read_statistics(bundle), planner, request, budget) if masked(planner.graph) else None

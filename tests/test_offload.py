@@ -1,0 +1,423 @@
+"""Hot and cold neurons: what stays in memory, the same bits for every budget, and faults of the storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import COLD_FILE, Bundle, BundleWriter, read_cold, read_statistics
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.converters import write_random_bundle
+from edgeinfer.converters.random_neurons import Sparsity
+from edgeinfer.errors import BudgetError, BundleError, CancelledError, EdgeInferError
+from edgeinfer.kernels import abi, reference
+from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request
+from edgeinfer.offload import Heat, choose, placer
+from edgeinfer.runner import DECODE, PROMPT, Cancellation, Segment
+from edgeinfer.runtime import Session
+from edgeinfer.runtime import readers as readers_module
+from tests.sessions import TINY, logits_of, session, tokens
+from tests.test_streaming import Pread, host, real, watched  # noqa: F401
+
+CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32)
+"""Six blocks of neurons, the last one of 8; eight neurons in a cluster."""
+WIDE = replace(CONFIG, hidden_size=704, num_attention_heads=22, num_hidden_layers=2)
+"""One neuron in a cluster."""
+IDS = tokens(70)
+OPTIONS: dict[str, Any] = {"prefill_chunk": 48, "ctx": 256, "recipe": Recipe().sparse("predict")}
+COLD, MIXED, HOT = (0, 0, 0, 0), (64, 0, 128, 328), (320, 328, 328, 256)
+
+
+def made(path: Path, config: Any = CONFIG, weights: str = "q4") -> Path:
+    write_random_bundle(config, path, weights, ffn_layout="neuron", sparsity=Sparsity(0.3, 0.8, "sign"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("cold") / "m")
+
+
+@pytest.fixture(scope="module", params=[("int8", CONFIG), ("q4", replace(WIDE, hidden_size=1408)), ("int8", WIDE)],
+                ids=["int8", "q4-wide", "int8-wide"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    weights, config = request.param
+    config = replace(config, num_attention_heads=config.hidden_size // 32)
+    return made(tmp_path_factory.mktemp("cold") / "m", config, weights)
+
+
+def placed(hot: tuple[int, ...], more: int = 0) -> Callable[[Planner, Request, int], MemoryPlan]:
+    """Keeps so many neurons of each layer, and as many slots as it must and some more."""
+    def place(planner: Planner, request: Request, budget: int) -> MemoryPlan:
+        slots = ColdPlan.of(planner.graph, hot, 0).least_slots + more
+        return planner.plan(replace(request, homes=(("*", "resident"),), hot=hot, slots=slots))
+
+    return place
+
+
+@contextmanager
+def offloaded(path: Path, hot: tuple[int, ...] = MIXED, more: int = 3, **options: Any) -> Iterator[Session]:
+    config = RuntimeConfig(**{"threads": 1, "budget_bytes": 1, **OPTIONS, **options})
+    opened = Session(Bundle.open(path), config, place=placed(hot, more))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def resident(path: Path, **options: Any) -> np.ndarray:
+    with session(path, **{**OPTIONS, **options}) as opened:
+        assert opened.plan.cold is None
+        return logits_of(opened, IDS, 12)
+
+
+# -- what stays --------------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_the_best_there_is() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        n_layers, n_blocks = rng.integers(2, 4), rng.integers(2, 5)
+        heat = Heat(tuple(np.sort(rng.random(n_blocks) ** 3)[::-1] * 8 for _ in range(n_layers)), np.full(n_blocks, 8))
+        most = int(rng.integers(0, 8 * n_blocks * n_layers + 9))
+        counts = product(range(n_blocks + 1), repeat=int(n_layers))
+        best = min(heat.cold([8 * n for n in count]) for count in counts if 8 * sum(count) <= most)
+        hot = choose(heat, most)
+        assert sum(hot) <= most and heat.cold(hot) == pytest.approx(best, abs=1e-12)
+
+
+def test_heat_comes_from_statistics(q4: Path) -> None:
+    with Bundle.open(q4) as bundle, session(q4, **OPTIONS) as opened:
+        statistics = read_statistics(bundle)
+        heat = Heat.of(statistics, ColdPlan.of(opened.graph, COLD, 1))
+    assert statistics and heat.sizes.tolist() == [64] * 5 + [8]
+    fired = statistics.fired[1] / statistics.tokens
+    assert heat.cold((328, 128, 328, 328)) == pytest.approx(fired[128:].sum(), rel=1e-3)
+    assert heat.blocks[0][0] == pytest.approx(statistics.fired[0][:64].sum() / statistics.tokens)
+    assert Heat.of(None, ColdPlan.of(opened.graph, COLD, 1)).cold(COLD) == 4 * 328
+
+
+def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -> None:
+    want = resident(q4)
+    with session(q4, **OPTIONS) as opened:
+        needs = opened.plan.total_bytes
+    with Bundle.open(q4) as bundle:
+        least, before = 0, -1
+        for less in (195_000, 150_000, 100_000, 50_000):
+            config = RuntimeConfig(threads=1, budget_bytes=needs - less, **OPTIONS)
+            opened = Session(Bundle.open(q4), config, place=placer(bundle))
+            plan = opened.plan
+            assert plan.cold and needs - less - 60_000 < plan.total_bytes <= needs - less
+            assert plan.cold.slots >= plan.cold.least_slots and sum(plan.cold.hot) > before
+            assert all(n % 64 == 0 or n == 328 for n in plan.cold.hot)
+            assert opened.instead is None or "ctx" in opened.instead.options
+            assert (watched(lambda o=opened: logits_of(o, IDS, 12)) == want).all()
+            before, least = sum(plan.cold.hot), min(least or plan.total_bytes, plan.total_bytes)
+            opened.close()
+        with pytest.raises(BudgetError, match="The run needs"):  # the fixed part alone exceeds it
+            Session(Bundle.open(q4), RuntimeConfig(threads=1, budget_bytes=needs // 2, **OPTIONS), place=placer(bundle))
+        config = RuntimeConfig(threads=1, budget_bytes=needs - 150_000, **{**OPTIONS, "recipe": Recipe()})
+        opened = Session(Bundle.open(q4), config, place=placer(bundle))
+        assert opened.plan.cold is None and opened.plan.parts  # without masks layers are streamed
+        opened.close()
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_no_budget_changes_a_bit(q4: Path, threads: int) -> None:
+    want = resident(q4, threads=threads)
+    for hot, more in product((COLD, MIXED, HOT), (0, 30)):
+        with offloaded(q4, hot, more, threads=threads) as opened:
+            for _ in range(2):
+                assert (watched(lambda o=opened: logits_of(o, IDS, 12)) == want).all()
+            tokens_seen, hits, misses = opened.executor.stream.hits
+            assert tokens_seen == 24 and hits + misses > 0
+            assert (hot == HOT or misses > 0) and (more == 0 or hot == COLD or hits > 0)
+
+
+def test_wide_neurons_and_other_types(other: Path) -> None:
+    want = resident(other, threads=2)
+    with Bundle.open(other) as bundle:
+        layers = bundle.config.num_hidden_layers
+        cold = read_cold(bundle)
+        assert cold and cold.neurons == (1 if bundle.config.hidden_size > 128 else 4)
+    for hot in (COLD[:layers], (64, 192, 328, 0)[:layers]):
+        with offloaded(other, hot, threads=2) as opened:
+            assert (watched(lambda o=opened: logits_of(o, IDS, 12)) == want).all()
+
+
+def test_tokens_that_walk_together(q4: Path) -> None:
+    """Several decoded tokens, and a prompt beside them: cold columns are added up by outputs then."""
+    def walked(opened: Session) -> np.ndarray:
+        one, two = opened.new_sequence(), opened.new_sequence()
+        rows = [opened.walk([Segment(one, IDS[:9], tuple(range(9)), DECODE)]).copy()]
+        rows.append(opened.walk([Segment(one, IDS[9:14], tuple(range(5)), DECODE),
+                                 Segment(two, IDS[:20], (19,), PROMPT)]).copy())
+        return np.concatenate(rows)
+
+    more = {"outputs": 12, "max_sequences": 2, "threads": 2}
+    with session(q4, **OPTIONS, **more) as opened:
+        want = walked(opened)
+    for hot in (COLD, MIXED):
+        with offloaded(q4, hot, **more) as opened:
+            assert (watched(lambda o=opened: walked(o)) == want).all()
+
+
+def test_records_agree_with_their_twins(q4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CHECK", "1")
+    with offloaded(q4, MIXED, 0) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, IDS[:10])
+        for token in IDS[10:14]:
+            watched(lambda token=token: opened.decode([sequence], [token]))
+        opened.walk([Segment(sequence, IDS[14:17], (2,), DECODE)])
+
+
+def test_the_clock_keeps_what_is_wanted_often() -> None:
+    cache = reference.Cache(*(np.full(n, -1, np.int32) for n in (100, 8)), np.zeros(8, np.int32), np.zeros(8, np.int64),
+                            np.zeros(8, np.int64))
+    often, seldom, read = [3, 5], iter(range(20, 100)), []
+    for step in range(30):
+        wanted = np.array([*often, next(seldom), next(seldom)])
+        missing = reference.resolve(cache, wanted)
+        slots = cache.table[wanted]
+        assert (cache.owners[slots] == wanted).all() and (cache.stamps[slots] == step + 1).all()
+        read += [n for n in missing if n in often]
+        held = cache.owners[cache.owners >= 0]
+        assert len(set(held)) == len(held) and (cache.table[held] == np.flatnonzero(cache.owners >= 0)).all()
+    assert read == often
+
+
+def test_ranges_of_records_begin_before_what_they_need(q4: Path) -> None:
+    want = resident(q4)
+    with offloaded(q4, MIXED) as opened:
+        n, sequence = len(opened.program.records), opened.new_sequence()
+        found = next(i for i, record in enumerate(opened.program.records) if record.kernel == "neuron_resolve")
+        opened.reserve(sequence, 40)
+        segment = Segment(sequence, IDS[:40])
+        opened.walk_range(segment, 0, found + 2)
+        opened.walk_range(segment, found + 2, n)
+        opened.append(sequence, IDS[:40])
+        opened.prefill(sequence, IDS[40:58])
+        got = [opened.decode([sequence], [token])[0].copy() for token in IDS[58:]]
+        assert (np.stack(got) == want[1:]).all()
+        opened.reserve(sequence, 1)
+        with pytest.raises(EdgeInferError, match=f"Record {found + 1} computes with neurons that an earlier one"):
+            opened.walk_range(Segment(sequence, IDS[:1]), found + 1, n)
+
+
+# -- faults: a clear error or a slower run, never wrong tokens, never a hang ------------------------------------------
+
+
+def copied(q4: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(q4, tmp_path / "m"))
+
+
+def flip(file: Path, at: int) -> None:
+    with open(file, "r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 4]))
+
+
+def test_a_file_that_is_missing_or_short(q4: Path, tmp_path: Path) -> None:
+    path = copied(q4, tmp_path)
+    os.truncate(path / COLD_FILE, 100_000)
+    with pytest.raises(BundleError, match=r"cold\.bin"):
+        Bundle.open(path)
+    (path / COLD_FILE).unlink()
+    with pytest.raises(BundleError, match=r"its file cold\.bin is missing"):
+        Bundle.open(path)
+
+
+def test_a_bit_that_flips(q4: Path, tmp_path: Path) -> None:
+    path = copied(q4, tmp_path)
+    with Bundle.open(path) as bundle:
+        cold = read_cold(bundle)
+    assert cold
+    flip(path / COLD_FILE, cold.offsets[2] + 5 * cold.nbytes + 17)
+    with Bundle.open(path) as bundle:
+        with pytest.raises(BundleError, match=r"cold\.bin: neurons 40 to 47 of layer 2 are damaged: their checksum"):
+            bundle.verify()
+        bundle.check_contents()  # whoever reads no cold neurons can go on
+    with pytest.raises(BundleError, match=r"file 'cold\.bin' is damaged"), offloaded(path):
+        pass
+
+
+def test_a_bit_that_flips_on_the_way(q4: Path, host: Callable[[Pread], None],  # noqa: F811
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reads that are not what was written the debug mode alone knows."""
+    def flipping(file: int, to: int, length: int, offset: int) -> int:
+        got = real(file, to, length, offset)
+        reference.view.memory(to, np.uint8, (1,))[0] ^= 1
+        return got
+
+    host(flipping)
+    monkeypatch.setenv("EDGEINFER_CHECK", "1")
+    with offloaded(q4, COLD) as opened, pytest.raises(BundleError, match=r"neurons \d+ to \d+ of layer 0 are damaged"):
+        watched(lambda: opened.prefill(opened.new_sequence(), IDS[:3]))
+
+
+def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+    def slow(*call: int) -> int:
+        time.sleep(1e-3)
+        return real(*call)
+
+    want = resident(q4)
+    host(slow)
+    with offloaded(q4, COLD, 0) as opened:
+        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
+        assert opened.executor.waited_ns > 12 * 4 * 1e6
+
+
+def test_a_read_that_is_cut_short_is_repeated(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+    calls: list[tuple[int, ...]] = []
+
+    def torn(file: int, to: int, length: int, offset: int) -> int:
+        """Nothing, then half of it, then all."""
+        calls.append((to, offset))
+        got = real(file, to, length, offset)
+        return (-1, got // 8192 * 4096, got)[(calls.count((to, offset)) - 1) % 3]
+
+    want = resident(q4)
+    host(torn)
+    with offloaded(q4, MIXED) as opened:
+        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
+
+
+def test_an_error_ends_the_walk_and_the_next_one_is_right(q4: Path,
+                                                          host: Callable[[Pread], None]) -> None:  # noqa: F811
+    bad: list[bool] = []
+    host(lambda *call: -1 if bad else real(*call))
+    want = resident(q4)
+    with offloaded(q4, MIXED, 0, threads=2) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, IDS[:58])
+        bad.append(True)
+        for _ in range(2):
+            with pytest.raises(BundleError, match=r"cold.bin could not be read at byte .*, and could when"):
+                for token in IDS[58:]:
+                    watched(lambda token=token: opened.decode([sequence], [token]))
+        bad.clear()
+        opened.truncate(sequence, 58)
+        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
+        assert (np.stack(got) == want[1:]).all()
+
+
+def test_a_file_that_is_cut_or_written_to_in_mid_run(q4: Path, tmp_path: Path) -> None:
+    path = copied(q4, tmp_path)
+    with offloaded(path, COLD, 0) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, IDS[:58])
+        flip(path / COLD_FILE, 50_000)
+        with pytest.raises(BundleError, match="was changed while it was in use; convert or copy the model again"):
+            watched(lambda: opened.decode([sequence], IDS[58:59]))
+        os.truncate(path / COLD_FILE, 90_000)
+        with pytest.raises(BundleError, match=r"ends at byte 90000.*cut it short|was changed while it was in use"):
+            for token in IDS[58:]:
+                watched(lambda token=token: opened.decode([sequence], [token]))
+        assert len(sequence.tokens) == 58
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_file_whose_name_goes_to_another_is_read_to_the_end(q4: Path, tmp_path: Path, another: bool) -> None:
+    path, want = copied(q4, tmp_path), resident(q4)
+    with offloaded(path, COLD, 0) as opened:
+        (path / COLD_FILE).unlink()
+        if another:
+            (path / COLD_FILE).write_bytes(bytes(1000))
+        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
+
+
+def test_a_file_that_is_replaced_after_its_check(q4: Path, tmp_path: Path) -> None:
+    path = copied(q4, tmp_path)
+    bundle = Bundle.open(path)
+    (path / COLD_FILE).rename(path / "old")
+    shutil.copy(path / "old", path / COLD_FILE)
+    with pytest.raises(BundleError, match="was changed while it was in use"):
+        Session(bundle, RuntimeConfig(threads=1, budget_bytes=1, **OPTIONS), place=placed(MIXED))
+    bundle.close()
+
+
+def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[Pread], None],  # noqa: F811
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled in the wait for neurons, and in the wait for what a cancelled walk has left; closed meanwhile."""
+    answers = threading.Event()
+
+    def stuck(*call: int) -> int:
+        answers.wait()
+        return real(*call)
+
+    host(stuck)
+    want = resident(q4)
+    monkeypatch.setattr(readers_module, "END_SECONDS", 0.05)
+    with offloaded(q4, MIXED, 0, threads=2) as opened:
+        answers.set()
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, IDS[:58])
+        answers.clear()
+        for _ in range(2):
+            cancel = Cancellation()
+            timer = threading.Timer(0.1, cancel.cancel)
+            timer.start()
+            with pytest.raises(CancelledError):
+                for token in IDS[58:]:
+                    watched(lambda token=token, c=cancel: opened.walk([Segment(sequence, [token], [0])], c))
+            timer.join()
+        answers.set()
+        opened.truncate(sequence, 58)
+        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
+        assert (np.stack(got) == want[1:]).all()
+        answers.clear()
+        cancel = Cancellation()
+        threading.Timer(0.1, cancel.cancel).start()
+        with pytest.raises(CancelledError):
+            watched(lambda: opened.walk([Segment(sequence, IDS[:30], [0])], cancel))
+        watched(opened.close)
+        assert readers_module._stuck
+    answers.set()
+
+
+# -- the part ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_each_neuron_together(q4: Path) -> None:
+    with Bundle.open(q4) as bundle:
+        bundle.verify()
+        cold, entry = read_cold(bundle), bundle.tensors["layers.1.ffn"]
+        part = entry.type.part_bytes(128)
+        ffn = bundle.weights[entry.offset :][: entry.nbytes].reshape(328 * 3, part)
+        assert cold and cold.neurons * 3 * part <= cold.nbytes == abi.STREAM_UNIT
+        for neuron in (0, 7, 8, 200, 327):
+            offset = cold.offsets[1] + neuron // cold.neurons * cold.nbytes + neuron % cold.neurons * 3 * part
+            with open(cold.path, "rb") as file:
+                file.seek(offset)
+                got = np.frombuffer(file.read(3 * part), np.uint8).reshape(3, part)
+            assert (got[0] == ffn[neuron]).all() and (got[1:] == ffn[328:].reshape(328, 2, part)[neuron]).all()
+
+
+def test_the_file_of_other_weights_is_refused(q4: Path, tmp_path: Path) -> None:
+    write_random_bundle(CONFIG, tmp_path / "other", "q4", seed=5, ffn_layout="neuron",
+                        sparsity=Sparsity(0.3, 0.8, "sign"))
+    with Bundle.open(q4) as bundle, BundleWriter(tmp_path / "m", bundle.config, bundle.quantisation) as writer:
+        for entry in bundle.header.tensors:
+            writer.add(entry.name, entry.type, entry.shape, bundle.weights[entry.offset :][: entry.nbytes])
+        writer.copy_file(tmp_path / "other" / COLD_FILE, part="cold")
+    with Bundle.open(tmp_path / "m") as bundle, \
+            pytest.raises(BundleError, match=r"cold cold\.bin was made for other weights"):
+        read_cold(bundle)
