@@ -8,9 +8,7 @@ from ..sizes import format_size
 
 if TYPE_CHECKING:
     from ..memory_planner import ColdPlan
-    from ..runtime import Session
-    from ..runtime.slots import Slots
-    from ..runtime.stream import Stream
+    from ..runtime import Session, Slots, Stream
 
 
 def notice(session: Session) -> str | None:

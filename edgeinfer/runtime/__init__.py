@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from .memory import allocate
     from .program import Program, Record
     from .session import Session
+    from .slots import Slots
+    from .stream import Stream
     from .taps import Taps, View, Visit, open_plain
 
-__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows", "Session", "Taps",
-           "View", "Visit", "allocate", "capture", "in_groups", "lower", "open_plain", "rows"]
+__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows", "Session", "Slots",
+           "Stream", "Taps", "View", "Visit", "allocate", "capture", "in_groups", "lower", "open_plain", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "lowering": "Lowering lower rows", "program": "Program Record", "session": "Session",
+    "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",
     "calibration": "Covariance Firing Largest Rows capture in_groups",
 })
