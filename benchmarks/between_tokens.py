@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
     "flat nucleus": {"top_k": 0, "min_p": 0.0, "top_p": 0.9},
 }
-"""The last one is left to NumPy: random weights give logits so flat that thousands of tokens are kept."""
+"""The last one keeps thousands of tokens, because random weights give flat logits: far more than are sorted."""
 
 
 def write_model(directory: Path, vocab_size: int) -> Path:

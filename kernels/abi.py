@@ -255,7 +255,7 @@ COLD_USES = 3
 DRAW_BYTES = 128
 """Kept by whoever draws, as long as it draws; integers are int64, the others float64."""
 DRAW_TOKEN = 0
-"""Result: the token's id; -1 where DRAW_CANDIDATES are too few to tell, or a logit is NaN or infinite."""
+"""Result: the token's id; -1 where a logit is NaN or infinite."""
 DRAW_KEY = 8
 """State of the random numbers (sampling.stream_key)."""
 DRAW_TEMPERATURE, DRAW_TOP_P, DRAW_MIN_P, DRAW_TOP_K = 16, 24, 32, 40
@@ -266,7 +266,8 @@ DRAW_REPETITION, DRAW_PRESENCE, DRAW_FREQUENCY = 64, 72, 80
 DRAW_ENDS, DRAW_N_ENDS = 88, 96
 """Address of the tokens (int64) that end the text, behind which no walk goes on by itself; and how many there are."""
 DRAW_CANDIDATES = 128
-"""Most candidates that kernels sort; for more the whole row is looked at in NumPy."""
+"""Most candidates that kernels sort; where more may be kept the cut is found by counting, in so many bins."""
+DRAW_BINS = 256
 DRAW_BLOCK, DRAW_CHUNK = 64, 1024
 """Logits of which the largest is noted, and of a chunk: a vector of such maxima."""
 EDIT_BYTES = 16
@@ -283,12 +284,13 @@ EDIT_KEPT = 12
 def draw_row(vocab_size: int) -> tuple[int, int, int]:
     """Return the layout of a row of work of the draw kernels, in bytes: (its length, place of sums, of candidates).
 
-    Maxima of blocks come first, whole vectors of them; then the sum of each chunk's exponentials; then the candidates.
+    Maxima of blocks come first, whole vectors of them; then the sum of each chunk's exponentials; then the candidates;
+    then bins of a count and a weight.
     """
     chunks = -(-vocab_size // DRAW_CHUNK)
     sums = 64 * chunks
     candidates = sums + 64 * -(-chunks // 16)
-    return candidates + 8 * DRAW_CANDIDATES, sums, candidates
+    return candidates + 8 * DRAW_CANDIDATES + 16 * DRAW_BINS, sums, candidates
 
 
 # -- KV blocks ---------------------------------------------------------------------------------------------------------

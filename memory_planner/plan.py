@@ -225,7 +225,7 @@ class Planner:
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]
-        tables += request.sequences * (abi.SEQUENCE_BYTES + 4 * per_sequence)
+        tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + 4 * per_sequence)
         tables += weights.table_bytes
         block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (

@@ -40,26 +40,20 @@ from ..parameters import DRAW
 from ..registry import kernel
 from ..vector.record import claim, count, inline, operand, parameter, token
 from ..vector.simd import (
-    bits_of_f64,
     div_f64,
     div_i64,
     f32_from_bits,
-    f64_from_bits,
     f64_of,
     first_lane,
-    i64_of,
-    lane_numbers,
     lanes_at_least,
     load_f32,
     load_f32x16,
     load_f64,
     load_i32,
     load_i64,
-    mask_outside,
     max_f32,
     max_lanes,
     narrow,
-    shift_right,
     splat_f32,
     store_f32,
     store_i64,
@@ -70,11 +64,12 @@ from ..vector.simd import (
     widen,
 )
 from ..vector.vecmath import exp as exp_lanes
+from .draw_cut import choose_of_many
+from .draw_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at
 
 _LOWEST = -3.4028234663852886e38
 _INFINITY = float("inf")
 _NO_CANDIDATE = -(2**63)
-_GAMMA, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _BLOCKS = DRAW_CHUNK // DRAW_BLOCK
 
 
@@ -130,15 +125,6 @@ def put_back(draw, logits):
 
 
 @inline
-def logits_at(logits, i, vocab_size):
-    """16 logits from number i on; -inf behind the last one."""
-    v = load_f32x16(logits + 4 * i)
-    if i + 16 <= vocab_size:
-        return v
-    return mask_outside(v, lane_numbers(), 0, vocab_size - 1 - i, f32_from_bits(0xFF800000))
-
-
-@inline
 def sums_wanted(draw):
     """Whether top-p is about the whole vocabulary."""
     return (load_i64(draw + DRAW_TOP_K) == 0 and load_f64(draw + DRAW_TOP_P) < 1.0
@@ -184,28 +170,7 @@ def draw_blocks(rec, ctx, tid, n_threads):
     return 0
 
 
-# -- candidates: int64, the logit in order-preserving bits above the inverted id, in a heap whose root is the worst ----
-
-
-@inline
-def candidate(logits, i):
-    """Logit number i as a candidate; zeros of either sign are equal."""
-    bits = load_i32(logits + 4 * i)
-    bits = 0 if bits == -(2**31) else bits
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (0xFFFFFFFF - i)
-
-
-@inline
-def logit_of(key):
-    """A candidate's logit."""
-    bits = key >> 32
-    return f32_from_bits(bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@inline
-def id_of(key):
-    """A candidate's token."""
-    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+# -- candidates: in a heap whose root is the worst ---------------------------------------------------------------------
 
 
 @inline
@@ -258,58 +223,6 @@ def collect(logits, maxima, vocab_size, heap, n):
         store_i64(heap + 8 * end, worst)
 
 
-# -- functions of one float64: the operations of sampling.py -----------------------------------------------------------
-
-
-@inline
-def exp(x):
-    """e^x for x <= 0."""
-    if not x >= -708.0:
-        return 0.0
-    k = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0
-    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-    p = 1 / 6227020800
-    p = (((p * r + 1 / 479001600) * r + 1 / 39916800) * r + 1 / 3628800) * r + 1 / 362880
-    p = (((p * r + 1 / 40320) * r + 1 / 5040) * r + 1 / 720) * r + 1 / 120
-    p = ((((p * r + 1 / 24) * r + 1 / 6) * r + 0.5) * r + 1.0) * r + 1.0
-    return p * f64_from_bits((i64_of(k) + 1023) << 52)
-
-
-@inline
-def log(x):
-    """ln x of a positive normal number (fdlibm's e_log.c)."""
-    bits = bits_of_f64(x)
-    exponent = (bits >> 52) - 1023
-    m = f64_from_bits((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000)
-    if m > 1.4142135623730951:
-        m = m * 0.5
-        exponent += 1
-    k, f = f64_of(exponent), m - 1.0
-    s = div_f64(f, 2.0 + f)
-    z = s * s
-    w = z * z
-    odd = 2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)
-    even = 3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01)
-    r = z * (6.666666666666735130e-01 + w * odd) + w * even
-    half = 0.5 * f * f
-    return k * 6.93147180369123816490e-01 - ((half - (s * (half + r) + k * 1.90821492927058770002e-10)) - f)
-
-
-@inline
-def absorb(state, value):
-    """Output number `value` of SplitMix64 with this state."""
-    z = state + (value + 1) * _GAMMA
-    z = (z ^ shift_right(z, 30)) * _MIX1
-    z = (z ^ shift_right(z, 27)) * _MIX2
-    return z ^ shift_right(z, 31)
-
-
-@inline
-def gumbel(bits):
-    """-ln(-ln u) of the u in (0, 1) that random bits stand for."""
-    return -log(-log((f64_of(shift_right(bits, 12)) + 0.5) * 2.220446049250313e-16))
-
-
 # -- the chain ---------------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +270,7 @@ def drawn(draw, heap, n, top, position):
 
 @inline
 def choose(draw, logits, work, sums, heap, vocab_size, position):
-    """The token's id, or -1."""
+    """The token's id; -1 where a logit is NaN or infinite."""
     chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
     largest = largest_of(work, chunks)
     if not (largest < _INFINITY and largest > -_INFINITY):
@@ -365,15 +278,17 @@ def choose(draw, logits, work, sums, heap, vocab_size, position):
     temperature, top_k = load_f64(draw + DRAW_TEMPERATURE), load_i64(draw + DRAW_TOP_K)
     wanted = top_k if 0 < top_k < vocab_size else vocab_size
     n = 1 if temperature == 0.0 else min(wanted, DRAW_CANDIDATES)
-    if 0 < top_k < vocab_size and top_k > n and temperature != 0.0:
-        return -1
     collect(logits, work, vocab_size, heap, n)
     if temperature == 0.0:
         return id_of(load_i64(heap))
     top = widen(logit_of(load_i64(heap)))
     total = total_weight(draw, sums, work, heap, n, top, chunks) if load_f64(draw + DRAW_TOP_P) < 1.0 else 0.0
-    n = n_kept(draw, heap, n, top, total, n == wanted)
-    return drawn(draw, heap, n, top, position) if n else -1
+    if wanted in (n, vocab_size):
+        kept = n_kept(draw, heap, n, top, total, n == wanted)
+        if kept:
+            return drawn(draw, heap, kept, top, position)
+    bins = heap + 8 * DRAW_CANDIDATES
+    return choose_of_many(draw, logits, work, bins, vocab_size, top, total, position)
 
 
 @kernel("draw_choose")

@@ -109,14 +109,16 @@ def choose_twin(view: RecordView) -> list[Expected]:
         token, ids = _choose(row, p.sums)
         logits = row.logits.copy()
         logits[row.edits["token"]] = row.edits["kept"]
+        bins = memory(row.work + p.candidates + 8 * abi.DRAW_CANDIDATES, np.uint8, (16 * abi.DRAW_BINS,))
         expected += [Expected("token", row.words[:1], np.array([token])), Expected("logits", row.logits, logits),
                      Expected("candidates", memory(row.work + p.candidates, np.int64, (len(ids),)),
-                              _keys(row.logits[ids], ids))]
+                              _keys(row.logits[ids], ids)),
+                     Expected("bins", bins, bins)]  # scratch, whatever it holds
     return expected
 
 
 def _choose(row: _Row, sums_at: int) -> tuple[int, sampling.Ids]:
-    """Return the token, -1 where the candidates are too few, and the candidates."""
+    """Return the token, -1 where there is none to choose from, and the candidates that are sorted."""
     (top_k, top_p, min_p), logits, none = row.settings, row.logits, np.zeros(0, np.intp)
     n_chunks = -(-len(logits) // abi.DRAW_CHUNK)
     maxima = memory(row.work, np.float32, (n_chunks, abi.DRAW_CHUNK // abi.DRAW_BLOCK)).max(axis=1)
@@ -126,18 +128,15 @@ def _choose(row: _Row, sums_at: int) -> tuple[int, sampling.Ids]:
     if row.temperature == 0:
         ids = sampling.top_k_ids(logits, 1)
         return int(ids[0]), ids
-    if wanted < len(logits) and wanted > abi.DRAW_CANDIDATES:
-        return -1, none
     ids = sampling.top_k_ids(logits, min(wanted, abi.DRAW_CANDIDATES))
     total = None
     if row.sums_wanted:
         scales = sampling.exp(maxima.astype(np.float64) - float(logits[ids[0]]))
         total = float(np.cumsum(memory(row.work + sums_at, np.float32, (n_chunks,)) * scales)[-1])
-    n, cut = sampling.n_kept(sampling.weights(logits[ids]), top_p, min_p, total)
-    if not cut and len(ids) < wanted:
-        return -1, ids
+    every = sampling.top_k_ids(logits, wanted)
+    n, _ = sampling.n_kept(sampling.weights(logits[every]), top_p, min_p, total)
     key = row.word(abi.DRAW_KEY) % 2**64
-    return sampling.draw(logits, ids[:n], row.temperature, key, row.position), ids
+    return sampling.draw(logits, every[:n], row.temperature, key, row.position), ids
 
 
 def _keys(logits: NDArray[np.float32], ids: sampling.Ids) -> NDArray[np.int64]:

@@ -187,6 +187,7 @@ load_line = _loader("load_line", VB, I8x64, 64)
 store_i64 = _storer("store_i64", I64, types.int64, 8)
 store_i32 = _storer("store_i32", I32, types.int64, 4, lambda b, v: b.trunc(v, I32))
 store_i16 = _storer("store_i16", I16, types.int64, 2, lambda b, v: b.trunc(v, I16))
+store_f64 = _storer("store_f64", F64, types.float64, 8)
 store_f32 = _storer("store_f32", F32, types.float32, 4)
 store_f32x16 = _storer("store_f32x16", VF, F32x16, 4)
 store_i8x16 = _storer("store_i8x16", ir.VectorType(I8, 16), I32x16, 1,
