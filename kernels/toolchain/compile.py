@@ -109,7 +109,7 @@ def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[by
     library = overload.library
     with global_compiler_lock:
         library.finalize()  # links the helpers in
-    module = llvm.parse_assembly(library.get_llvm_str())
+    module = library._final_module
     module.link_in(llvm.parse_assembly(_entry(name, overload.fndesc.mangled_name, module)))
     for inner in (*module.functions, *module.global_variables):
         if not inner.is_declaration and inner.name != name:

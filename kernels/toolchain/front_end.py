@@ -6,10 +6,16 @@ computes; all of it concerns the compiling process alone, which calls nothing th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
-_IDLE_PASSES = {"InlineClosureLikes", "InlineOverloads", "NopythonRewrites"}
-"""Passes for closures, overloads that ask to be inlined, and array expressions: helpers of addresses have none."""
+_IDLE_PASSES = {
+    "AnnotateTypes", "DumpParforDiagnostics", "IRLegalization", "InlineClosureLikes", "InlineInlinables",
+    "InlineOverloads", "LiteralUnroll", "NopythonRewrites", "WithLift",
+}
+"""Passes for closures, what asks to be inlined, array expressions, blocks of `with`, and listings: helpers of addresses
+have none of these. IRLegalization marks where each variable dies, for the references that it holds: none."""
 
 
 def lighten() -> None:
@@ -18,6 +24,9 @@ def lighten() -> None:
     _fewer_passes()
     _remember_types_of_calls()
     _walk_instructions_quickly()
+    _count_no_references()
+    _measure_types_once()
+    _link_once()
     _tell_nobody()
 
 
@@ -88,9 +97,63 @@ def _walk_instructions_quickly() -> None:
     changed._rec_list_vars = variables
 
 
+def _count_no_references() -> None:
+    """Leave out how long variables live: kernels know numbers, vectors and tuples of them, which nobody counts."""
+    from numba.core import transforms
+    from numba.core.lowering import BaseLower, Lower
+    from numba.core.postproc import PostProcessor
+
+    def run(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+        processor.func_ir.blocks = transforms.canonicalize_cfg(processor.func_ir.blocks)
+
+    changed: Any = PostProcessor
+    changed.run = run
+    for lower in (BaseLower, Lower):
+        lowering: Any = lower
+        lowering.incref = lowering.decref = lambda self, kind, value: None
+
+
+def _measure_types_once() -> None:
+    """Sizes of types, each found by compiling a module, and signatures of functions: asked for again and again."""
+    from numba.core import base, utils
+
+    changed: Any = base.BaseContext
+    measure, sizes = changed.get_abi_sizeof, {}
+
+    def get_abi_sizeof(context: Any, kind: Any) -> Any:
+        if kind not in sizes:
+            sizes[kind] = measure(context, kind)
+        return sizes[kind]
+
+    changed.get_abi_sizeof = get_abi_sizeof
+    for module, name in ((utils, "pysignature"), (base, "_has_loc")):
+        setattr(module, name, lru_cache(None)(getattr(module, name)))
+
+
+def _link_once() -> None:
+    """Link each helper into the kernel alone, not into each helper that calls it and from there into the next."""
+    from numba.core.codegen import CPUCodeLibrary
+
+    def helpers(library: Any, seen: set[Any]) -> Iterator[Any]:
+        for helper in library._linking_libraries:
+            if helper not in seen:
+                seen.add(helper)
+                yield helper
+                yield from helpers(helper, seen)
+
+    def finalize(library: Any) -> None:
+        for helper in helpers(library, {library}):
+            library._final_module.link_in(helper._final_module, preserve=True)  # other kernels may want it too
+        library._finalized = True
+
+    changed: Any = CPUCodeLibrary
+    changed.add_linking_library = lambda library, helper: library._linking_libraries.append(helper)
+    changed.finalize = finalize
+
+
 def _tell_nobody() -> None:
     """Leave out Numba's events, which time its own steps at each lock that it takes."""
     from numba.core import event
 
     changed: Any = event
-    changed.broadcast = lambda _event: None
+    changed.start_event = changed.end_event = lambda *_arguments, **_named: None
