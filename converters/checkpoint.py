@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
 from edgeinfer.text import FOLDER

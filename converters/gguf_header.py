@@ -10,10 +10,10 @@ import io
 import math
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.files import open_plain
 from edgeinfer.graph import build_graph, read_config, read_outline, requested_types

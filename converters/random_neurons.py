@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import PREDICTOR_TYPE, Predictor, Statistics
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import ModelConfig, Weight, WeightType
 from edgeinfer.quant import layouts

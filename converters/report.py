@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.quant import TYPES, quantise
 
 

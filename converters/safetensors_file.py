@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
 from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json

@@ -12,9 +12,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from edgeinfer.dataclass import dataclass
 
 from .profile import DeviceProfile
 from .store import read_toml

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .device_classes import Constants, constants_of

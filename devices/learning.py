@@ -12,10 +12,11 @@ import statistics
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json

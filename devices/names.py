@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .profile import DeviceProfile

@@ -8,9 +8,10 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NoReturn
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import ProfileError
 
 CLASSES = (

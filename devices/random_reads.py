@@ -7,8 +7,7 @@ which rows are needed costs time of its own, which is not counted here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 from .profile import DeviceProfile

@@ -7,8 +7,9 @@ it in. Per position means: for each token of context that a new token looks back
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 

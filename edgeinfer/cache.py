@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from .dataclass import dataclass
 from .errors import DestinationError
 
 KINDS = ("bundles", "kernels", "checks", "quality")

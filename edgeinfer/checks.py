@@ -10,11 +10,12 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
+from .dataclass import dataclass
 from .errors import EdgeInferError, UsageError
 
 MAX_TEXTS = 1000

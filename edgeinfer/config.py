@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 from . import quant
 from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, choice, integer, number, option
+from .dataclass import dataclass
 from .errors import UsageError
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bundle import Bundle, Quantisation, is_bundle, weights_file_bytes
 from .config import KV_TYPES, Recipe, RuntimeConfig
+from .dataclass import dataclass
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
     Graph,

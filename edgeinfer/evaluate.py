@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .checks import TEXT, checked, instance, integer
+from .dataclass import dataclass
 from .errors import RequestError
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .cache import cache_root, make_directories
+from .dataclass import dataclass
 from .errors import BundleError
 from .evaluate import Evaluation
 from .files import open_plain

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgeinfer.checks import shown, whole
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
+
+from .dataclass import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import KernelError
 
 from .parameters import (

@@ -6,8 +6,8 @@ import functools
 import os
 import platform
 import sys
-from dataclasses import dataclass
 
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
 INT8_CHAINS = 16

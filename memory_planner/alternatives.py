@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import GROUP_SIZES, RuntimeConfig
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import BudgetError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi

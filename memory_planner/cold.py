@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from edgeinfer.bundle import cluster_shape
+from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph, NeuronGated
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up

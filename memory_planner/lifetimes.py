@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph, Tensor
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from edgeinfer.bundle import file_offsets
+from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up

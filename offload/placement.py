@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
+from edgeinfer.dataclass import dataclass
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
 
 Floats = NDArray[np.float64]

@@ -7,13 +7,14 @@ of all neurons of all layers follow from it, so that a search for the divergence
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import PREDICTOR_TYPE, Bundle, Predictor
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Op
 from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_groups

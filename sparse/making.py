@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from edgeinfer.bundle import (
     pack_cold,
     weights_identity,
 )
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import RELUS, Op, build_graph, expected_types

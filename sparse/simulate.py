@@ -7,12 +7,12 @@ from that. A neuron of 0 adds nothing, so the sums are those of a program that l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Predictor
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import RequestError
 from edgeinfer.runtime import Session, Taps, View, Visit
 

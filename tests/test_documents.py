@@ -214,7 +214,7 @@ def test_the_demos_plan_and_program_are_up_to_date() -> None:
 
 def test_the_table_of_floors_is_the_one_that_is_enforced() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d\w?) \| (.*?) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (-?\d\w?) \| (.*?) \|", text, re.MULTILINE)
     said = {name.strip("/").rpartition("/")[2].removesuffix(".py"): floor
             for floor, rooms in rows for name in re.findall(r"`([\w./]+)`", rooms)}
     there = {room for room in FLOORS if any((ROOT / base / room).with_suffix(end).exists()

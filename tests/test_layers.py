@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {  # compared as strings
+    **dict.fromkeys(["dataclass"], "-1"),
     **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files"], "0"),
     **dict.fromkeys(["quant", "lock"], "0b"),
     **dict.fromkeys(["config"], "0c"),
@@ -29,8 +30,8 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
-CONVERTERS_MAY_IMPORT = {"errors", "files", "lazy", "json_text", "process", "config", "bundle", "graph", "devices",
-                         "quant", "text"}
+CONVERTERS_MAY_IMPORT = {"dataclass", "errors", "files", "lazy", "json_text", "process", "config", "bundle", "graph",
+                         "devices", "quant", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

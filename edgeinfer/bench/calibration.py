@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..bundle import Bundle
 from ..config import RuntimeConfig
+from ..dataclass import dataclass
 from ..devices import DecodeRun, PromptRun
 from .probe import repeated
 from .repetitions import token_ids

@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..dataclass import dataclass
 from ..devices import (
     NO_CONSTANTS,
     DeviceProfile,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 
+from ..dataclass import dataclass
 from ..errors import UsageError
 
 PROMPT, GENERATE = "pp", "tg"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from edgeinfer.json_text import parse_json
 from edgeinfer.quant import LINE_BYTES
 from edgeinfer.sizes import MAX_BYTES, round_up
 
+from ..dataclass import dataclass
 from .format import UnknownError
 from .rows import exact_fields
 

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
+
+from ..dataclass import dataclass
 
 Progress = Callable[[int, int, str], None]
 REMEDY = "convert or copy the model again"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from edgeinfer.files import open_plain
 from edgeinfer.quant import WeightType
 from edgeinfer.sizes import round_up
 
+from ..dataclass import dataclass
 from .arrays import Later, pack_arrays
 from .format import TensorEntry
 from .parts import layers_of, open_part, weights_identity

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from edgeinfer.graph import ModelConfig
 from edgeinfer.quant import LINE_BYTES, WeightType
 from edgeinfer.sizes import round_up
+
+from ..dataclass import dataclass
 
 FORMAT_NAME = "edgeinfer-bundle"
 FORMAT_VERSION = 3

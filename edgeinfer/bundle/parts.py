@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
 from edgeinfer.quant import LINE_BYTES
 
+from ..dataclass import dataclass
 from .arrays import Arrays, open_arrays, pack_arrays
 from .format import TensorEntry
 

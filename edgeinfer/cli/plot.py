@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..dataclass import dataclass
 from ..errors import DestinationError, UsageError
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..dataclass import dataclass
 from ..errors import EdgeInferError
 
 if TYPE_CHECKING:

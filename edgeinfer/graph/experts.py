@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ..dataclass import dataclass
 from .operation import Read, RowOp, Scratch, Sizes
 from .products import Product, parameters
 from .types import Tensor, Types

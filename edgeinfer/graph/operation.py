@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from edgeinfer.kernels import abi
 
+from ..dataclass import dataclass
 from ..errors import UnsupportedModelError
 from ..sizes import round_up
 from .types import Tensor, Types

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from edgeinfer.kernels import abi
 
+from ..dataclass import dataclass
 from ..sizes import round_up
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes, other_width
 from .types import Tensor, Types

@@ -6,9 +6,9 @@ An outline is a graph whose operations say what they cost, some of which have no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from ..dataclass import dataclass
 from ..sizes import round_up
 from .architectures import llama
 from .builder import GraphBuilder

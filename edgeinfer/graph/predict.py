@@ -8,9 +8,10 @@ verified together, and each has its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from ..dataclass import dataclass
 from ..errors import UnsupportedModelError, UsageError
 from ..quant import WeightType
 from ..sizes import round_up

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from edgeinfer.kernels import abi
 
+from ..dataclass import dataclass
 from ..quant import WeightType
 from ..sizes import round_up
 from .operation import Op, Read, Scratch, Sizes, other_width

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 
+from ..dataclass import dataclass
 from .types import TYPES
 
 Floats = NDArray[np.float32]

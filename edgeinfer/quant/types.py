@@ -5,9 +5,9 @@ A further type is a row of `TYPES`, its packing in `layouts.py`, and its kernels
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
+from ..dataclass import dataclass
 from ..errors import BundleError
 from ..sizes import MAX_BYTES, round_up
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.errors import BundleError
 from edgeinfer.memory_planner import PAGE_BYTES
+
+from ..dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import KernelError
 from edgeinfer.graph import NeuronDown, NeuronGated, Op, Product
 from edgeinfer.kernels import abi, catalogue
+
+from ..dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ..dataclass import dataclass
 from ..errors import TokenizerError
 
 SPACE_MARK = "\u2581"

@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from edgeinfer.cache import cache_root
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import KernelError
 
 from .. import abi
