@@ -38,7 +38,7 @@ from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle  # noqa: 
 from edgeinfer.graph import ModelConfig, NeuronGated  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runner import DECODE, Segment  # noqa: E402
-from edgeinfer.runtime import Session  # noqa: E402
+from edgeinfer.runtime import Session, everywhere  # noqa: E402
 from edgeinfer.runtime.taps import View  # noqa: E402
 
 DENSITIES = (0.1, 0.2)
@@ -119,7 +119,8 @@ def open_programs(paths: dict[str, Path], threads: int, stack: ExitStack) -> lis
                for mode in ("exact", "predict")]
     programs: list[Program] = []
     for name, bundle, mode in wanted:
-        config = RuntimeConfig(ctx=512, threads=threads, prefill_chunk=WATCHED, recipe=Recipe().sparse(mode))
+        recipe = everywhere(Recipe().sparse(mode))
+        config = RuntimeConfig(ctx=512, threads=threads, prefill_chunk=WATCHED, recipe=recipe)
         host = programs[0].session if programs else None
         session = Session(Bundle.open(paths[bundle]), config, host=host)
         stack.callback(session.close)

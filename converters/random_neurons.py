@@ -160,8 +160,10 @@ class Neurons:
         """Return the rates at which neurons were made to fire; how much they give at most is not known, and 1."""
         rates = np.array([NORMAL.cdf(float(x)) for x in self._shifts])
         n, layers = len(rates), self._layers
+        chosen = () if not (self._sparsity and self._sparsity.predictor) else \
+            (np.array([round(self._sparsity.chosen * n * STATISTICS_TOKENS)]),) * layers
         return Statistics(STATISTICS_TOKENS, (np.rint(rates * STATISTICS_TOKENS).astype(np.int64),) * layers,
-                          (np.ones(n, np.float32),) * layers, (np.arange(n, dtype=np.int32),) * layers)
+                          (np.ones(n, np.float32),) * layers, (np.arange(n, dtype=np.int32),) * layers, chosen)
 
     def _gates(self, n: int, hidden: int, step: int, stored: WeightType) -> Iterator[Codes]:
         """Codes and scales of the gates, and on the way the layer's predictor."""

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from .device_classes import NO_CONSTANTS, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
     from .learning import fit_errors, learn, may_learn, with_runs
+    from .neurons import (
+        DEFAULT_CURVES,
+        DEFAULT_DENSE,
+        DENSE_SHARE,
+        GATES_SHARE,
+        MASKED_SHARE,
+        PER_MILLE,
+        break_even_density,
+        fastest,
+        relative_time,
+    )
     from .profile import CLASSES, CONSTANTS, Curve, DeviceProfile, parse_profile
     from .random_reads import BreakEven, break_even, smallest_row
     from .store import (
@@ -28,17 +39,20 @@ if TYPE_CHECKING:
     from .traffic import Traffic
 
 __all__ = [
-    "CLASSES", "CONSTANTS", "DRAFT_SHARE", "NO_CONSTANTS", "BreakEven", "Constants", "Curve", "DecodeRun",
-    "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "classes", "constants_of",
-    "contradictions", "decode_terms", "estimate", "fit_errors", "learn", "load_profile", "local_path",
+    "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE",
+    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile",
+    "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes", "constants_of",
+    "contradictions", "decode_terms", "estimate", "fastest", "fit_errors", "learn", "load_profile", "local_path",
     "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table", "profiles",
-    "save_profile", "smallest_row", "solve_constants", "with_runs",
+    "relative_time", "save_profile", "smallest_row", "solve_constants", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
     "device_classes": "NO_CONSTANTS Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate decode_terms estimate",
     "learning": "fit_errors learn may_learn with_runs",
+    "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
+               "relative_time",
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
     "store": "load_profile local_path local_profile machine_name processor_of profile_table profiles save_profile",

@@ -20,6 +20,7 @@ from edgeinfer.errors import UsageError
 
 from .device_classes import Constants, constants_of
 from .names import unit_in_words, unit_of
+from .neurons import relative_time
 from .profile import DeviceProfile
 from .random_reads import memory_efficiency, storage_gbs
 from .traffic import Traffic
@@ -147,8 +148,7 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 def read_bytes(traffic: Traffic, depth: int) -> float:
     """Bytes of memory that one token reads after `depth` positions."""
-    skipped = traffic.ffn_bytes * (1 - traffic.active_share)
-    return traffic.weight_bytes - skipped + traffic.kv_bytes_at(depth)
+    return traffic.weight_bytes - traffic.skipped_bytes + traffic.kv_bytes_at(depth)
 
 
 def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int) -> dict[str, float]:
@@ -156,7 +156,11 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
     weights_gbs, kv_gbs = constants.f_w * profile.bandwidth_gbs, constants.f_kv * profile.bandwidth_gbs
     dense = traffic.weight_bytes
     terms = {"overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS}
-    if traffic.active_share < 1:
+    if traffic.neuron_layers:
+        dense -= traffic.ffn_bytes
+        times = math.fsum(relative_time(profile, *layer) for layer in traffic.neuron_layers)
+        terms["sparse_ffn"] = traffic.ffn_bytes * times / len(traffic.neuron_layers) / weights_gbs / 1e6
+    elif traffic.active_share < 1:
         dense -= traffic.ffn_bytes
         efficiency = memory_efficiency(profile, traffic.row_bytes)
         terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6

@@ -58,6 +58,9 @@ class Traffic:
     """Share of `ffn_bytes` that is read, from 0 to 1; 1 is dense."""
     row_bytes: float = 0.0
     """Contiguous bytes of one neuron's piece in memory; 0 where nothing is skipped."""
+    neuron_layers: tuple[tuple[str, float], ...] = ()
+    """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict), and
+    the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
     flash_bytes: float = 0.0
     """Bytes that a token reads from storage (cold weights that miss the cache)."""
     flash_chunk_bytes: float = 0.0
@@ -68,6 +71,8 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "neuron_layers":
+                continue
             value = getattr(self, field.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
                 raise UsageError(f"Traffic: {field.name} is {value!r}; it must be a finite number of 0 or more.")
@@ -81,6 +86,15 @@ class Traffic:
         for name, good, want in checks:
             if not good:
                 raise UsageError(f"Traffic: {name} is {getattr(self, name)!r}; it must be {want}.")
+
+    @property
+    def skipped_bytes(self) -> float:
+        """Part of `ffn_bytes` that is not read."""
+        if not self.neuron_layers:
+            return self.ffn_bytes * (1 - self.active_share)
+        read = {"off": lambda density: 1.0, "exact": lambda density: (1 + 2 * density) / 3, "predict": float}
+        whole = math.fsum(read[mode](density) for mode, density in self.neuron_layers) / len(self.neuron_layers)
+        return self.ffn_bytes * (1 - whole)
 
     def kv_bytes_at(self, depth: float) -> float:
         """Bytes of keys and values that a token reads with `depth` positions of context."""

@@ -35,7 +35,8 @@ from .quant import TYPES, embedding_type
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .devices import Traffic
+    from .devices import DeviceProfile, Traffic
+    from .runtime import SparseFfn
 
 CONFIG_FILE = "config.json"
 MOST_EXPERTS = 1 << 18
@@ -63,6 +64,8 @@ class ModelDescription:
     """Why edgeinfer cannot run it; empty where it can."""
     recipe: Recipe = field(default_factory=Recipe)
     """The passes that made the graph."""
+    sparse: SparseFfn | None = None
+    """How a bundle's FFNs by neuron run; None for others."""
     file_types: dict[str, int] = field(default_factory=dict)
     """Of a GGUF file: bytes of its tensors by their type. The other figures are those of converting the original."""
 
@@ -163,6 +166,7 @@ class ModelDescription:
             kv_values=self.kv_values_per_position,
             pure_kv_bits=STORED_KV[kv].bits,
             ffn_bytes=self.ffn_bytes,
+            neuron_layers=self.sparse.layers() if self.sparse else (),
         )
 
     def _kv(self, stores: bool) -> Iterator[KvAccess]:
@@ -173,7 +177,8 @@ class ModelDescription:
 
 
 def describe(
-    model: str | Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None
+    model: str | Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None,
+    profile: DeviceProfile | None = None,
 ) -> ModelDescription:
     """Describe a model from whatever says what it is; no weights are read or downloaded.
 
@@ -188,6 +193,8 @@ def describe(
     group_size : int, optional
     recipe : Recipe, optional
         The passes of the run that is described.
+    profile : DeviceProfile, optional
+        Of the device that it runs on, by default this machine's: it decides which layers leave out neurons.
 
     Raises
     ------
@@ -207,7 +214,7 @@ def describe(
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
-        return _from_bundle(name, path, weights, group_size, recipe)
+        return _from_bundle(name, path, weights, group_size, recipe, profile)
     try:
         if path.is_file() and path.stat().st_size:
             from .converters import is_gguf, read_gguf
@@ -253,9 +260,10 @@ def _described(
 
 
 def _from_bundle(
-    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None
+    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None,
+    profile: DeviceProfile | None,
 ) -> ModelDescription:
-    from .bundle import named  # imports NumPy
+    from .runtime import decide  # imports NumPy
 
     recipe = recipe or Recipe()
     with Bundle.open(path) as bundle:
@@ -263,10 +271,11 @@ def _from_bundle(
         wanted = (weights or own.weights, group_size or own.group_size)
         if wanted != (own.weights, own.group_size):
             return _described(name, f"bundle {path}, as if converted anew", config, *wanted, recipe)
-        recipe = named(recipe, bundle)
+        recipe, sparse = decide(recipe, bundle, profile)
         graph = build_graph(config, expected_types(bundle.types), recipe)
         bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
-        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe)
+        return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe,
+                                sparse=sparse)
 
 
 def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:

@@ -396,11 +396,11 @@ def neuron_mask_bytes(neurons: int) -> int:
 
 
 def neuron_gated_scratch_bytes(width: int, group_size: int, dtype: str) -> int:
-    """Scratch of a thread in neuron_gated: sums, gates, lists of a claim, x as lines, scales, a fused input row."""
+    """Scratch of a thread in neuron_gated: sums, gates, lists of a claim, x as lines, factors, a fused input row."""
     columns, lines = neuron_line_columns(dtype), neuron_lines(width, group_size, dtype)
     fixed = 2 * 64 * NEURON_TOKENS + 64 + NEURON_CLAIM * (12 + 4 * NEURON_TOKENS)
     row = q8_row_bytes(width, group_size)[0] + 4 * (-(-width // 16) * 16)
-    return fixed + lines * NEURON_TOKENS * (columns + 128) + (NEURON_BATCH + 1) * 16 * (lines + 3) + row + 128
+    return fixed + lines * NEURON_TOKENS * (columns + 128) + NEURON_BATCH * 16 * (lines + 3) + row + 128
 
 
 def neuron_down_scratch_bytes() -> int:

@@ -62,6 +62,15 @@ class Alternative:
         return " ".join(changes)
 
 
+def fits(planner: Planner, config: RuntimeConfig) -> bool:
+    """Whether a run has all weights in memory within its budget."""
+    return planner.plan(to_request(config)).total_bytes <= _budget(config)
+
+
+def _budget(config: RuntimeConfig) -> int:
+    return process_budget() if config.budget_bytes is None else config.budget_bytes
+
+
 def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
         place: Place | None = None) -> tuple[MemoryPlan, int]:
     """Plan a run within its budget: with all weights in memory, else as `place` finds, else with streamed layers.
@@ -85,7 +94,7 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     BudgetError
         With alternatives that were checked to fit; it carries the plan.
     """
-    budget = process_budget() if config.budget_bytes is None else config.budget_bytes
+    budget = _budget(config)
     plan = planner.plan(to_request(config))
     if plan.total_bytes <= budget:
         return plan, budget

@@ -130,7 +130,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         predictor = fitted.at(maker.price(fitted, choosing, max_kld, told))
         result, tallies = maker.measure(predictor, measuring)
         against_source = evaluate(reference, measuring, reference=before, window=before.config.ctx)
-        maker.store(writer, predictor, maker.statistics(fitting, orders, told), result, measuring.ids)
+        maker.store(writer, predictor, maker.statistics(fitting, orders, tallies, told), result, measuring.ids)
         stack.close()
         shutil.rmtree(work)
     dense = sum(graph.types[ffn.op.weight.name].nbytes(ffn.op.weight.shape) for ffn in maker.networks)
@@ -205,11 +205,14 @@ class _Maker:
                            isa=self.session.isa)
         writer.add_file(QUALITY_FILE, to_json([made]), "quality")
 
-    def statistics(self, stream: Stream, orders: list[NDArray[np.int32]], told: Told) -> Statistics:
-        """Return the neurons' activity, in the order in which they are stored now."""
+    def statistics(self, stream: Stream, orders: list[NDArray[np.int32]], tallies: list[Tally],
+                   told: Told) -> Statistics:
+        """Return the neurons' activity, in the order in which they are stored now, and what masks chose of a text."""
         fired, largest = heat(self.session, self.networks, stream.ids, told)
-        return Statistics(fired[0].tokens, tuple(one.counts for one in fired), tuple(one.values for one in largest),
-                          tuple(orders))
+        tokens = fired[0].tokens
+        chosen = (round(one.read_share * tokens * ffn.neurons) for one, ffn in zip(tallies, self.networks, strict=True))
+        return Statistics(tokens, tuple(one.counts for one in fired), tuple(one.values for one in largest),
+                          tuple(orders), tuple(np.array([n]) for n in chosen))
 
 
 def _kind(kind: str | None, networks: list[Ffn]) -> str:

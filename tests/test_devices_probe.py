@@ -18,6 +18,10 @@ from edgeinfer.bench import storage as storage_module
 from edgeinfer.bench.calibration import Runs, lengths_for
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.devices import (
+    DENSE_SHARE,
+    GATES_SHARE,
+    MASKED_SHARE,
+    PER_MILLE,
     Constants,
     DecodeRun,
     PromptRun,
@@ -361,7 +365,7 @@ def steps(stages: list[str]) -> list[str]:
 def test_the_whole_probe(tmp_path: Path, believed: None) -> None:
     stages: list[str] = []
     profile = probe_machine(small_request(tmp_path), bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
-    assert steps(stages) == ["storage", "arithmetic", "memory", "calibration", "full load"]
+    assert steps(stages) == ["storage", "arithmetic", "memory", "neurons", "calibration", "full load"]
     assert profile.name == "local" and profile.device_class == "local" and profile.measured and profile.machine
     assert profile.bandwidth_gbs > 0 and profile.int8_peak_gops and profile.f32_peak_gflops and profile.cores == 2
     assert profile.memory_random and [x for x, _ in profile.memory_random.points] == list(CHUNK_SIZES)
@@ -372,8 +376,11 @@ def test_the_whole_probe(tmp_path: Path, believed: None) -> None:
         "fitted to 4 runs of decoding and 2 prompts of 32 tokens on 1 random models, depths 0 to 64"}
     assert set(profile.curves) == {
         "int8_gops_by_threads", "f32_gflops_by_threads", "read_gbs_by_threads", "storage_random_gbs_queue_1",
-        "storage_random_gbs_queue_8", "int8_gops_under_load",
+        "storage_random_gbs_queue_8", "int8_gops_under_load", "neuron_masked_share", "neuron_gates_share",
     }
+    for name in (MASKED_SHARE, GATES_SHARE):
+        assert [x for x, _ in profile.curves[name].points] == list(PER_MILLE)
+    assert profile.figures[DENSE_SHARE] > 0
     assert {"frequency_share", "huge_pages_share", "huge_pages_gain_64_bytes", "decode_error"} <= set(profile.figures)
     save_profile(profile, tmp_path / "saved.toml")
     assert replace(load_profile(tmp_path / "saved.toml"), name="local") == profile
@@ -383,7 +390,7 @@ def test_a_quick_probe_leaves_storage_and_load_out(tmp_path: Path, believed: Non
     stages: list[str] = []
     request = small_request(tmp_path / "no" / "such", quick=True)
     profile = probe_machine(request, bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
-    assert steps(stages) == ["arithmetic", "memory", "calibration"]
+    assert steps(stages) == ["arithmetic", "memory", "neurons", "calibration"]
     assert profile.storage_random is None and "frequency_share" not in profile.figures and profile.constants
     assert not (tmp_path / "no").exists()
 

@@ -11,6 +11,7 @@ from edgeinfer.lazy import lazily
 if TYPE_CHECKING:
     from .calibration import CALM_SHARE, SHAPES, Lengths, Shape
     from .machine import ProbeRequest, probe_machine
+    from .neurons import FfnBench, FfnShape, neuron_speed, seconds
     from .probe import CHUNK_SIZES, MachineProbe, thread_counts
     from .profile import make_profile, operation_name
     from .repetitions import measure, token_ids
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from .storage import StorageProbe, StorageSpeed
     from .traffic import bytes_per_token, operations_per_token
 
-__all__ = ["CALM_SHARE", "CHUNK_SIZES", "SHAPES", "Case", "Lengths", "MachineProbe", "Measurement", "OperationTime",
-           "ProbeRequest", "Profile", "Row", "Shape", "StorageProbe", "StorageSpeed", "bytes_per_token",
-           "first_token_ms", "make_cases", "make_profile", "measure", "needed_ctx", "operation_name",
-           "operations_per_token", "probe_machine", "prompt_of", "thread_counts", "token_ids"]
+__all__ = ["CALM_SHARE", "CHUNK_SIZES", "SHAPES", "Case", "FfnBench", "FfnShape", "Lengths", "MachineProbe",
+           "Measurement", "OperationTime", "ProbeRequest", "Profile", "Row", "Shape", "StorageProbe", "StorageSpeed",
+           "bytes_per_token", "first_token_ms", "make_cases", "make_profile", "measure", "needed_ctx", "neuron_speed",
+           "operation_name", "operations_per_token", "probe_machine", "prompt_of", "seconds", "thread_counts",
+           "token_ids"]
 __getattr__ = lazily(__name__, {
     "calibration": "CALM_SHARE SHAPES Lengths Shape", "probe": "CHUNK_SIZES MachineProbe thread_counts",
+    "neurons": "FfnBench FfnShape neuron_speed seconds",
     "machine": "ProbeRequest probe_machine", "storage": "StorageProbe StorageSpeed",
     "repetitions": "measure token_ids", "profile": "make_profile operation_name",
     "results": "Measurement OperationTime Profile Row Case make_cases needed_ctx",

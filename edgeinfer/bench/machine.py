@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataclass import dataclass
 from ..devices import (
+    DENSE_SHARE,
+    GATES_SHARE,
+    MASKED_SHARE,
     NO_CONSTANTS,
     DeviceProfile,
     believable,
@@ -28,6 +31,7 @@ from ..errors import BudgetError
 from ..memory_planner import available_bytes
 from ..sizes import format_size
 from .calibration import Lengths, Runs, calibrate, lengths_for
+from .neurons import neuron_speed
 from .probe import CHUNK_SIZES, MachineProbe, repeated, thread_counts
 from .storage import StorageProbe, StorageSpeed
 
@@ -113,6 +117,7 @@ def probe_machine(request: ProbeRequest, bundles: Callable[[], list[Path]], prog
         found.fields["isa"] = probe.isa
         _arithmetic(found, probe, request.seconds, partial(progress, "arithmetic"))
         _memory(found, probe, request.seconds, partial(progress, "memory"))
+    _neurons(found, request.threads, read_bytes, partial(progress, "neurons"))
     _calibration(found, request, read_bytes, bundles, partial(progress, "calibration"))
     if not request.quick:
         with MachineProbe(request.threads, LEAST_READ_BYTES) as probe:
@@ -157,6 +162,13 @@ def _memory(found: _Findings, probe: MachineProbe, seconds: float, tell: Tell) -
         tell(done, total, f"small pages, pieces of {format_size(size)}")
         share = probe.random_share(size, seconds)
         found.figures[f"huge_pages_gain_{size}_bytes"] = dict(found.shares)[size] / share
+
+
+def _neurons(found: _Findings, threads: int, read_bytes: int, tell: Tell) -> None:
+    """FFNs by neuron against tiles, by density: whether leaving out neurons pays is decided by these curves."""
+    speed = neuron_speed(threads, read_bytes, tell)
+    found.curves[MASKED_SHARE], found.curves[GATES_SHARE] = speed.masked, speed.gates
+    found.figures[DENSE_SHARE] = speed.dense
 
 
 def huge_pages_share(nbytes: int) -> float:

@@ -81,11 +81,18 @@ class Statistics:
     order: tuple[NDArray[np.int32], ...]
     """Which neuron of the source each one is; they are stored from the most to the least active, as counted
     with the source's weights."""
+    chosen: tuple[NDArray[np.int64], ...] = ()
+    """One number a layer: neurons that the bundle's predictor would have chosen, all tokens together; or nothing."""
+
+    def densities(self, predicted: bool) -> list[float]:
+        """Share of each layer's neurons that a token computes whole: of those that fire, or that a mask chooses."""
+        counts = self.chosen if predicted and self.chosen else self.fired
+        return [float(count.sum()) / (self.tokens * len(self.fired[0])) for count in counts]
 
     def pack(self, weights: str) -> Iterator[bytes]:
         """Yield the file's bytes, as `Predictor.pack`."""
         arrays: Arrays = {}
-        for name in ("fired", "largest", "order"):
+        for name in ("fired", "largest", "order", "chosen"):
             arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name))}
         yield from pack_arrays({"part": "statistics", "weights": weights, "tokens": self.tokens}, arrays)
 
@@ -169,12 +176,17 @@ def read_statistics(bundle: Bundle) -> Statistics | None:
         raise BundleError(f"{where} says it is of {str(about['tokens'])[:60]} tokens.")
     neurons = bundle.config.intermediate_size
     shapes: Shapes = {"fired": ((neurons,), "<i8"), "largest": ((neurons,), "<f4"), "order": ((neurons,), "<i4")}
+    if any(name.endswith(".chosen") for name in arrays):
+        shapes["chosen"] = ((1,), "<i8")
     made = Statistics(about["tokens"], **layers_of(bundle.config, arrays, shapes, where))
     for i, (fired, order) in enumerate(zip(made.fired, made.order, strict=True)):
         if fired.min() < 0 or fired.max() > made.tokens:
             raise BundleError(f"{where}: a neuron of layer {i} fired {fired.max()} times in {made.tokens} tokens.")
         if not np.array_equal(np.sort(order), np.arange(neurons)):
             raise BundleError(f"{where}: the order of layer {i} does not name each neuron once.")
+    for i, chosen in enumerate(made.chosen):
+        if not 0 <= chosen[0] <= made.tokens * neurons:
+            raise BundleError(f"{where}: {chosen[0]} neurons of layer {i} were chosen in {made.tokens} tokens.")
     return made
 
 

@@ -54,6 +54,9 @@ JSON_FIELDS = {
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
+        "neurons": "of a bundle with FFNs by neuron: as `sparse` of `info`, with `relative_time` and `dense_time` as "
+        "multiples of the time of tiles, `predictor_share` of the FFN's bytes, and `break_even_density`, the share of "
+        "neurons up to which `exact` and `predict` are faster than dense; else null",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
     },
 }
@@ -121,7 +124,7 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse))
+    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse), one)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -99,6 +100,7 @@ def evaluate(
     from ..evaluate import evaluate as measure
     from ..graph import without_approximations
     from ..quality import Setting, measured_identity, measurement, remember
+    from ..runtime import everywhere
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
@@ -110,7 +112,8 @@ def evaluate(
         kept = setting
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
-        session, tokenizer = open_session(stack, model, own, progress)
+        every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
+        session, tokenizer = open_session(stack, model, every, progress)
         planned, other = session.plan.total_bytes, None
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once

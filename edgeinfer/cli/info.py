@@ -30,6 +30,9 @@ JSON_FIELDS = {
         "quantisation": "storage that was asked for",
         "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron)",
         "predictor": "of live neurons: `kind`, `rank`, `bytes`, or null",
+        "sparse": "FFNs by neuron: `mode`, per layer in `layers` how it `runs` and which share of its neurons "
+        "`fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; null for "
+        "tile16",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
@@ -85,16 +88,17 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
     """Return the JSON object of a bundle."""
     from dataclasses import asdict
 
-    from ..bundle import named
     from ..graph import build_graph, expected_types
+    from ..runtime import decide
 
-    parameters = build_graph(bundle.config, expected_types(bundle.types), named(recipe, bundle)).weight_count
+    recipe, sparse = decide(recipe, bundle)
+    parameters = build_graph(bundle.config, expected_types(bundle.types), recipe).weight_count
     return {
         "path": str(path), "format_version": bundle.header.version, "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
-        "predictor": _predictor(bundle),
+        "predictor": _predictor(bundle), "sparse": None if sparse is None else sparse.report(),
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
@@ -156,6 +160,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
         *_predictor_row(report["predictor"]),
+        *([("neurons", report["sparse"]["said"])] if report["sparse"] and report["sparse"]["said"] else []),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]
 

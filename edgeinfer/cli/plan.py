@@ -85,7 +85,7 @@ def plan(
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
-    described = describe(model, weights, group_size, config.recipe)
+    described = describe(model, weights, group_size, config.recipe, profile)
     report = _Planned(described, config, profile, profile or local_profile()).report()
     if json:
         print_json(report)
@@ -182,6 +182,8 @@ class _Planned:
             notes.append(f"A shape only: {self.model.reason}.")
         if self.model.file_types:
             notes.append(self.model.file_note)
+        if self.model.sparse and (said := self.model.sparse.sentence()):
+            notes.append(said[0].upper() + said[1:])
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile)):

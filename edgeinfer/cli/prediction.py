@@ -121,8 +121,8 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
 
 
 def learn_from_run(predictor: Predictor | None, completion: Completion, disturbed: bool) -> None:
-    """Let the local profile learn from a request that nothing disturbed."""
-    if predictor is None or disturbed or len(completion.choices) != 1:
+    """Let the local profile learn from a request that nothing disturbed; FFNs by neuron read less than all weights."""
+    if predictor is None or disturbed or len(completion.choices) != 1 or predictor.traffic.neuron_layers:
         return
     from ..devices import learn
 
@@ -163,7 +163,7 @@ def _bench_row(predictor: Predictor, row: Row) -> dict[str, Any]:
 
 def learn_from_bench(predictor: Predictor | None, measured: Measurement) -> None:
     """Let the local profile learn from the tests whose repetitions agree, with the readings beside them."""
-    if predictor is None:
+    if predictor is None or predictor.traffic.neuron_layers:
         return
     from ..devices import learn
 

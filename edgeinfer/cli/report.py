@@ -38,6 +38,7 @@ JSON_FIELDS = {
         "`layers` that are streamed, or `hot_share` of the neurons, which is in memory, and `hit_rate` of the cache of "
         "the others; else null",
         "quality": "where the recipe approximates: `setting`, `kld_mean` as measured or null, `said`; else null",
+        "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
     },

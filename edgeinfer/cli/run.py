@@ -250,15 +250,18 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there
+    sparse = llm.session.sparse
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
-        print_json({**report, "estimate": predicted, "offload": reading.report(), "quality": approximation(llm)})
+        print_json({**report, "estimate": predicted, "offload": reading.report(), "quality": approximation(llm),
+                    "sparse": sparse.report() if sparse else None})
     elif options["n"] > 1:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
         print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
-        for line in filter(None, (sentence(predicted), streaming.line(reading.report()))):
+        said = sparse.sentence() if sparse else ""
+        for line in filter(None, (sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     return 1 if completion.finish_reason == "cancelled" else 0

@@ -142,11 +142,13 @@ def fuse_input(graph: Graph) -> Graph:
 
 @approximate(when=lambda settings: settings.get("mode") == "predict")
 @graph_pass
-def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0) -> Graph:
+def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0, dense: str | float = "none",
+           exact: str | float = "none") -> Graph:
     """Say what FFNs stored neuron by neuron read.
 
     All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens what a predictor of a
-    kind and a rank names (predict). FFNs in tiles have nothing to leave out.
+    kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever the mode is: what
+    falls back where leaving out neurons would cost more. FFNs in tiles have nothing to leave out.
     """
     if mode not in SPARSE_MODES:
         raise UsageError(f"sparse is {mode!r}; choose one of {', '.join(SPARSE_MODES)}.")
@@ -155,7 +157,21 @@ def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0) -> Graph:
     if mode == "predict" and not kind:
         raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
                          "make one with `edgeinfer sparsify`.")
+    layers = graph.config.num_hidden_layers
+    whole, gates = _layers("dense", dense, layers), _layers("exact", exact, layers)
     if mode == "predict":
-        return with_predictor(graph, kind, rank)
+        graph = with_predictor(graph, kind, rank, whole | gates)
+    everywhere = mode == "off"
     return replace(graph, ops=tuple(
-        replace(op, dense=mode == "off") if isinstance(op, NeuronGated | NeuronDown) else op for op in graph.ops))
+        replace(op, dense=everywhere or op.layer in whole) if isinstance(op, NeuronGated | NeuronDown) else op
+        for op in graph.ops))
+
+
+def _layers(name: str, value: str | float, layers: int) -> set[int]:
+    """The numbers of layers that a setting names, joined by slashes; none is "none"."""
+    text = str(value)
+    numbers = [] if text == "none" else text.split("/")
+    if not all(number.isascii() and number.isdigit() and int(number) < layers for number in numbers):
+        raise UsageError(f"sparse has {name} {text!r:.60}; name layers from 0 to {layers - 1}, joined by slashes, or "
+                         "none.")
+    return {int(number) for number in numbers}

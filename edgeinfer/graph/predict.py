@@ -7,7 +7,7 @@ verified together, and each has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -73,13 +73,14 @@ class SignMask(RowOp):
         yield from other_width("a mask has words of 32 bits:", mask_width(self.thresholds.shape[0]), self.out)
 
 
-def with_predictor(graph: Graph, kind: str, rank: int = 0) -> Graph:
+def with_predictor(graph: Graph, kind: str, rank: int = 0, without: Collection[int] = ()) -> Graph:
     """Let decoded tokens compute the neurons that a predictor chooses.
 
     Parameters
     ----------
     kind : one of `PREDICTORS`
     rank : of a low-rank predictor
+    without : layers that stay as they are
 
     Raises
     ------
@@ -101,14 +102,14 @@ def with_predictor(graph: Graph, kind: str, rank: int = 0) -> Graph:
         return weights[-1]
 
     for op in graph.ops:
-        if isinstance(op, NeuronGated):
+        if isinstance(op, NeuronGated) and (op.layer or 0) not in without:
             if kind != "threshold" and op.source:  # the predictor reads x too: it is made where one token walks as well
                 ops[-1] = replace(ops[-1], several=False)
                 op = replace(op, source=None, norm=None, eps=None)
             ops += _with_choice(op, ops[-1], kind, rank, weight)
         else:
             ops.append(op)
-    if len(weights) == len(graph.weights):
+    if not any(isinstance(op, NeuronGated) for op in graph.ops):
         raise UnsupportedModelError("The model's FFNs are not stored neuron by neuron, so no neurons can be left out; "
                                     "`edgeinfer sparsify` makes a bundle where they are.")
     return replace(graph, ops=tuple(ops), types=types, weights=tuple(weights))

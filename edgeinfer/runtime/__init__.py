@@ -7,6 +7,7 @@ from edgeinfer.lazy import lazily
 if TYPE_CHECKING:
     from .calibration import Covariance, Firing, Largest, Rows, capture, in_groups
     from .executor import Executor
+    from .fallback import SparseFfn, decide, everywhere
     from .lowering import Lowering, lower, rows
     from .memory import allocate
     from .program import Program, Record
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from .taps import Taps, View, Visit, open_plain
 
 __all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows", "Session", "Slots",
-           "Stream", "Taps", "View", "Visit", "allocate", "capture", "in_groups", "lower", "open_plain", "rows"]
+           "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide", "everywhere", "in_groups",
+           "lower", "open_plain", "rows"]
 __getattr__ = lazily(__name__, {
-    "executor": "Executor", "lowering": "Lowering lower rows", "program": "Program Record", "session": "Session",
-    "slots": "Slots", "stream": "Stream",
+    "executor": "Executor", "fallback": "SparseFfn decide everywhere", "lowering": "Lowering lower rows",
+    "program": "Program Record", "session": "Session", "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",
     "calibration": "Covariance Firing Largest Rows capture in_groups",
 })

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Cold, named, read_cold, read_predictor
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.bundle import Bundle, Cold, read_cold, read_predictor
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig, NeuronDown, TypeOf, build_graph, expected_types, fill_rope_tables
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Place, Placement, Planner, alternatives, fit, resolve
+from edgeinfer.memory_planner import SPLIT_TOKENS, Place, Placement, Planner, alternatives, fit, fits, resolve
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -34,6 +34,7 @@ from edgeinfer.sizes import round_up
 
 from .direct import File
 from .executor import Executor
+from .fallback import decide, everywhere
 from .lowering import Lowering
 from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
 from .pace import SMALL_BYTES, Pace
@@ -90,11 +91,10 @@ class Session(Runner):
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.pace.choose)
         self.config = resolve(_with_threads_of(host, config), self.model)
-        self.recipe = named(self.config.recipe, bundle)
-        self.graph = build_graph(self.model, expected_types(bundle.types), self.recipe)
-        bundle.check({w.name: w.shape for w in self.graph.weights if w.kind != "predictor"})
         offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
-        planner = Planner(self.graph, bundle.weights_bytes, offsets)
+        planner = self._planner(self.config.recipe, offsets)
+        if place and self.sparse and self.sparse.sentence() and not fits(planner, self.config):
+            planner = self._planner(everywhere(self.config.recipe), offsets)  # masks place neurons, in every layer
         self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild, place)
         whole = not self.plan.parts and self.plan.cold is None
         smaller = iter(()) if whole else alternatives(planner, self.config, self.budget_bytes, self._rebuild)
@@ -217,6 +217,13 @@ class Session(Runner):
         self.bundle.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _planner(self, recipe: Recipe, offsets: dict[str, int]) -> Planner:
+        """Make the graph, with the layers decided that leave out neurons, and what plans it."""
+        self.recipe, self.sparse = decide(recipe, self.bundle)
+        self.graph = build_graph(self.model, expected_types(self.bundle.types), self.recipe)
+        self.bundle.check({w.name: w.shape for w in self.graph.weights if w.kind != "predictor"})
+        return Planner(self.graph, self.bundle.weights_bytes, offsets)
 
     def _rebuild(self, types: TypeOf) -> Graph:
         """The model's graph with weights stored in another way."""

@@ -43,12 +43,10 @@ class Areas(NamedTuple):
     """Its beginning; see above."""
     x: int
     """The tokens' activations as lines."""
-    row: int
-    """Scales of a row."""
     factors: int
     """Factors of a batch's columns."""
     size: int
-    """Bytes of a row's scales and of a column's factors."""
+    """Bytes of a column's factors."""
     own: int
     """A fused input row."""
 
@@ -70,8 +68,8 @@ class Window(NamedTuple):
 def areas_of(scratch, lines, x_bytes):
     """Divide a thread's scratch."""
     x, size = scratch + AREAS, 16 * ((lines + 3) & -4)
-    row = x + NEURON_TOKENS * lines * x_bytes
-    return Areas(scratch, x, row, row + size, size, row + (NEURON_BATCH + 1) * size)
+    factors = x + NEURON_TOKENS * lines * x_bytes
+    return Areas(scratch, x, factors, size, factors + NEURON_BATCH * size)
 
 
 @inline
@@ -105,8 +103,7 @@ def gates(form, ffn, areas, window, first, stop):
     at, ahead = areas.scratch + GATES, NEURON_BATCH if window.eager else ROWS_AHEAD
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * k)
-        form.row_sums(ffn, row_at(ffn, neuron), areas.x, gate_at(ffn, window, k + ahead), areas.row,
-                      areas.scratch)
+        form.row_sums(ffn, row_at(ffn, neuron), areas.x, gate_at(ffn, window, k + ahead), areas.scratch)
         for t in range(form.n):
             gate = sum_lanes(load_f32x16(areas.scratch + 64 * t))
             if ffn.bias:
@@ -158,7 +155,7 @@ def ups(form, ffn, areas, tokens, window, first, stop, live):
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * (window.first + k))
         ahead = upcoming(ffn, areas, window, live, 2 * stop + k - first)
-        form.row_sums(ffn, column_at(ffn, neuron) - ffn.part, areas.x, ahead, areas.row, scratch)
+        form.row_sums(ffn, column_at(ffn, neuron) - ffn.part, areas.x, ahead, scratch)
         for j in range(tokens.present):
             at = scratch + VALUES + 4 * (form.n * k + j)
             value = load_f32(at)

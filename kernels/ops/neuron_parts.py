@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ..vector import lines
 from ..vector.record import inline, outlined
 from ..vector.simd import (
+    div_i64,
     f32_from_bits,
-    first_lane,
     keep_first,
     load_f32,
     load_i32,
@@ -63,23 +63,26 @@ def make_form(dtype, n):
                 _add(column, 8 // bits, n, ONE_PARTS if n == 1 else MANY_PARTS))
 
 
+@inline
+def quarters(scales, each, q):
+    """Scales of 16 quarters from the q-th of a part on, as floats: `each` quarters share one.
+
+    A whole vector is read: up to 30 bytes behind the scales (the writer ends weights.bin with zeros).
+    """
+    if each == 1:
+        return lines.scales_1(scales + 2 * q)
+    if each == 2:
+        return lines.scales_2(scales + q)
+    if each == 4:
+        return lines.scales_4(scales + (q >> 1))
+    return lines.scales_8(scales + (q >> 2))
+
+
 @outlined
 def spread(scales, groups, each, first, stop, times, to):
-    """Write scales of quarters first .. stop of a part as floats, times a factor; those of absent groups are 0.
-
-    `each` quarters share a scale. Whole vectors are read and written: up to 30 bytes behind the scales (the writer ends
-    weights.bin with zeros).
-    """
+    """Write scales of quarters first .. stop of a part as floats, times a factor; those of absent groups are 0."""
     for q in range(first, stop, 16):
-        if each == 1:
-            v = lines.scales_1(scales + 2 * q)
-        elif each == 2:
-            v = lines.scales_2(scales + q)
-        elif each == 4:
-            v = lines.scales_4(scales + (q >> 1))
-        else:
-            v = lines.scales_8(scales + (q >> 2))
-        store_f32x16(to, keep_first(v * splat_f32(times), groups * each - q))
+        store_f32x16(to, keep_first(quarters(scales, each, q) * splat_f32(times), groups * each - q))
         to += 64
 
 
@@ -127,22 +130,32 @@ def _as_lines(dtype, bits, columns, x_bytes):
 def _row_sums(dtype, n, x_bytes):
     """Multiply the row at w with n tokens, whose lines lie at x; 16 lanes of each go to `sums`.
 
-    `factors` is room for the row's scales; the row at `ahead` is fetched meanwhile.
+    The row at `ahead` is fetched meanwhile.
     """
     step = lines.row_q4 if dtype == "q4" else lines.row_int8
 
     @outlined
-    def row_sums(ffn, w, x, ahead, factors, sums):
-        line, acc = w, zero_tile(n)
-        spread(w + ffn.codes, ffn.groups, ffn.each, 0, 4 * ffn.lines, first_lane(splat_f32(1.0)), factors)
-        for _ in range(ffn.lines):
-            acc = step(acc, line, factors, x)
-            prefetch(ahead)
-            line += 64
-            ahead += 64
-            factors += 16
-            x += n * x_bytes
-        fetch(ahead, w + ffn.part - line)
+    def row_sums(ffn, w, x, ahead, sums):
+        scales, acc, away, q = w + ffn.codes, zero_tile(n), ahead - w, 0
+        whole = min(ffn.lines >> 2, div_i64(ffn.groups * ffn.each, 16))
+        for _ in range(whole):  # 4 lines have 16 quarters
+            prefetch(w + away)
+            prefetch(w + away + 64)
+            prefetch(w + away + 128)
+            prefetch(w + away + 192)
+            acc = step(acc, 4, w, quarters(scales, ffn.each, q), x)
+            q += 16
+            w += 256
+            x += 4 * n * x_bytes
+        if 4 * whole < ffn.lines:
+            rest = keep_first(quarters(scales, ffn.each, q), ffn.groups * ffn.each - q)
+            for _ in range(ffn.lines - 4 * whole):
+                prefetch(w + away)
+                acc = step(acc, 1, w, rest, x)
+                rest = lines.next_quarters(rest)
+                w += 64
+                x += n * x_bytes
+        fetch(w + away, ffn.part - 64 * ffn.lines)
         store_tile(acc, sums, 64)
 
     return row_sums

@@ -84,33 +84,38 @@ def _line(b, address, offset=0):
 
 
 def _row_step(codes, dot, small):
-    """Intrinsic ``(acc, w, scales, x)``: acc[t] + the line at w times token t's line at x, scaled.
+    """Intrinsic ``(acc, count, w, scales, x)``: acc[t] + `count` lines from w on times token t's lines at x, scaled.
 
-    The floats at `scales` are those of the line's four quarters.
+    `scales` are those of the next 16 quarters, those of the lines first; `count` is a constant, at most 4.
     `codes(builder, line)` gives the vectors of codes, as many as an activation line has vectors of values.
     """
 
-    @intrinsic
-    def step(context, acc, w, scales, x):
-        if not isinstance(acc, Tile):
+    @intrinsic(prefer_literal=True)
+    def step(context, acc, count, w, scales, x):
+        n_lines = literal(count)
+        if not isinstance(acc, Tile) or n_lines is None:
             return None
 
         def lower(context, b, sig, args):
-            out, lines = args[0], codes(b, _line(b, args[1]))
-            spread = ir.Constant(ir.VectorType(I32, 16), [lane // 4 for lane in range(16)])
-            four = b.load(pointer(b, args[2]), typ=_FOUR, align=16)
-            wide = b.shuffle_vector(four, ir.Constant(_FOUR, ir.Undefined), spread)
-            values = 64 * len(lines)
-            for t in range(acc.n):
-                at = t * (values + 128)
-                operands = [(line, _line(b, args[3], at + 64 * i)) for i, line in enumerate(lines)]
-                start = b.load(pointer(b, args[3], at + values), typ=VI, align=64)
-                ints = _sum_products(b, start, operands, dot, small)
-                factor = b.fmul(wide, b.load(pointer(b, args[3], at + values + 64), typ=VF, align=64))
-                out = b.insert_value(out, emit_fma(b, b.sitofp(ints, VF), factor, b.extract_value(out, t)), t)
+            sums = [b.extract_value(args[0], t) for t in range(acc.n)]
+            for i in range(n_lines):
+                lines = codes(b, _line(b, args[2], 64 * i))
+                spread = ir.Constant(ir.VectorType(I32, 16), [4 * i + lane // 4 for lane in range(16)])
+                wide = b.shuffle_vector(args[3], ir.Constant(VF, ir.Undefined), spread)
+                values = 64 * len(lines)
+                for t in range(acc.n):
+                    at = (i * acc.n + t) * (values + 128)
+                    operands = [(line, _line(b, args[4], at + 64 * k)) for k, line in enumerate(lines)]
+                    start = b.load(pointer(b, args[4], at + values), typ=VI, align=64)
+                    ints = _sum_products(b, start, operands, dot, small)
+                    factor = b.fmul(wide, b.load(pointer(b, args[4], at + values + 64), typ=VF, align=64))
+                    sums[t] = emit_fma(b, b.sitofp(ints, VF), factor, sums[t])
+            out = args[0]
+            for t, total in enumerate(sums):
+                out = b.insert_value(out, total, t)
             return out
 
-        return acc(acc, w, scales, x), lower
+        return acc(acc, count, w, scales, x), lower
 
     return step
 
@@ -135,6 +140,13 @@ def start_int8(b, x):
     if is_vnni():
         start = b.neg(dot_u8_line(b, start, constant(VB, -128), _line(b, x)))
     b.store(start, pointer(b, x, 64), align=64)
+
+
+@define(F32x16, F32x16)
+def next_quarters(b, scales):
+    """Scales of the line that follows first: those of 4 quarters on."""
+    lanes = ir.Constant(ir.VectorType(I32, 16), [(lane + 4) % 16 for lane in range(16)])
+    return b.shuffle_vector(scales, ir.Constant(VF, ir.Undefined), lanes)
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Which layers of an FFN by neuron leave out neurons: those where that is predicted to be faster.
+
+Decided from how often a layer's neurons fire or are chosen (the bundle's statistics) and from the speed of the kernels
+by density (the device's profile), before the graph is made: the recipe then names the layers that do otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..bundle import Bundle, named, read_predictor, read_statistics
+from ..config import Recipe, Step
+from ..devices import MASKED_SHARE, DeviceProfile, fastest, local_profile
+from ..errors import EdgeInferError
+from ..graph import RELUS
+from ..process import say
+
+FALLBACKS = {"dense": "off", "exact": "exact"}
+"""Settings of the pass `sparse` that name layers, and the mode that these run in."""
+
+DEFAULT_BASIS = "the default curves ('edgeinfer devices --probe' measures this machine's)"
+
+
+@dataclass(frozen=True)
+class SparseFfn:
+    """How the FFNs of a bundle by neuron run."""
+
+    mode: str
+    """That was asked for: off, exact or predict."""
+    runs: tuple[str, ...]
+    """The mode of each layer."""
+    densities: tuple[tuple[float, float], ...]
+    """By layer, shares of the neurons that fire and that a mask chooses; none where the bundle has no statistics."""
+    predictor: float
+    """Bytes of the predictor over those of the FFNs."""
+    basis: str
+    """Whose curves decided."""
+
+    def layers(self) -> tuple[tuple[str, float], ...]:
+        """Mode and density of each layer, as the estimator takes them; 1 where it is not known."""
+        whole = self.densities or ((1.0, 1.0),) * len(self.runs)
+        return tuple((mode, density[mode == "predict"]) for mode, density in zip(self.runs, whole, strict=True))
+
+    def sentence(self) -> str:
+        """What runs otherwise than asked for, and the densities; empty where everything is as it was asked for."""
+        others = {mode: [i for i, own in enumerate(self.runs) if own == mode] for mode in ("off", "exact")}
+        words = {"off": "dense", "exact": "exact"}
+        found = [f"{_layer_names(at)} {words[mode]} (densities {_densities(self.densities, at, mode)})"
+                 for mode, at in others.items() if at and mode != self.mode]
+        if not found:
+            return ""
+        left = [i for i, own in enumerate(self.runs) if own == self.mode]
+        rest = f"; {_layer_names(left)} {self.mode} ({_densities(self.densities, left, self.mode)})" if left else ""
+        return f"sparse {self.mode}: by {self.basis} it is faster to run {' and '.join(found)}{rest}."
+
+
+    def report(self) -> dict[str, Any]:
+        """As a JSON object."""
+        densities = self.densities or ((None, None),) * len(self.runs)
+        layers = [{"runs": own, "fires": fires, "chosen": chosen}
+                  for own, (fires, chosen) in zip(self.runs, densities, strict=True)]
+        return {"mode": self.mode, "layers": layers, "basis": self.basis, "said": self.sentence()}
+
+
+def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None) -> tuple[Recipe, SparseFfn | None]:
+    """Return the recipe with the bundle's predictor and the layers that fall back, and how the FFNs run.
+
+    The latter is None for FFNs in tiles. A step `sparse` that names such layers itself (or none) is left as it is, and
+    so is one of a bundle without statistics.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    bundle : Bundle
+    profile : DeviceProfile, optional
+        Whose curves decide; by default this machine's, and those of docs/neuron.md where it was not probed.
+
+    Raises
+    ------
+    BundleError
+        Predictor or statistics are not this bundle's.
+    UsageError
+        The recipe asks for another predictor.
+    """
+    recipe = named(recipe, bundle)
+    ffn_bytes = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
+    if not ffn_bytes:
+        return recipe, None
+    relu, n = bundle.config.hidden_act in RELUS, bundle.config.num_hidden_layers
+    step = next((step for step in recipe.steps if step.name == "sparse"), Step("sparse"))
+    settings = dict(step.settings)
+    mode = str(settings.get("mode", "exact" if relu else "off"))
+    statistics = read_statistics(bundle) if mode != "off" and step in recipe.steps else None
+    predictor = read_predictor(bundle) if mode == "predict" else None
+    share = predictor.nbytes / ffn_bytes if predictor else 0.0
+    densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
+    if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
+        return recipe, SparseFfn(mode, _named(settings, mode, n), densities, share, "the recipe")
+    profile = profile or _local()
+    modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
+    runs = tuple(_fastest(profile, modes, settings, density, share) for density in densities)
+    found = ((name, "/".join(str(i) for i, own in enumerate(runs) if own == other))
+             for name, other in FALLBACKS.items() if other != mode)
+    own = replace(step, settings=(*step.settings, *((name, text) for name, text in found if text)))
+    basis = f"the curves measured on {profile.name}" if profile and MASKED_SHARE in profile.curves else DEFAULT_BASIS
+    return Recipe(tuple(own if one is step else one for one in recipe.steps)), \
+        SparseFfn(mode, runs, densities, share, basis)
+
+
+def everywhere(recipe: Recipe) -> Recipe:
+    """Return the recipe for a run in which no layer falls back: what measures the quality of all of them."""
+    def whole(step: Step) -> Step:
+        plain = step.name == "sparse" and not FALLBACKS.keys() & dict(step.settings)
+        return replace(step, settings=(*step.settings, ("dense", "none"))) if plain else step
+
+    return Recipe(tuple(map(whole, recipe.steps)))
+
+
+def _named(settings: dict[str, str | float], mode: str, layers: int) -> tuple[str, ...]:
+    """The mode of each layer where the recipe itself says it; the pass refuses names that are none."""
+    other = {number: mode for name, mode in FALLBACKS.items() for number in str(settings.get(name, "")).split("/")}
+    return tuple(other.get(str(i), mode) for i in range(layers))
+
+
+def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: dict[str, str | float],
+             density: tuple[float, float], predictor: float) -> str:
+    fired, chosen = density
+    if settings.get("kind") == "threshold":  # it reads all gates, and of the pairs those that are left
+        return {"exact": "predict"}.get(found := fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0), found)
+    return fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor)
+
+
+def _local() -> DeviceProfile | None:
+    try:
+        return local_profile()
+    except EdgeInferError as error:
+        say(f"this machine's profile cannot be used ({str(error).rstrip('.')}); default curves say which layers leave "
+            "out neurons.")
+        return None
+
+
+def _layer_names(layers: Sequence[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def _densities(densities: Sequence[tuple[float, float]], layers: Sequence[int], mode: str) -> str:
+    if not densities:
+        return "unknown"
+    found = sorted(densities[i][mode == "predict"] for i in layers)
+    return f"{found[0]:.2f}" if len(found) == 1 else f"{found[0]:.2f} to {found[-1]:.2f}"
