@@ -11,5 +11,5 @@ from .stream_layers import stream
 
 __all__ = ["PAGE_BYTES", "READ_BYTES", "SPLIT_TOKENS", "STREAM_BUFFERS", "Alternative", "BlockPool", "ColdPlan",
            "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
-           "default_ctx", "default_threads", "fit", "fits", "largest_ctx", "masked", "place_activations", "process_budget",
-           "refusal", "resolve", "scratch", "stream", "streaming", "to_request"]
+           "default_ctx", "default_threads", "fit", "fits", "largest_ctx", "masked", "place_activations",
+           "process_budget", "refusal", "resolve", "scratch", "stream", "streaming", "to_request"]

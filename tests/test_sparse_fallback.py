@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, read_statistics
-from edgeinfer.config import Recipe
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle
 from edgeinfer.describe import describe
 from edgeinfer.devices import (
@@ -26,7 +26,8 @@ from edgeinfer.devices import (
     relative_time,
     save_profile,
 )
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.memory_planner import Planner, Request, masked
 from edgeinfer.quality import Setting
 from edgeinfer.runtime import Session, decide, everywhere
 from edgeinfer.runtime import fallback as fallback_module
@@ -152,6 +153,24 @@ def test_quality_is_measured_of_all_layers(model: Path, monkeypatch: pytest.Monk
     with opened(model, recipe, measured(0.1, 0.3, 0.9), monkeypatch) as own:
         assert own.sparse and own.sparse.runs == ("off",) * 3
         assert dict(Setting.of_run(own.config).values)["passes"] == "sparse:mode=predict"
+
+
+def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hot and cold neurons are placed by masks, so every layer has them once not all weights fit."""
+    asked: list[bool] = []
+
+    def place(planner: Planner, request: Request, budget: int) -> None:
+        asked.append(len(masked(planner.graph)) == 3)
+
+    monkeypatch.setattr(fallback_module, "local_profile", lambda: measured(0.1, 0.3, 0.9))
+    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=Recipe().sparse("predict"))
+    with Bundle.open(model) as bundle, pytest.raises(BudgetError):
+        Session(bundle, replace(config, budget_bytes=1 << 20), place=place)
+    assert asked == [True]
+    with Bundle.open(model) as bundle:
+        opened = Session(bundle, config, place=place)
+        assert asked == [True] and opened.sparse and opened.sparse.runs == ("off",) * 3
+        opened.close()
 
 
 def test_it_is_printed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,9 @@ from ..kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, Kernels, a
 from ..quant import WeightType
 from ..runtime import Executor, Program, Record, allocate
 from ..sizes import round_up
+
+Places = tuple[tuple[str, int], ...]
+"""Operands of a record."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def random_memory(rng: np.random.Generator, nbytes: int, rows: int, scales: slic
     for start in range(0, nbytes, block.size):
         memory[start : start + block.size] = block[: nbytes - start]
     table = memory.reshape(rows, -1)[:, scales]
-    table[:] = np.tile(np.float16([0.002, -0.002]).view(np.uint8), table.shape[1] // 4 + 1)[: table.shape[1]]
+    table[:] = np.tile(np.array([0.002, -0.002], np.float16).view(np.uint8), table.shape[1] // 4 + 1)[: table.shape[1]]
     return memory
 
 
@@ -111,8 +113,8 @@ class FfnBench:
                               out_stride=self.f_width, chunk=max(2, chunk_bytes // (2 * gate_up) // 2 * 2),
                               activation=ACTIVATIONS["silu"], **self._fused(abi.FUSED_NORM, s.hidden, self.q8),
                               **common)
-            places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0), self.at["x"],
-                      self.at["norm"])
+            places: Places = (("weights", offset), self.at["q"], self.at["f"], self.at["bias"], ("scratch", 0),
+                              self.at["x"], self.at["norm"])
             records.append(Record(f"gated_{kernel}", "gated", places, tuple(parameters)))
             offset += 2 * gate_tiles * gate_up
             chunk = max(2, min(chunk_bytes // down, tiles // (4 * threads)) // 2 * 2)
@@ -135,8 +137,8 @@ class FfnBench:
             weights = ("weights", layer * s.neurons * 3 * s.part_bytes)
             parameters = fill(NEURON_GATED, **common, out_stride=self.f_width, chunk=rows,
                               activation=ACTIVATIONS[activation], **self._fused(abi.FUSED_NORM, s.hidden, self.q8))
-            places = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
-                      self.at["sums"], self.at["x"], self.at["norm"])
+            places: Places = (weights, self.at["q"], self.at["f"], self.at["mask"], ("scratch", 0), self.at["bias"],
+                              self.at["sums"], self.at["x"], self.at["norm"])
             records.append(Record(f"neuron_gated_{s.dtype}", "gated", places, tuple(parameters), flags))
             parameters = fill(NEURON_DOWN, **common, group=s.group, x_stride=self.f_width, out_stride=self.width,
                               width=s.hidden, chunk=lines)
@@ -213,7 +215,8 @@ def neuron_speed(threads: int, nbytes: int, tell: Callable[[int, int, str], None
             tell(number, rounds + 1, f"{layers} FFNs by neuron, {len(points)} densities")
             for mode, density in points:
                 n = round(density / 1000 * shape.neurons)
-                {"off": int, "predict": partial(bench.set_mask, n), "exact": partial(bench.set_live, n)}[mode]()
+                if mode != "off":
+                    (bench.set_mask if mode == "predict" else bench.set_live)(n)
                 useful = (1 + 2 * density / 1000) / 3 if mode == "exact" else density / 1000
                 before, own, after = (_reading(bench, programs[name]) for name in ("tiles", mode, "tiles"))
                 found[mode, density] += [useful * (before + after) / 2 / own] if number else []
