@@ -23,6 +23,7 @@ from edgeinfer.devices import (
     break_even_density,
     estimate,
     fastest,
+    local_path,
     relative_time,
     save_profile,
 )
@@ -79,6 +80,19 @@ def test_the_estimator_adds_up_layers() -> None:
     assert estimate(device, traffic).bytes_per_token == pytest.approx(1e9 + 1e9 * (0.1 + 1))
 
 
+def test_a_damaged_profile_is_said_and_the_default_decides(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path))
+    local_path().parent.mkdir(parents=True)
+    local_path().write_text("title = 3")
+    with Bundle.open(model) as bundle:
+        _, found = decide(Recipe().sparse("exact"), bundle)
+    assert found and found.runs == ("exact",) * 3 and "default curves" in found.basis
+    said = capsys.readouterr().err
+    assert "this machine's profile cannot be used" in said and said.count("\n") == 1
+
+
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +128,7 @@ def test_statistics_say_how_much_masks_choose(model: Path) -> None:
 
 def opened(path: Path, recipe: Recipe, profile: DeviceProfile,
            monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Session]:
-    monkeypatch.setattr(fallback_module, "local_profile", lambda: profile)
+    monkeypatch.setattr(fallback_module, "_local", lambda: profile)
     return session(path, ctx=64, recipe=recipe)
 
 
@@ -162,7 +176,7 @@ def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: p
     def place(planner: Planner, request: Request, budget: int) -> None:
         asked.append(len(masked(planner.graph)) == 3)
 
-    monkeypatch.setattr(fallback_module, "local_profile", lambda: measured(0.1, 0.3, 0.9))
+    monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
     config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=Recipe().sparse("predict"))
     with Bundle.open(model) as bundle, pytest.raises(BudgetError):
         Session(bundle, replace(config, budget_bytes=1 << 20), place=place)

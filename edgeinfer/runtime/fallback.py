@@ -7,15 +7,18 @@ by density (the device's profile), before the graph is made: the recipe then nam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ..bundle import Bundle, named, read_predictor, read_statistics
 from ..config import Recipe, Step
-from ..devices import MASKED_SHARE, DeviceProfile, fastest, local_profile
+from ..dataclass import dataclass
 from ..errors import EdgeInferError
 from ..graph import RELUS
 from ..process import say
+
+if TYPE_CHECKING:
+    from ..devices import DeviceProfile
 
 FALLBACKS = {"dense": "off", "exact": "exact"}
 """Settings of the pass `sparse` that name layers, and the mode that these run in."""
@@ -98,6 +101,8 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
         return recipe, SparseFfn(mode, _named(settings, mode, n), densities, share, "the recipe")
+    from ..devices import MASKED_SHARE  # most bundles are in tiles, and need no profile to open
+
     profile = profile or _local()
     modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
     runs = tuple(_fastest(profile, modes, settings, density, share) for density in densities)
@@ -126,6 +131,8 @@ def _named(settings: dict[str, str | float], mode: str, layers: int) -> tuple[st
 
 def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: dict[str, str | float],
              density: tuple[float, float], predictor: float) -> str:
+    from ..devices import fastest
+
     fired, chosen = density
     if settings.get("kind") == "threshold":  # it reads all gates, and of the pairs those that are left
         return {"exact": "predict"}.get(found := fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0), found)
@@ -133,6 +140,8 @@ def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: di
 
 
 def _local() -> DeviceProfile | None:
+    from ..devices import local_profile
+
     try:
         return local_profile()
     except EdgeInferError as error:
