@@ -104,10 +104,15 @@ class MemoryPlan:
         return sum(self.places[name].nbytes for part in self.parts for name in part)
 
     @property
+    def stored_bytes(self) -> int:
+        """Weights that are not in memory from the start: streamed ones and cold neurons."""
+        return self.streamed_bytes + (self.cold.cold_bytes if self.cold else 0)
+
+    @property
     def unstreamed_bytes(self) -> int:
         """What `total_bytes` would be with all weights in memory."""
         instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold"))
-        return self.total_bytes + self.streamed_bytes + (self.cold.cold_bytes if self.cold else 0) - instead
+        return self.total_bytes + self.stored_bytes - instead
 
     @property
     def shared_scratch_offset(self) -> int:

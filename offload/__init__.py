@@ -7,5 +7,6 @@ never edgeinfer.sparse.
 """
 
 from .placement import Heat, choose, hot_and_cold, placer
+from .prediction import Prediction, predict
 
-__all__ = ["Heat", "choose", "hot_and_cold", "placer"]
+__all__ = ["Heat", "Prediction", "choose", "hot_and_cold", "placer", "predict"]

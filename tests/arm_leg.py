@@ -26,6 +26,7 @@ from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests.sessions import logits_of, session, tokens, write_model
+from tests.test_offload import MIXED, OPTIONS, made, offloaded
 from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
@@ -41,8 +42,8 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py")
 SELECTION = "((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask"
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
-          "neuron_mask_signs")
-"""Kernels that no model here needs."""
+          "neuron_mask_signs", "neuron_resolve", "reader")
+"""Kernels that no model of `MODELS` needs."""
 
 
 def prepare(work: Path) -> None:
@@ -91,6 +92,22 @@ def paths_are_chains(opened: Session) -> bool:
     return [row.tobytes() for row in rows] == expected
 
 
+def cold_is_resident(work: Path) -> bool:
+    """Whether a model has the same logits with neurons on storage; records agree with their twins there."""
+    path = work / "cold"
+    if not path.exists():
+        made(path)
+    os.environ["EDGEINFER_CHECK"] = "1"
+    with offloaded(path, MIXED, 0) as opened:
+        logits_of(opened, PROMPT[:8], n_decoded=3)
+    del os.environ["EDGEINFER_CHECK"]
+    ids = PROMPT[:40]
+    with session(path, **OPTIONS, threads=2) as opened:
+        want = logits_of(opened, ids, n_decoded=8)
+    with offloaded(path, MIXED, 0, threads=2) as opened:
+        return bool((logits_of(opened, ids, n_decoded=8) == want).all())
+
+
 def run(work: Path, core: str) -> None:
     """All checks on this (emulated) core."""
     rung = choose().name
@@ -113,6 +130,8 @@ def run(work: Path, core: str) -> None:
         with session(path, kv=kv, ctx=512, threads=2, max_sequences=2, outputs=len(PARENTS)) as opened:
             require(paths_are_chains(opened), f"{weights}-{kv} on {rung}: a tree's paths are no chains")
         print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits, tokens and trees agree", flush=True)
+    require(cold_is_resident(work), f"{rung}: neurons that are read when they are wanted change bits")
+    print(f"arm: {core}: {rung}: hot and cold neurons: twins and bits agree", flush=True)
     os.environ["EDGEINFER_ISA"] = rung
     import pytest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -16,17 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import COLD_FILE, Bundle, BundleWriter, read_cold, read_statistics
+from edgeinfer.bundle import COLD_FILE, Bundle, BundleWriter, Statistics, read_cold, read_statistics
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
 from edgeinfer.errors import BudgetError, BundleError, CancelledError, EdgeInferError
 from edgeinfer.kernels import abi, reference
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request
-from edgeinfer.offload import Heat, choose, placer
+from edgeinfer.offload import Heat, choose, placer, predict
 from edgeinfer.runner import DECODE, PROMPT, Cancellation, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
+from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens
 from tests.test_streaming import Pread, host, real, watched  # noqa: F401
 
@@ -107,6 +109,33 @@ def test_heat_comes_from_statistics(q4: Path) -> None:
     assert heat.cold((328, 128, 328, 328)) == pytest.approx(fired[128:].sum(), rel=1e-3)
     assert heat.blocks[0][0] == pytest.approx(statistics.fired[0][:64].sum() / statistics.tokens)
     assert Heat.of(None, ColdPlan.of(opened.graph, COLD, 1)).cold(COLD) == 4 * 328
+
+
+def test_what_a_placement_is_said_to_read_is_what_chance_reads() -> None:
+    """Against tokens drawn with the rates of the statistics, each on its own."""
+    rng, slots = np.random.default_rng(2), 500
+    rates = [np.sort(rng.beta(0.5, 5, 328))[::-1] for _ in range(4)]
+    statistics = Statistics(10**6, tuple((rate * 10**6).astype(np.int64) for rate in rates), (), ())
+    plan = ColdPlan((64, 0, 128, 328), 328, 4000, slots)
+    cache = reference.Cache(*(np.full(n, -1, np.int32) for n in (4 * 328, slots)), np.zeros(slots, np.int32),
+                            np.zeros(slots, np.int64), np.zeros(8, np.int64))
+    wanted = missed = 0
+    for step in range(150):
+        for layer, hot in enumerate(plan.hot):
+            clusters = hot + np.flatnonzero(rng.random(328 - hot) < rates[layer][hot:]) + 328 * layer
+            missing = reference.resolve(cache, clusters)
+            if step >= 50:
+                wanted, missed = wanted + len(clusters), missed + len(missing)
+    found = predict(plan, statistics, 0.01, lambda nbytes: 0.5)
+    assert found.wanted == pytest.approx(wanted / 100, rel=0.05)
+    assert found.hit_rate > 0.5 and found.hit_rate == pytest.approx(1 - missed / wanted, abs=0.07)
+    assert found.flash_bytes == pytest.approx(found.wanted * (1 - found.hit_rate) * plan.cluster_bytes)
+    assert found.seconds == pytest.approx(0.01 + found.flash_bytes / 0.5e9)
+    empty = predict(plan, statistics, 0.01, lambda nbytes: 0.5, hit_rate=0.0)
+    assert empty.flash_bytes == found.wanted * plan.cluster_bytes
+    assert predict(replace(plan, slots=900), statistics, 0.01, lambda nbytes: 0.5) == (found.wanted, 1.0, 0.0, 0.01)
+    several = replace(plan, neuron_bytes=1000)  # four neurons a cluster, so fewer clusters are wanted
+    assert found.wanted / 4 < predict(several, statistics, 0.01, lambda nbytes: 0.5).wanted < found.wanted
 
 
 def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -> None:
@@ -391,6 +420,22 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
         watched(opened.close)
         assert readers_module._stuck
     answers.set()
+
+
+def test_run_says_what_it_reads(tmp_path: Path) -> None:
+    path = made(tmp_path / "m", replace(CONFIG, vocab_size=300))
+    with session(path, **OPTIONS) as opened:
+        needs = opened.plan.total_bytes
+    arguments = ["run", path, "--sparse", "predict", "--ctx", "256", "--threads", "1", "--max-tokens", "9",
+                 "--prefill-chunk", "48", "--json"]
+    done = edgeinfer(*arguments, "--budget", f"{needs - 150_000}B", "abc")
+    assert done.code == 0, done.err
+    found = done.json["offload"]
+    assert found["decision"] == "sparse from flash" and 0 < found["hot_share"] < 1 and 0 <= found["hit_rate"] < 1
+    assert 0 < found["flash_bytes_per_token"] <= found["flash_bytes"] and found["walks"] >= 8
+    assert "of the FFNs' neurons are in memory; the others are read from storage when a token wants them" in done.err
+    said = edgeinfer(*arguments[:-1], "--budget", f"{needs - 150_000}B", "abc").err
+    assert re.search(r"sparse from flash: .* from storage per token, hit rate \d+% \(.* in \d+ walks\), .* spent", said)
 
 
 # -- the part ----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Predictor,
         Statistics,
         named,
+        predictor_places,
         read_predictor,
         read_statistics,
         weights_identity,
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS", "PREDICTOR_FILE",
            "PREDICTOR_TYPE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "FileEntry", "Header", "Predictor",
            "Quantisation", "Statistics", "TensorEntry", "cluster_shape", "cold_bytes", "config_from_json",
-           "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named", "pack_cold", "read_cold",
-           "read_predictor", "read_statistics", "weights_file_bytes", "weights_identity"]
+           "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named", "pack_cold", "predictor_places",
+           "read_cold", "read_predictor", "read_statistics", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cluster_shape cold_bytes pack_cold read_cold",
-    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics named read_predictor "
-             "read_statistics weights_identity",
+    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics named predictor_places "
+             "read_predictor read_statistics weights_identity",
 })

@@ -103,6 +103,14 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
     return about, arrays
 
 
+def offsets(path: Path, arrays: Arrays) -> dict[str, int]:
+    """Return where each array of an opened file begins in it."""
+    with open_plain(path) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    first = next(iter(arrays.values())).ctypes.data
+    return {name: start + array.ctypes.data - first for name, array in arrays.items()}
+
+
 def _table(text: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         table = parse_json(text, unique=True)

@@ -21,7 +21,7 @@ from edgeinfer.quant import WeightType
 from edgeinfer.sizes import round_up
 
 from ..dataclass import dataclass
-from .arrays import Later, pack_arrays
+from .arrays import Later, offsets, pack_arrays
 from .format import TensorEntry
 from .parts import layers_of, open_part, weights_identity
 
@@ -143,13 +143,11 @@ def read_cold(bundle: Bundle) -> Cold | None:
                           f"{neurons}.")
     made = layers_of(bundle.config, arrays, {"clusters": ((n, nbytes), "u1"), "checksums": ((n,), "<u4")}, where)
     path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "cold")
-    with open_plain(path) as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-    first = next(iter(arrays.values())).ctypes.data
-    offsets = tuple(start + data.ctypes.data - first for data in made["clusters"])
-    if any(offset % UNIT_BYTES for offset in offsets):
+    places = offsets(path, arrays)
+    found = tuple(places[f"layers.{i}.clusters"] for i in range(len(entries)))
+    if any(offset % UNIT_BYTES for offset in found):
         raise BundleError(f"{where} has clusters that do not begin at multiples of {UNIT_BYTES} bytes; make it again.")
-    return Cold(path, neurons, nbytes, offsets, tuple(sums.copy() for sums in made["checksums"]))
+    return Cold(path, neurons, nbytes, found, tuple(sums.copy() for sums in made["checksums"]))
 
 
 def _clusters(shape: tuple[int, ...], stored: WeightType) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
 from edgeinfer.quant import LINE_BYTES
 
 from ..dataclass import dataclass
-from .arrays import Arrays, open_arrays, pack_arrays
+from .arrays import Arrays, offsets, open_arrays, pack_arrays
 from .format import TensorEntry
 
 if TYPE_CHECKING:
@@ -125,6 +126,18 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
             records = matrix.reshape(-1, PREDICTOR_TYPE.tile_bytes(cols) // PREDICTOR_TYPE.tile_records(cols))
             _finite(np.ascontiguousarray(records[:, -LINE_BYTES:]).view(np.float16), f"layers.{i}.{name}", where)
     return made
+
+
+def predictor_places(bundle: Bundle) -> tuple[Path, dict[str, tuple[int, int]]]:
+    """Return a predictor's file, and of each of its arrays offset and bytes there, for who reads it without mapping it.
+
+    `read_predictor` says whether they are good; raises `BundleError` where there is none.
+    """
+    if (opened := open_part(bundle, "predictor", ("kind", "rank"))) is None:
+        raise BundleError(f"The bundle {bundle.path} has no predictor.")
+    path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "predictor")
+    places = offsets(path, opened[1])
+    return path, {name: (places[name], array.nbytes) for name, array in opened[1].items()}
 
 
 def named(recipe: Recipe, bundle: Bundle) -> Recipe:

@@ -246,7 +246,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.streamed_bytes)
+    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.session.settle()  # a short run may end before the last page of a large KV pool is there

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Cold, read_cold, read_predictor
+from edgeinfer.bundle import Bundle, Cold, predictor_places, read_cold
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig, NeuronDown, TypeOf, build_graph, expected_types, fill_rope_tables
@@ -323,11 +323,14 @@ class Session(Runner):
     def _load_predictor(self, regions: dict[str, NDArray[np.uint8]]) -> None:
         """Copy the predictor, which is a file of its own, to its places."""
         weights = [weight for weight in self.graph.weights if weight.kind == "predictor"]
-        predictor = read_predictor(self.bundle) if weights else None
+        if not weights:
+            return
+        path, places = predictor_places(self.bundle)
+        parts = []
         for weight in weights:
-            _, layer, _, name = weight.name.split(".")
-            data, place = getattr(predictor, name)[int(layer)], self.plan.places[weight.name]
-            regions["resident"][place.offset :][: data.nbytes] = data.reshape(-1).view(np.uint8)
+            offset, nbytes = places[weight.name.replace(".predictor", "")]
+            parts.append((offset, regions["resident"][self.plan.places[weight.name].offset :][:nbytes]))
+        copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
 
     def _stream(self, region: NDArray[np.uint8], offsets: dict[str, int]) -> None:
         """Start the threads that read streamed weights ahead of use."""

@@ -78,6 +78,11 @@ class Slots(Readers):
         """What decoded tokens found so far."""
         return Hits(self._decoded, int(self._own[abi.COLD_HITS >> 3]), int(self._own[abi.COLD_MISSES >> 3]))
 
+    def forget(self) -> None:
+        """Empty the cache between two walks."""
+        if self._park(lambda: False):
+            self._forget()
+
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
         """Wait for reads that a walk has left which was cancelled; after one that failed, forget all slots.
 
