@@ -103,8 +103,8 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
 def placer(bundle: Bundle) -> Place | None:
     """Return what finds hot and cold neurons for a bundle, or None where it has no neurons by themselves.
 
-    It is for `Session`, and finds nothing for graphs without masks: dense and exact runs compute the gates of all
-    neurons, so streaming reads no more than they need.
+    It is for `Session`, and finds nothing for graphs without masks in every layer: dense and exact runs compute the gates
+    of all neurons, so streaming reads no more than they need.
     """
     if not any(entry.part == "cold" for entry in bundle.header.files):
         return None
@@ -112,4 +112,5 @@ def placer(bundle: Bundle) -> Place | None:
 
 
 def _place(bundle: Bundle, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    return hot_and_cold(read_statistics(bundle), planner, request, budget) if masked(planner.graph) else None
+    every = len(masked(planner.graph)) == planner.graph.config.num_hidden_layers
+    return hot_and_cold(read_statistics(bundle), planner, request, budget) if every else None
