@@ -103,8 +103,8 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
 def placer(bundle: Bundle) -> Place | None:
     """Return what finds hot and cold neurons for a bundle, or None where it has no neurons by themselves.
 
-    It is for `Session`, and finds nothing for graphs without masks in every layer: dense and exact runs compute the gates
-    of all neurons, so streaming reads no more than they need.
+    It is for `Session`, and finds nothing for graphs without masks in every layer: dense and exact runs compute the
+    gates of all neurons, so streaming reads no more than they need.
     """
     if not any(entry.part == "cold" for entry in bundle.header.files):
         return None
