@@ -115,9 +115,9 @@ def apply_penalties(
     frequency : subtracted once per occurrence in the generated text
     """
     values = logits[seen].astype(np.float64)
-    values = np.where(values > 0, values / repetition, values * repetition)
-    values = values - presence * (counts > 0) - frequency * counts
     with np.errstate(over="ignore"):
+        values = np.where(values > 0, values / repetition, values * repetition)
+        values = values - presence * (counts > 0) - frequency * counts
         logits[seen] = np.minimum(values, np.finfo(np.float32).max)  # -inf stays: the token is forbidden
 
 
@@ -199,7 +199,8 @@ def _nucleus(logits: Floats, top_p: float, min_p: float) -> Ids:
 
     The sum runs over all tokens; candidates are added until they reach top_p, or until min-p drops the last one.
     """
-    total = float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+    with np.errstate(over="ignore"):
+        total = float(np.exp(logits - logits.max()).sum(dtype=np.float64))
     k = 256
     while True:
         ids = top_k_ids(logits, k)

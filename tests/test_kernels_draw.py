@@ -96,7 +96,7 @@ def test_many_draws_of_a_row_are_those_of_numpy(isa: str) -> None:
     """A thousand seeds: exponentials, logarithms and sums agree to the bit, or some of these tokens would differ."""
     row = random_logits(4096, spread=2.0)
     for options in (DEFAULT, {"top_k": 0, "min_p": 0.0, "top_p": 0.3}, {"temperature": 3.0},
-                    {"top_k": 0, "min_p": 0.0, "top_p": 0.97},
+                    {"top_k": 4096, "min_p": 0.0, "top_p": 0.97},
                     {"top_k": 0, "min_p": 0.0, "top_p": 1.0, "temperature": 2.0},
                     {"top_k": 500, "min_p": 0.0, "top_p": 0.9, "temperature": 2.0}):
         chains: list[Sampler | None] = [sampler(4096, seed, **options) for seed in range(300)]
@@ -106,13 +106,14 @@ def test_many_draws_of_a_row_are_those_of_numpy(isa: str) -> None:
         assert draws.tokens() == want and len(set(want)) > 5
 
 
+@pytest.mark.parametrize("top_k", [40, 0])
 @pytest.mark.parametrize("isa", ISAS)
-def test_damaged_rows_are_left_to_numpy_which_says_so(isa: str) -> None:
+def test_damaged_rows_are_left_to_numpy_which_says_so(isa: str, top_k: int) -> None:
     rows = [random_logits(200, seed) for seed in range(6)]
     for row, value in zip(rows, (np.nan, -np.nan, np.inf, -np.inf), strict=False):
         row[150] = value
     rows[4][:] = -np.inf
-    draws = Draws(rows, [sampler(200) for _ in rows])
+    draws = Draws(rows, [sampler(200, top_k=top_k) for _ in rows])
     draws.run(isa)
     assert [token == -1 for token in draws.tokens()] == [True, True, True, False, True, False]
 
@@ -125,3 +126,13 @@ def test_greedy_takes_the_lowest_id_of_equals(isa: str) -> None:
         draws = Draws([row], [sampler(len(row), temperature=0.0)])
         draws.run(isa)
         assert draws.tokens() == [best]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_numbers_at_the_ends_of_float32(isa: str) -> None:
+    """What overflows on the way is cut off or forbidden, alike in kernels and NumPy, and nobody is warned of it."""
+    row = np.where(np.arange(2000) % 3, np.float32(3.4e38), np.float32(-3.4e38))
+    for options in ({"top_k": 0}, {"repetition_penalty": 1e-300}, {"logit_bias": {1: -1e300}}):
+        draws = Draws([row], [sampler(2000, **options)])
+        draws.run(isa)
+        assert draws.tokens() == [sampler(2000, **options).sample(row).token_id]

@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.engine import Generation, Sampler
-from edgeinfer.errors import CancelledError
+from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.kernels import abi
 from edgeinfer.runner import Cancellation
 from edgeinfer.runtime import Session
@@ -73,6 +73,8 @@ def test_same_text(opened: Session, walks: list[int], monkeypatch: pytest.Monkey
     several, single = both(opened, monkeypatch, tokens(9), **options)
     for ours, theirs in zip(several.result().choices, single.result().choices, strict=True):
         assert ours == theirs and ours.finish_reason == "length"
+    times = several._times
+    assert len(times) == 1 + len(several.result().token_ids) and all(map(float.__lt__, times, times[1:]))
     alone = "logprobs" in options or options.get("top_k") == 0
     assert alone or options.get("max_tokens") == 1 or max(walks) > 8
 
@@ -135,6 +137,28 @@ def test_one_step_where_python_is_needed(opened: Session, walks: list[int], monk
     for block in taken:
         opened.kv.pool.drop(block)
     opened.release(sequence)
+
+
+def test_no_more_steps_than_blocks_and_copies(opened: Session, walks: list[int]) -> None:
+    """Forks copy the block that they share, which takes blocks too."""
+    first, chains = opened.new_sequence(), [Sampler(GenerationConfig(), opened.model.vocab_size, i) for i in range(3)]
+    opened.prefill(first, tokens(30))
+    forks = [first, opened.fork(first), opened.fork(first)]
+    taken = [opened.kv.pool.take() for _ in range(opened.kv.pool.n_free - 4)]
+    opened.decode(forks, [5, 6, 7], None, [chain.address for chain in chains], further=9)
+    assert walks[-1] == 1 and opened.kv.pool.n_free == 2
+    for block in taken:
+        opened.kv.pool.drop(block)
+    for sequence in forks:
+        opened.release(sequence)
+
+
+def test_what_makes_no_sense_is_refused_as_in_one_step(opened: Session) -> None:
+    for further in (0, 9, -1):
+        with pytest.raises(RequestError, match="0 sequences with 0 tokens"):
+            opened.decode([], [], further=further)
+        with pytest.raises(RequestError, match="belongs to another model"):
+            opened.decode([None], [3], further=further)  # type: ignore[list-item]
 
 
 def test_cancelled_walks_leave_nothing(opened: Session, walks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,10 +142,15 @@ class Generation:
         return None
 
     def _choose(self, samples: Items[_Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
-        """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row."""
-        pieces = [sample.take(row, self.room, before)
-                  for sample, row, before in zip(samples, logits, chosen or repeat(()), strict=False)]
-        self._times.extend(repeat(time.perf_counter(), 1 + (len(chosen[0]) if chosen else 0)))
+        """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row.
+
+        All steps of a walk took the same time, and a text may end in the middle of them.
+        """
+        pieces = [sample.take(row, self.room, gone_on)
+                  for sample, row, gone_on in zip(samples, logits, chosen or repeat(()), strict=False)]
+        before, steps = self._times[-1], 1 + (len(chosen[0]) if chosen else 0)
+        each = (time.perf_counter() - before) / steps
+        self._times.extend(before + each * step for step in range(1, steps + 1))
         if samples[0] is self._samples[0]:
             return pieces[0]
         return ""

@@ -94,7 +94,8 @@ class Sampler:
         self._edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
         self._places = {token_id: place for place, token_id in enumerate(bias)}
         """Where each token stands in the edits."""
-        self._edits["token"][: len(bias)], self._edits["bias"][: len(bias)] = list(bias), list(bias.values())
+        with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
+            self._edits["token"][: len(bias)], self._edits["bias"][: len(bias)] = list(bias), list(bias.values())
         self._tokens, self._counts = self._edits["token"], self._edits["count"]
         self._counts[:] = _NONE
         draw = np.zeros(abi.DRAW_BYTES >> 3, np.int64)

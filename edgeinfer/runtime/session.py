@@ -162,9 +162,8 @@ class Session(Runner):
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
                draws: Items[int] = (), further: int = 0) -> Logits:
         """Walk over one more token of each of several sequences, or over more of them; see `Runner.decode`."""
-        segments = plain_segments(decoding(sequences, ids, draws))
-        further = self._steps(segments, further) if further else 0
-        return self._take_in(segments, cancel, further) if further > 0 else self.walk(segments, cancel)
+        segments = decoding(sequences, ids, draws)
+        return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.walk(segments, cancel)
 
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for a prompt for `walk_range`; `append` takes its tokens in, `truncate` calls it off."""
@@ -256,9 +255,10 @@ class Session(Runner):
                                    "give one for each, 0 where none is wanted, or none at all.")
 
     def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
-        """Walk over tokens, which their sequences hold afterwards, and over `further` ones that follow by themselves.
+        """Walk over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
         """
         self._admit(segments)
+        further = self._steps(segments, further) if further else 0
         try:
             for segment in segments:
                 self.kv.extend(segment.sequence, len(segment.ids) + further)
@@ -282,8 +282,9 @@ class Session(Runner):
         further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
-        needed = sum(-(-(len(s.sequence) + 1 + further) // abi.BLOCK_TOKENS) - len(s.sequence.blocks) for s in segments)
-        return further if needed < self.kv.pool.n_free else 0
+        ends = [len(segment.sequence) + 1 + further for segment in segments]
+        needed = sum(-(-end // abi.BLOCK_TOKENS) + 1 for end in ends)  # with a copy of the last one, if it is shared
+        return further if needed - sum(len(s.sequence.blocks) for s in segments) <= self.kv.pool.n_free else 0
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
              cancel: Cancellation | None, further: int = 0) -> Logits:

@@ -125,9 +125,9 @@ def put_back(draw, logits):
 
 
 @inline
-def sums_wanted(draw):
-    """Whether top-p is about the whole vocabulary."""
-    return (load_i64(draw + DRAW_TOP_K) == 0 and load_f64(draw + DRAW_TOP_P) < 1.0
+def sums_wanted(draw, vocab_size):
+    """Whether top-p is about the whole vocabulary: top-k is off, or as large."""
+    return (not 0 < load_i64(draw + DRAW_TOP_K) < vocab_size and load_f64(draw + DRAW_TOP_P) < 1.0
             and load_f64(draw + DRAW_TEMPERATURE) > 0.0)
 
 
@@ -160,7 +160,7 @@ def draw_blocks(rec, ctx, tid, n_threads):
                 for i in range(start, min(start + DRAW_BLOCK, vocab_size), 16):
                     top = vmax_or_inf(top, logits_at(logits, i, vocab_size))
                 store_f32(maxima + 4 * k, max_lanes(top))
-            if sums_wanted(draw):
+            if sums_wanted(draw, vocab_size):
                 base = splat_f32(max_f32(largest_of(maxima, 1), first_lane(splat_f32(_LOWEST))))
                 total = splat_f32(0.0)
                 for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
@@ -227,11 +227,11 @@ def collect(logits, maxima, vocab_size, heap, n):
 
 
 @inline
-def total_weight(draw, work, maxima, heap, n, top, chunks):
+def total_weight(draw, work, maxima, heap, n, top, vocab_size):
     """Sum of the weights that top-p is a share of: those of n candidates, or of the whole vocabulary."""
     total = 0.0
-    if sums_wanted(draw):
-        for c in range(chunks):
+    if sums_wanted(draw, vocab_size):
+        for c in range(div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)):
             total = total + widen(load_f32(work + 4 * c)) * exp(widen(largest_of(maxima + 64 * c, 1)) - top)
     else:
         for j in range(n):
@@ -271,8 +271,7 @@ def drawn(draw, heap, n, top, position):
 @inline
 def choose(draw, logits, work, sums, heap, vocab_size, position):
     """The token's id; -1 where a logit is NaN or infinite."""
-    chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
-    largest = largest_of(work, chunks)
+    largest = largest_of(work, div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK))
     if not (largest < _INFINITY and largest > -_INFINITY):
         return -1
     temperature, top_k = load_f64(draw + DRAW_TEMPERATURE), load_i64(draw + DRAW_TOP_K)
@@ -282,7 +281,7 @@ def choose(draw, logits, work, sums, heap, vocab_size, position):
     if temperature == 0.0:
         return id_of(load_i64(heap))
     top = widen(logit_of(load_i64(heap)))
-    total = total_weight(draw, sums, work, heap, n, top, chunks) if load_f64(draw + DRAW_TOP_P) < 1.0 else 0.0
+    total = total_weight(draw, sums, work, heap, n, top, vocab_size) if load_f64(draw + DRAW_TOP_P) < 1.0 else 0.0
     if wanted in (n, vocab_size):
         kept = n_kept(draw, heap, n, top, total, n == wanted)
         if kept:
