@@ -17,6 +17,8 @@ KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = tuple(quant.TYPES)
 SPARSE_MODES = ("off", "exact", "predict")
 """What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
+HEAD_MODES = ("exact", "screened")
+"""What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
 _INF = float("inf")
 
 
@@ -118,8 +120,15 @@ class Recipe:
 
     def sparse(self, mode: str | None) -> Recipe:
         """Return the recipe with `sparse` of this mode behind the other passes, instead of its own; of none, itself."""
-        others = (step for step in self.steps if step.name != "sparse")
-        return self if mode is None else Recipe((*others, Step("sparse", (("mode", mode),))))
+        return self._with("sparse", mode)
+
+    def head(self, mode: str | None) -> Recipe:
+        """As `sparse`, with the pass `head`."""
+        return self._with("head", mode)
+
+    def _with(self, name: str, mode: str | None) -> Recipe:
+        others = (step for step in self.steps if step.name != name)
+        return self if mode is None else Recipe((*others, Step(name, (("mode", mode),))))
 
 
 def _number(text: str) -> str | float:

@@ -128,6 +128,7 @@ def evaluate(
     reference: Runner | None = None,
     window: int | None = None,
     prompt: int | None = None,
+    decoded: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
@@ -141,6 +142,7 @@ def evaluate(
     prompt : feed each window as `run` would: so many tokens as a prompt, the others one by one in decode role. Only
         what is predicted after the latter counts, and the text's bytes are taken to be spread evenly. By default all
         tokens are fed in blocks and count.
+    decoded : without `prompt`, feed the blocks in decode role, as tokens that are verified together: bits are the same
     progress : called with (done, total, item) in tokens
 
     Raises
@@ -160,7 +162,7 @@ def evaluate(
         stop = min(start + window, len(stream.ids) - 1)
         fed, targets = stream.ids[start:stop], stream.ids[start + 1 : stop + 1]
         counted = stream.counted[start + 1 : stop + 1]
-        for first, logits, others in _blocks(session, reference, list(fed), prompt):
+        for first, logits, others in _blocks(session, reference, list(fed), prompt, decoded):
             last = first + len(logits)
             sums.add(targets[first:last], counted[first:last], logits, others)
         if progress:
@@ -182,25 +184,39 @@ def _check(session: Runner, reference: Runner | None, window: int, prompt: int) 
         )
 
 
-def _scores(model: Runner, sequence: Any, fed: list[int], prompt: int | None) -> Iterator[tuple[int, Any]]:
-    """Yield the index of a block's first token and the logits after its tokens, valid until the next block."""
-    if prompt is None:
+def _scores(model: Runner, sequence: Any, fed: list[int], prompt: int | None,
+            decoded: bool) -> Iterator[tuple[int, Any]]:
+    """Yield the index of a block's first token and the logits after its tokens, valid until the next block.
+
+    Tokens in decode role have a draw, as in a run, so that what approximates for draws does.
+    """
+    import numpy as np
+
+    from .kernels import abi
+
+    if prompt is None and not decoded:
         yield from model.score(sequence, fed)
+        return
+    draw = np.zeros(abi.DRAW_BYTES >> 3, np.int64)  # the best token
+    draw[abi.DRAW_SCREEN >> 3] = 1
+    if prompt is None:
+        yield from model.score(sequence, fed, abi.ROLE_DECODE, draw.ctypes.data)
         return
     if prompt and prompt < len(fed):
         model.prefill(sequence, fed[:prompt])
     for i in range(prompt, len(fed)):
-        yield i, model.decode([sequence], [fed[i]])
+        yield i, model.decode([sequence], [fed[i]], None, [draw.ctypes.data])
 
 
 def _blocks(
-    session: Runner, reference: Runner | None, fed: list[int], prompt: int | None
+    session: Runner, reference: Runner | None, fed: list[int], prompt: int | None, decoded: bool
 ) -> Iterator[tuple[int, Any, Any]]:
     """Yield the index of a block's first token, the model's logits, and the reference's or None."""
     models = [session] if reference is None else [session, reference]
     sequences = [model.new_sequence() for model in models]
     try:
-        scores = [_scores(model, sequence, fed, prompt) for model, sequence in zip(models, sequences, strict=True)]
+        scores = [_scores(model, sequence, fed, prompt, decoded)
+                  for model, sequence in zip(models, sequences, strict=True)]
         if reference is None:
             for first, logits in scores[0]:
                 yield first, logits, None

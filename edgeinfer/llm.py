@@ -60,6 +60,9 @@ class LLM:
     sparse : {"off", "exact", "predict"}, optional
         What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone, with the
         same text; or for decoded tokens what the bundle's predictor names, an approximation.
+    head : {"exact", "screened"}, optional
+        What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
+        with the same text where nothing is sampled.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -104,11 +107,12 @@ class LLM:
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
         sparse: str | None = None,
+        head: str | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-        if sparse is not None:
-            passes = (passes or Recipe()).sparse(sparse)
+        if sparse is not None or head is not None:
+            passes = (passes or Recipe()).sparse(sparse).head(head)
         settings: dict[str, Any] = {  # of which each may be None, whatever its type
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
             "mlock": mlock, "mmap": mmap, "recipe": passes,

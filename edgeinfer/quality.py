@@ -109,7 +109,7 @@ def measured_identity(bundle: Bundle) -> str:
     """Return a checksum of all in a bundle that its predictions depend on."""
     from .bundle import weights_identity
 
-    predictors = [entry.sha256 for entry in bundle.header.files if entry.part == "predictor"]
+    predictors = [entry.sha256 for entry in bundle.header.files if entry.part in ("predictor", "screen")]
     return identity(weights_identity(bundle.header.tensors), *predictors)
 
 

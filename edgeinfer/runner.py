@@ -244,8 +244,9 @@ class Runner(abc.ABC):
         """
         return self.walk(decoding(sequences, ids, draws), cancel)
 
-    def score(self, sequence: Sequence, ids: Items[int]) -> Iterator[tuple[int, Logits]]:
-        """Compute logits after every token.
+    def score(self, sequence: Sequence, ids: Items[int], role: int = PROMPT,
+              draw: int = 0) -> Iterator[tuple[int, Logits]]:
+        """Compute logits after every token, of a role, and with a draw where one is given (`Segment.draws`).
 
         Yields
         ------
@@ -259,7 +260,8 @@ class Runner(abc.ABC):
         step = min(self.config.outputs, self.config.prefill_chunk)
         for start in range(0, len(ids), step):
             chunk = ids[start : start + step]
-            yield start, self.walk([Segment(sequence, chunk, range(len(chunk)))])
+            draws = (draw,) * len(chunk) if draw else ()
+            yield start, self.walk([Segment(sequence, chunk, range(len(chunk)), role, None, draws)])
 
     def check(self, sequence: Sequence, ids: Items[int]) -> None:
         """Raise `RequestError` for tokens that the model does not have or the context has no room for."""

@@ -265,6 +265,8 @@ DRAW_EDITS, DRAW_N_EDITS = 48, 56
 DRAW_REPETITION, DRAW_PRESENCE, DRAW_FREQUENCY = 64, 72, 80
 DRAW_ENDS, DRAW_N_ENDS = 88, 96
 """Address of the tokens (int64) that end the text, behind which no walk goes on by itself; and how many there are."""
+DRAW_SCREEN = 104
+"""1 where of logits that cannot be the largest estimates are enough, else 0: nobody but the draw looks at the row."""
 DRAW_CANDIDATES = 128
 """Most candidates that kernels sort; where more may be kept the cut is found by counting, in so many bins."""
 DRAW_BINS = 256
@@ -291,6 +293,18 @@ def draw_row(vocab_size: int) -> tuple[int, int, int]:
     sums = 64 * chunks
     candidates = sums + 64 * -(-chunks // 16)
     return candidates + 8 * DRAW_CANDIDATES + 16 * DRAW_BINS, sums, candidates
+
+
+SCREEN_LEAST, SCREEN_REACH, SCREEN_MAXIMA = 0, 4, 64
+"""Places in a row of work of the screen kernels: float32 that a logit must be able to reach, what the bounds of all
+logits are multiplied by, and the largest estimate of each chunk of DRAW_CHUNK."""
+SCREEN_ROUNDING = 64
+"""How much more an error of the rounded input weighs than one of the input, in reach and in bounds."""
+
+
+def screen_row(vocab_size: int) -> int:
+    """Return the bytes of a row of work of the screen kernels."""
+    return SCREEN_MAXIMA + 64 * -(-vocab_size // (16 * DRAW_CHUNK))
 
 
 # -- KV blocks ---------------------------------------------------------------------------------------------------------

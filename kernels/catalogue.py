@@ -28,10 +28,12 @@ from .parameters import (
     RELEASE,
     ROPE,
     ROWS,
+    SCREEN,
 )
 
 WEIGHTS = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
 """Ends of the names of kernels that read weights in tile16."""
+QUANTISED = WEIGHTS[:6]
 KV = ("int8", "f16", "f32")
 _PRODUCT = ("weights", "x", "out", "bias", "scratch", "source", "norm")
 _REFERENCE = "edgeinfer.kernels.reference"
@@ -68,6 +70,8 @@ FAMILIES = (
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),
     Family("neuron_resolve", ("neuron_resolve",), ("masks", "table", "slots", "owners", "uses", "stamps", "words"),
            NEURON_RESOLVE),
+    Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in QUANTISED)),
+           ("weights", "x", "out", "estimates", "bounds", "work", "low", "scratch"), SCREEN),
     Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), DRAW),
     Family("stream", ("stream_release",), (), RELEASE),
     Family("reader", ("reader",), why_no_twin="it reads files ahead of the program and is no step of it"),

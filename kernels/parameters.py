@@ -233,6 +233,36 @@ class _Draw(NamedTuple):
     """Place of the candidates."""
 
 
+class _Screen(NamedTuple):
+    """The first nine as in LINEAR, whose products read them."""
+
+    tiles: int
+    tile_bytes: int
+    records: int
+    x_stride: int
+    x_scales: int
+    x_offsets: int
+    out_stride: int
+    """Bytes from one row of logits to the next, and of estimates."""
+    rows: int
+    chunk: int
+    group: int
+    """Columns of the head that share a scale."""
+    token_tiles: int
+    """Tokens of a large and a small block (abi.pack_token_tiles): as in LINEAR."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    vocab_size: int
+    work_stride: int
+    """Bytes from one row of work to the next (abi.screen_row)."""
+    low_stride: int
+    """Bytes from one row of the transformed input to the next."""
+    width: int
+    """Elements of such a row."""
+    rank: int
+    """How many of them the estimates were made of, rounded to int8."""
+
+
 class _Release(NamedTuple):
     part: int
     """Number of the part whose buffer is free."""
@@ -247,6 +277,7 @@ NEURON_DOWN = _NeuronDown(*range(14))
 NEURON_RESOLVE = _NeuronResolve(*range(11))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
+SCREEN = _Screen(*range(17))
 RELEASE = _Release(*range(1))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}

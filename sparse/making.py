@@ -111,12 +111,12 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     kind = _kind(kind, networks)
     check_rank(rank, kind, source.config.hidden_size)
     graph = neuron_graph(source, networks)
-    fitting, choosing, measuring = _cut(stream)
+    fitting, choosing, measuring = cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:
         stored = [(graph.types[weight.name], weight.shape) for weight in graph.weights]
         writer.reserve(2 * sum(kind.nbytes(shape) for kind, shape in stored) + cold_bytes(stored))
-        before = _opened(stack, source.path, source, threads)
+        before = open_source(stack, source.path, source, threads)
         fired, _ = heat(before, ffns(before.graph), fitting.ids, told)
         _refuse_dense(kind, fired)
         orders = [np.argsort(-one.counts, kind="stable").astype(np.int32) for one in fired]
@@ -124,7 +124,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         added = write_by_neuron(source, networks, graph, orders, work,
                                 lambda done, total, name: told("write", done, total, name))
         bundle = stack.enter_context(Bundle.open(work))
-        session, reference = (_opened(stack, work, source, threads, before) for _ in range(2))
+        session, reference = (open_source(stack, work, source, threads, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         fitted = fit(session, bundle, maker.networks, fitting.ids, kind, rank=rank, told=told)
         predictor = fitted.at(maker.price(fitted, choosing, max_kld, told))
@@ -145,7 +145,8 @@ def kld_of(result: Evaluation) -> float:
     return result.divergence.kld_mean
 
 
-def _opened(stack: ExitStack, path: Path, source: Bundle, threads: int | None, host: Session | None = None) -> Session:
+def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None,
+                host: Session | None = None) -> Session:
     """A session whose activations can be read, closed by the stack."""
     window = min(WINDOW, source.config.max_position_embeddings)
     window -= window % OUTPUTS if window > OUTPUTS else 0  # no walk of a single token is left over
@@ -233,7 +234,7 @@ def _refuse_dense(kind: str, fired: list[Firing]) -> None:
                                     "next to nothing to leave out. It runs as it is, dense.")
 
 
-def _cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
+def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:
     """What is fitted on, what the price is chosen on, and what is measured on, from the text's beginning to its end."""
     n = len(stream.ids)
     if n < MIN_TOKENS:

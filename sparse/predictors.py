@@ -86,12 +86,12 @@ def scorer(predictor: Predictor, layer: int, gate: Floats, activation: str) -> S
     return lambda x: np.abs(act((x @ gate.T).astype(np.float64))).astype(np.float32)
 
 
-def rounded(x: Floats) -> Floats:
-    """Return rows as a product of int8 sees them, in groups of `GROUP`."""
-    padded = np.zeros((len(x), -(-x.shape[1] // GROUP) * GROUP), np.float32)
+def rounded(x: Floats, group: int = GROUP) -> Floats:
+    """Return rows as a product of int8 sees them, in groups of columns."""
+    padded = np.zeros((len(x), -(-x.shape[1] // group) * group), np.float32)
     padded[:, : x.shape[1]] = x
-    codes, scales = reference.quantise_rows(padded, GROUP)
-    return (np.rint(codes) * np.repeat(scales, GROUP, axis=1))[:, : x.shape[1]].astype(np.float32)
+    codes, scales = reference.quantise_rows(padded, group)
+    return (np.rint(codes) * np.repeat(scales, group, axis=1))[:, : x.shape[1]].astype(np.float32)
 
 
 def thresholds(scores: Floats, harm: Floats, prices: NDArray[Any], one: bool = False) -> Floats:

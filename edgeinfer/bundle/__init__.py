@@ -24,6 +24,7 @@ from .reader import Bundle, is_bundle
 
 if TYPE_CHECKING:
     from .cold import COLD_FILE, Cold, cluster_shape, cold_bytes, pack_cold, read_cold
+    from .naming import named
     from .parts import (
         PREDICTOR_FILE,
         PREDICTOR_TYPE,
@@ -31,22 +32,24 @@ if TYPE_CHECKING:
         STATISTICS_FILE,
         Predictor,
         Statistics,
-        named,
-        predictor_places,
+        part_places,
         read_predictor,
         read_statistics,
         weights_identity,
     )
+    from .screens import SCREEN_FILE, HeadScreen, read_screen
     from .writer import BundleWriter
 
 __all__ = ["COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS", "PREDICTOR_FILE",
-           "PREDICTOR_TYPE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "FileEntry", "Header", "Predictor",
-           "Quantisation", "Statistics", "TensorEntry", "cluster_shape", "cold_bytes", "config_from_json",
-           "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named", "pack_cold", "predictor_places",
-           "read_cold", "read_predictor", "read_statistics", "weights_file_bytes", "weights_identity"]
+           "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "FileEntry",
+           "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry", "cluster_shape",
+           "cold_bytes", "config_from_json", "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named",
+           "pack_cold", "part_places", "read_cold", "read_predictor", "read_screen", "read_statistics",
+           "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cluster_shape cold_bytes pack_cold read_cold",
-    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics named predictor_places "
+    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_places "
              "read_predictor read_statistics weights_identity",
+    "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen",
 })

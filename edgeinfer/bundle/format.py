@@ -14,7 +14,7 @@ FORMAT_NAME = "edgeinfer-bundle"
 FORMAT_VERSION = 3
 """What is written; older ones are read."""
 WEIGHTS_FILE = "weights.bin"
-PARTS = ("predictor", "statistics", "cold", "quality", "draft_head")
+PARTS = ("predictor", "statistics", "cold", "quality", "draft_head", "screen")
 """Optional parts of a model that are files of their own."""
 LARGE_ALIGNMENT = 65536
 """Large tensors start on the largest page in use (64 KiB on some ARM systems), so that each can be mapped alone."""

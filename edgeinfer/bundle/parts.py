@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.config import Recipe
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import BundleError
 from edgeinfer.graph import PREDICTOR_TYPE, PREDICTORS, ModelConfig
-from edgeinfer.quant import LINE_BYTES
+from edgeinfer.quant import LINE_BYTES, WeightType
 
 from ..dataclass import dataclass
 from .arrays import Arrays, offsets, open_arrays, pack_arrays
@@ -29,8 +27,10 @@ if TYPE_CHECKING:
     from .reader import Bundle
 
 PREDICTOR_FILE, STATISTICS_FILE = "predictor.bin", "statistics.bin"
+FIELDS = {"predictor": ("kind", "rank"), "statistics": ("tokens",), "screen": ("rank", "share")}
+"""What a part says of itself, beside its name and its weights."""
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and type of each array of a layer, by name."""
+"""Shape and type of each array, by name."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     BundleError
         It was made for other weights, does not fit the model, or has values that are no numbers.
     """
-    if (opened := open_part(bundle, "predictor", ("kind", "rank"))) is None:
+    if (opened := open_part(bundle, "predictor", FIELDS["predictor"])) is None:
         return None
     about, arrays, where = opened
     kind, rank = _kind_and_rank(about, bundle.config, where)
@@ -123,51 +123,28 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     columns = {"inner": bundle.config.hidden_size, "outer": rank}
     for name, cols in columns.items():
         for i, matrix in enumerate(getattr(made, name)):
-            records = matrix.reshape(-1, PREDICTOR_TYPE.tile_bytes(cols) // PREDICTOR_TYPE.tile_records(cols))
-            _finite(np.ascontiguousarray(records[:, -LINE_BYTES:]).view(np.float16), f"layers.{i}.{name}", where)
+            check_scales(matrix, PREDICTOR_TYPE, cols, f"layers.{i}.{name}", where)
     return made
 
 
-def predictor_places(bundle: Bundle) -> tuple[Path, dict[str, tuple[int, int]]]:
-    """Return a predictor's file, and of each of its arrays offset and bytes there, for who reads it without mapping it.
+def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
+    """Return the file of a part, and of each of its arrays offset and bytes there, for who reads it without mapping it.
 
-    `read_predictor` says whether they are good; raises `BundleError` where there is none.
+    What reads the part says whether they are good; raises `BundleError` where there is none.
     """
-    if (opened := open_part(bundle, "predictor", ("kind", "rank"))) is None:
-        raise BundleError(f"The bundle {bundle.path} has no predictor.")
-    path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "predictor")
+    if (opened := open_part(bundle, part, FIELDS[part])) is None:
+        raise BundleError(f"The bundle {bundle.path} has no {part}.")
+    path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == part)
     places = offsets(path, opened[1])
     return path, {name: (places[name], array.nbytes) for name, array in opened[1].items()}
 
 
-def named(recipe: Recipe, bundle: Bundle) -> Recipe:
-    """Return the recipe with kind and rank of the bundle's predictor where its step `sparse` asks for one.
-
-    So a graph can be built of a recipe alone. Where there is none, a step that names none stays, and is refused.
-
-    Raises
-    ------
-    BundleError
-        As `read_predictor`, of which the kind and the rank alone are read.
-    UsageError
-        The step names another predictor than the bundle has.
-    """
-    steps = [step for step in recipe.steps
-             if step.name.rpartition(".")[2] == "sparse" and dict(step.settings).get("mode") == "predict"]
-    if not steps:
-        return recipe
-    own: dict[str, str | float] = {}
-    if opened := open_part(bundle, "predictor", ("kind", "rank")):
-        kind, rank = _kind_and_rank(opened[0], bundle.config, opened[2])
-        own = {"kind": kind} | ({"rank": rank} if rank else {})
-    has = f"{own['kind']} of rank {own['rank']}" if "rank" in own else own.get("kind", "none")
-    for step in steps:
-        asked = {name: value for name, value in step.settings if name in ("kind", "rank")}
-        if any(value != own.get(name) for name, value in asked.items()):
-            raise UsageError(f"The recipe asks for {step}, but the predictor of {bundle.path} is {has}; leave kind and "
-                             "rank out.")
-    return Recipe(tuple(replace(step, settings=tuple((dict(step.settings) | own).items())) if step in steps else step
-                        for step in recipe.steps))
+def predictor_settings(bundle: Bundle) -> dict[str, str | float]:
+    """Return kind and rank of a bundle's predictor, without its arrays; nothing where it has none."""
+    if (opened := open_part(bundle, "predictor", FIELDS["predictor"])) is None:
+        return {}
+    kind, rank = _kind_and_rank(opened[0], bundle.config, opened[2])
+    return {"kind": kind} | ({"rank": rank} if rank else {})
 
 
 def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tuple[str, int]:
@@ -182,7 +159,7 @@ def _kind_and_rank(about: dict[str, Any], config: ModelConfig, where: str) -> tu
 
 def read_statistics(bundle: Bundle) -> Statistics | None:
     """Return a bundle's statistics, or None where it has none; raises as `read_predictor`."""
-    if (opened := open_part(bundle, "statistics", ("tokens",))) is None:
+    if (opened := open_part(bundle, "statistics", FIELDS["statistics"])) is None:
         return None
     about, arrays, where = opened
     if type(about["tokens"]) is not int or about["tokens"] < 1:
@@ -233,6 +210,12 @@ def open_part(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[
 def layers_of(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -> dict[str, Any]:
     """Arrays of all layers by name, each of its shape and without NaN."""
     expected = {f"layers.{i}.{name}": want for name, want in shapes.items() for i in range(config.num_hidden_layers)}
+    check_arrays(arrays, expected, where)
+    return {name: tuple(arrays[f"layers.{i}.{name}"] for i in range(config.num_hidden_layers)) for name in shapes}
+
+
+def check_arrays(arrays: Arrays, expected: Shapes, where: str) -> None:
+    """Refuse arrays that are not exactly those expected, each of its shape and without NaN."""
     if odd := sorted(set(expected) ^ set(arrays)):
         raise BundleError(f"{where} {'lacks' if odd[0] in expected else 'has'} the array {odd[0][:60]!r}; it does not "
                           "belong to this model.")
@@ -242,10 +225,16 @@ def layers_of(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -
             raise BundleError(f"{where}: {name} has shape {list(array.shape)} of {array.dtype}; the model needs "
                               f"{list(shape)} of {np.dtype(kind)}.")
         if array.dtype.kind == "f":
-            _finite(array, name, where)
-    return {name: tuple(arrays[f"layers.{i}.{name}"] for i in range(config.num_hidden_layers)) for name in shapes}
+            check_finite(array, name, where)
 
 
-def _finite(array: NDArray[Any], name: str, where: str) -> None:
+def check_finite(array: NDArray[Any], name: str, where: str) -> None:
+    """Refuse values that are no finite numbers."""
     if not np.isfinite(array).all():
         raise BundleError(f"{where}: {name} has values that are no finite numbers.")
+
+
+def check_scales(data: NDArray[np.uint8], stored: WeightType, cols: int, name: str, where: str) -> None:
+    """Refuse a matrix in tile16 with scales that are no finite numbers."""
+    records = data.reshape(-1, stored.tile_bytes(cols) // stored.tile_records(cols))
+    check_finite(np.ascontiguousarray(records[:, -LINE_BYTES:]).view(np.float16), name, where)

@@ -254,8 +254,9 @@ class Bundle:
             yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
 
     def _check_parts(self, clusters: bool = False) -> None:
-        """Refuse a predictor, statistics or cold neurons that are not these weights'; read all `clusters` of these."""
-        if {entry.part for entry in self.header.files} & {"predictor", "statistics", "cold"}:
+        """Refuse parts that are not these weights'; read all `clusters` of cold neurons."""
+        parts = {entry.part for entry in self.header.files}
+        if parts & {"predictor", "statistics", "cold"}:
             from .cold import read_cold
             from .parts import read_predictor, read_statistics
 
@@ -263,6 +264,10 @@ class Bundle:
             read_statistics(self)
             if (cold := read_cold(self)) and clusters:
                 cold.verify()
+        if "screen" in parts:
+            from .screens import read_screen
+
+            read_screen(self)
 
     def _names(self, parts: bool = False, cold: bool = False) -> tuple[str, ...]:
         """The files beside the weights: parts of the model, which may be large, or `cold` neurons, or the others."""

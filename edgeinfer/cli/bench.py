@@ -18,7 +18,7 @@ from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
 from .bench_report import bench_object, print_report
-from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Json, Kv, Passes, PrefillChunk, Sparse, Threads
+from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Head, Json, Kv, Passes, PrefillChunk, Sparse, Threads
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
@@ -87,6 +87,7 @@ def bench(
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
+    head: Head = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
@@ -115,7 +116,7 @@ def bench(
     check_request(model, shape, weights, group_size, repetitions)
     limit = None if budget is None else parse_size(budget)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=Recipe.parse(recipe).sparse(sparse))
+                           recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         report, measured = run_tests(path, config, tests, repetitions, profile, progress)

@@ -11,7 +11,19 @@ import typer
 from ..config import KV_TYPES, Recipe
 from ..errors import UsageError
 from .estimate_report import Drafting, all_devices_object, chart, estimate_object, print_all_devices, print_estimate
-from .options import DEFAULT_RECIPE, Device, GroupSize, Json, Kv, Passes, Sparse, Weights, from_environment, option
+from .options import (
+    DEFAULT_RECIPE,
+    Device,
+    GroupSize,
+    Head,
+    Json,
+    Kv,
+    Passes,
+    Sparse,
+    Weights,
+    from_environment,
+    option,
+)
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -86,6 +98,7 @@ def estimate(
     kv: Kv = "int8",
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
+    head: Head = None,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -124,7 +137,7 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse), one)
+    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse).head(head), one)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:

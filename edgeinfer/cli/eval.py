@@ -15,7 +15,7 @@ from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError
 from ..process import peak_rss_bytes
 from ..sizes import parse_size
-from .options import DEFAULT_RECIPE, Budget, Json, Kv, Model, Passes, Sparse, Threads
+from .options import DEFAULT_RECIPE, Budget, Head, Json, Kv, Model, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -76,6 +76,7 @@ def evaluate(
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
+    head: Head = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -104,7 +105,7 @@ def evaluate(
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse))
+    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     setting, kept = None if decode is None else Setting.of_run(own), None
     exact: dict[str, Any] = {"kv": reference_kv}
     if setting and not setting.exact and not reference:

@@ -12,7 +12,7 @@ from ..config import Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Json, Kv, Passes, Sparse, Threads
+from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Head, Json, Kv, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -33,6 +33,7 @@ JSON_FIELDS = {
         "sparse": "FFNs by neuron: `mode`, per layer in `layers` how it `runs` and which share of its neurons "
         "`fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; null for "
         "tile16",
+        "screen": "of the output head: `rank`, `share` of it that is computed, `bytes`, or null",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
@@ -54,6 +55,7 @@ def info(
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
+    head: Head = None,
     json: Json = False,
 ) -> None:
     """Say what is inside a bundle.
@@ -70,7 +72,7 @@ def info(
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
         config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit,
-                               recipe=Recipe.parse(recipe).sparse(sparse))
+                               recipe=Recipe.parse(recipe).sparse(sparse).head(head))
         report = describe(path, bundle, config.recipe)
         if program:
             report["program"] = records(bundle, config)
@@ -99,6 +101,7 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
         "predictor": _predictor(bundle), "sparse": None if sparse is None else sparse.report(),
+        "screen": _screen(bundle),
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
@@ -121,6 +124,15 @@ def _predictor(bundle: Bundle) -> dict[str, Any] | None:
     return {"kind": found.kind, "rank": found.rank, "bytes": found.nbytes} if found else None
 
 
+def _screen(bundle: Bundle) -> dict[str, Any] | None:
+    if all(entry.part != "screen" for entry in bundle.header.files):
+        return None
+    from ..bundle import read_screen
+
+    found = read_screen(bundle)
+    return {"rank": found.rank, "share": found.share, "bytes": found.nbytes} if found else None
+
+
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
     """Return the program's records as JSON objects; opens the model to know them."""
     from ..offload import placer
@@ -137,11 +149,15 @@ def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
         session.close()
 
 
-def _predictor_row(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
-        return []
-    rank = f" of rank {found['rank']}" if found["rank"] else ""
-    return [("predictor", f"{found['kind']}{rank}, {format_size(found['bytes'])}; run with --sparse predict")]
+def _part_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if found := report["predictor"]:
+        rank = f" of rank {found['rank']}" if found["rank"] else ""
+        rows.append(("predictor", f"{found['kind']}{rank}, {format_size(found['bytes'])}; run with --sparse predict"))
+    if found := report["screen"]:
+        rows.append(("screen", f"of rank {found['rank']}, {format_size(found['bytes'])}; {found['share']:.0%} of the head "
+                               "is computed with --head screened"))
+    return rows
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -159,7 +175,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{report['parameters']:,}"),
         ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
-        *_predictor_row(report["predictor"]),
+        *_part_rows(report),
         *([("neurons", report["sparse"]["said"])] if report["sparse"] and report["sparse"]["said"] else []),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, KV_TYPES, SPARSE_MODES, WEIGHT_TYPES, Recipe
+from ..config import GROUP_SIZES, HEAD_MODES, KV_TYPES, SPARSE_MODES, WEIGHT_TYPES, Recipe
 
 Model = Annotated[
     str,
@@ -57,6 +57,10 @@ Sparse = Annotated[str | None, option(
     "--sparse", metavar="|".join(SPARSE_MODES),
     help="What FFNs by neuron read: all neurons, those that live, or what a predictor names.  [default: exact where "
          "it applies]")]
+Head = Annotated[str | None, option(
+    "--head", metavar="|".join(HEAD_MODES),
+    help="What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter; "
+         "without sampling the text is the same.  [default: exact]")]
 MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]

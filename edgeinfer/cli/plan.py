@@ -51,6 +51,7 @@ def plan(
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
+    head: options.Head = None,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,
@@ -81,7 +82,7 @@ def plan(
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit = None if budget is None else parse_size(budget)
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock, mmap=not no_mmap,
-                           recipe=Recipe.parse(recipe).sparse(sparse))
+                           recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)

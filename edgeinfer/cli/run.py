@@ -64,6 +64,7 @@ def run(
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
+    head: options.Head = None,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -122,7 +123,8 @@ def run(
         began = time.perf_counter()
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
-            mlock=mlock, mmap=not no_mmap, recipe=recipe, sparse=sparse, progress=progress,
+            mlock=mlock, mmap=not no_mmap, recipe=recipe, sparse=sparse, head=head,
+            progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

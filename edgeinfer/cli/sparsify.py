@@ -18,7 +18,7 @@ from .progress import ProgressLine
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
-    from ..sparse import Sparsified
+    from ..sparse import Screened, Sparsified
 
 PREDICTORS = ("sign", "lowrank", "threshold")
 JSON_FIELDS = {
@@ -40,6 +40,10 @@ JSON_FIELDS = {
         "max_kld": "the bound",
         "enabled": "whether `run` may use the predictor by itself",
         "reason": "why, or by how much the bound was missed",
+        "screen": "with --head, and then with `destination`, `max_kld` and the two below alone: `rank`, `share` of the "
+                  "head that is computed, `bytes`",
+        "read_share (--head)": "bytes that a token reads of head and screen over those of the head",
+        "measured": "per setting its names and values, `kld_mean`, `kld_p99`, `same_top`, `tokens`, `enabled`",
     },
 }
 """Fields of the JSON object, by command."""
@@ -68,6 +72,9 @@ def sparsify(
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Of a lowrank predictor.  [default: what costs the fewest bytes]")
     ] = None,
+    head: Annotated[
+        bool, typer.Option("--head", help="Screen the output head instead, and leave everything else as it is.")
+    ] = False,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     json: Json = False,
@@ -79,6 +86,9 @@ def sparsify(
     which nothing was fitted on. A predictor over --max-kld is stored and not enabled. A checkpoint is converted to 4
     bits first; convert it yourself for other types.
 
+    --head adds what estimates all logits in few bytes, so that a token computes the rows of the output head that can
+    hold its largest logit and leaves the others at their estimates. SRC may be sparse already.
+
     \b
     Examples:
       edgeinfer sparsify ./prosparse-7b ./prosparse-sparse --text some_books.txt
@@ -86,10 +96,12 @@ def sparsify(
     """
     if predictor is not None and predictor not in PREDICTORS:
         raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
+    if head and predictor is not None:
+        raise UsageError(f"--head leaves the FFNs as they are, and --predictor {predictor} is about these; give one.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
     from ..evaluate import token_stream
-    from ..sparse import MOST_TOKENS
+    from ..sparse import MOST_TOKENS, screen_head
     from ..sparse import sparsify as make
     from ..text import Tokenizer
 
@@ -98,12 +110,34 @@ def sparsify(
         bundle = _open(stack, source, destination, progress)
         tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
         content = read_text(file, text, MOST_TOKENS * tokenizer.bytes_per_token())
-        made = make(bundle, destination, token_stream(tokenizer, content, max_tokens=MOST_TOKENS), kind=predictor,
-                    max_kld=max_kld, rank=rank, threads=threads, overwrite=overwrite, told=progress)
+        stream = token_stream(tokenizer, content, max_tokens=MOST_TOKENS)
+        asked: dict[str, Any] = {"max_kld": max_kld, "rank": rank, "threads": threads, "overwrite": overwrite,
+                                 "told": progress}
+        if head:
+            _report_screen(screen_head(bundle, destination, stream, **asked), json)
+            return
+        made = make(bundle, destination, stream, kind=predictor, **asked)
     if json:
         print_json(report_object(made))
     else:
         _print(made)
+
+
+def _report_screen(made: Screened, json: bool) -> None:
+    """Say what a screen is, and what it costs."""
+    measured = [{"setting": dict(setting.values), "enabled": result.divergence.kld_mean <= made.max_kld,
+                 "kld_mean": result.divergence.kld_mean, "kld_p99": result.divergence.kld_p99,
+                 "same_top": result.divergence.same_top, "tokens": result.tokens}
+                for setting, result in made.results if result.divergence]
+    if json:
+        print_json({"destination": str(made.destination), "screen": {"rank": made.screen.rank,
+                    "share": made.screen.share, "bytes": made.screen.nbytes}, "read_share": made.read_share,
+                    "max_kld": made.max_kld, "measured": measured})
+        return
+    print(f"{made.destination}: screen of rank {made.screen.rank}; a token computes {made.screen.share:.1%} of the "
+          f"head and reads {made.read_share:.1%} of its bytes, screen included.")
+    for reason, one in zip(made.reasons, measured, strict=True):
+        print(f"{reason}; the largest logit is the same for {one['same_top']:.2%} of {one['tokens']} tokens.")
 
 
 def _open(stack: ExitStack, source: str, destination: Path, progress: ProgressLine) -> Bundle:

@@ -110,6 +110,7 @@ class Sampler:
         self._ends = np.array(sorted(ends), np.int64)
         draw[abi.DRAW_ENDS >> 3], draw[abi.DRAW_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
         self.address = draw.ctypes.data
+        draw[abi.DRAW_SCREEN >> 3] = config.logprobs is None and not bias and not self._penalises
         self._draw = draw.data
         self._draw[abi.DRAW_TOKEN >> 3], self._draw[_N_EDITS] = _NONE, len(bias)
 

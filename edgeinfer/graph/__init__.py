@@ -8,6 +8,7 @@ from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import ModelConfig, RopeConfig
 from .graph import Graph
+from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
 from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "Attention", "Draw", "Embed", "ExpertsDown",
+__all__ = ["OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "Attention", "Draw", "Embed", "ExpertsDown",
            "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder", "KvAccess", "Linear", "ModelConfig",
-           "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Product", "Quantize", "Read", "RmsNorm",
-           "RopeConfig", "RopeStore", "RowOp", "ScoreMask", "Scratch", "Shape", "SignMask", "Sizes", "Source", "Tensor",
-           "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph",
-           "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass",
-           "insert_after", "parameters", "read_config", "read_outline", "requested_types", "rope_tables",
-           "supported_architectures", "without_approximations"]
+           "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize", "Read", "RmsNorm",
+           "RopeConfig", "RopeStore", "RowOp", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "Shape", "SignMask",
+           "Sizes", "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
+           "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
+           "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "parameters", "place_of_head", "read_config",
+           "read_outline", "requested_types", "rope_tables", "supported_architectures", "without_approximations"]
 __getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated NormedSum", "outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

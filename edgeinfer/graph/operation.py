@@ -98,6 +98,8 @@ class Op:
     """The transformer layer it belongs to; None outside of layers."""
     decoded: bool = False
     """Left out where no token of a walk is decoded: it serves what only approximates for these."""
+    drawn: bool = False
+    """Left out where no token is drawn: it serves what only approximates for these."""
     several: bool = False
     """Left out where a walk has one token: its reader then does this work itself (passes.fuse_input)."""
 
@@ -121,7 +123,7 @@ class Op:
     @property
     def numbers(self) -> dict[str, Any]:
         """Its own numbers and names."""
-        skipped = ("layer", "several", "decoded", "in_ffn")
+        skipped = ("layer", "several", "decoded", "drawn", "in_ffn")
         return {name: value for name, value in self._values()
                 if not isinstance(value, Tensor | Weight) and value not in (None, False) and name not in skipped}
 

@@ -13,6 +13,7 @@ from ..config import SPARSE_MODES, Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
 from .check import check
 from .graph import Graph
+from .head import with_screen
 from .operation import Op
 from .ops import Quantize, RmsNorm
 from .predict import with_predictor
@@ -175,3 +176,14 @@ def _layers(name: str, value: str | float, layers: int) -> set[int]:
         raise UsageError(f"sparse has {name} {text!r:.60}; name layers from 0 to {layers - 1}, joined by slashes, or "
                          "none.")
     return {int(number) for number in numbers}
+
+
+@approximate(when=lambda settings: settings.get("mode") == "screened")
+@graph_pass
+def head(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph:
+    """Say what decoded tokens compute of the output head.
+
+    All rows (exact), or those that a low-rank product says can hold the largest logit; the others keep its estimates
+    (screened). What it leaves out never is the largest logit, so greedy decoding gives the same text.
+    """
+    return with_screen(graph, mode, rank, share)

@@ -27,6 +27,8 @@ from edgeinfer.graph import (
     RmsNorm,
     RopeStore,
     ScoreMask,
+    Screen,
+    ScreenedHead,
     SignMask,
     Tensor,
     Weight,
@@ -43,6 +45,7 @@ from edgeinfer.kernels import (
     RELEASE,
     ROPE,
     ROWS,
+    SCREEN,
     abi,
     fill,
 )
@@ -144,7 +147,9 @@ class Lowering:
     def record(self, op: Op, kernel: str, operands: Sequence[Operand], parameters: Sequence[int], flags: int = 0,
                predicates: tuple[int, ...] = (), step: int = 0, label: str = "", ticket: int | None = None) -> Record:
         """Make a record; it is skipped where the operation has no rows, or one of the predicates' counts is 0."""
-        if op.out.rows == "outputs":
+        if op.drawn:
+            predicates = (abi.COUNT_DRAWS, *predicates)
+        elif op.out.rows == "outputs":
             predicates = (abi.COUNT_OUTPUTS, *predicates)
         if op.decoded:
             predicates = (abi.COUNT_DECODED, *predicates)
@@ -335,6 +340,27 @@ def _(op: NeuronDown, at: Lowering) -> list[Record]:
     operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared, *_slots(op, at)]
     flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+@lower.register(Screen)
+@lower.register(ScreenedHead)
+def _(op: Screen | ScreenedHead, at: Lowering) -> list[Record]:
+    stored, (vocab, cols) = at.types[op.weight.name], op.weight.shape
+    head = isinstance(op, ScreenedHead)
+    work, bounds = (op.work, op.bounds) if isinstance(op, ScreenedHead) else (op.out, None)
+    size, tiles = stored.tile_bytes(cols), -(-vocab // 16)
+    _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
+    parameters = fill(
+        SCREEN, tiles=tiles, tile_bytes=size, records=stored.tile_records(cols), x_stride=at.stride(op.x),
+        x_scales=scales, x_offsets=offsets, out_stride=at.stride(op.estimates), rows=rows(op.x), group=op.x.group_size,
+        chunk=max(1, min(4 * CHUNK_BYTES // size, tiles // (4 * at.threads))), token_tiles=at.token_tiles,
+        scratch=at.plan.thread_scratch_bytes, vocab_size=vocab, work_stride=at.stride(work),
+        low_stride=at.stride(op.low), width=op.low.width, rank=0 if head else op.rank)  # type: ignore[union-attr]
+    operands = [at.at(op.weight), at.at(op.x), at.at(op.out if head else None), at.at(op.estimates), at.at(bounds),
+                at.at(work), at.at(op.low), at.scratch]
+    labels = ("", "  what can matter")
+    return [at.record(op, kernel, operands, parameters, step=step, label=labels[step])
+            for step, kernel in enumerate(op.kernels(at.types, at.kv))]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

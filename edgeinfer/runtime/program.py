@@ -45,7 +45,7 @@ class Record:
         """When it runs, and what differs where a walk has one token, for people."""
         if self.op is None:
             return ""
-        said = ["decoded tokens only"] if self.op.decoded else []
+        said = ["decoded tokens only"] if self.op.decoded else ["drawn tokens only"] if self.op.drawn else []
         if self.op.several:
             said.append("not for one token")
         if isinstance(self.op, Product) and self.op.source:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Cold, predictor_places, read_cold
+from edgeinfer.bundle import Bundle, Cold, part_places, read_cold, read_screen
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig, NeuronDown, TypeOf, build_graph, expected_types, fill_rope_tables
@@ -322,16 +322,19 @@ class Session(Runner):
                 lock(regions[home])
 
     def _load_predictor(self, regions: dict[str, NDArray[np.uint8]]) -> None:
-        """Copy the predictor, which is a file of its own, to its places."""
-        weights = [weight for weight in self.graph.weights if weight.kind == "predictor"]
-        if not weights:
-            return
-        path, places = predictor_places(self.bundle)
-        parts = []
-        for weight in weights:
-            offset, nbytes = places[weight.name.replace(".predictor", "")]
-            parts.append((offset, regions["resident"][self.plan.places[weight.name].offset :][:nbytes]))
-        copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
+        """Copy predictor and screen, which are files of their own, to their places."""
+        for part in ("predictor", "screen"):
+            weights = [one for one in self.graph.weights if one.kind == "predictor" and f"{part}." in one.name]
+            if not weights:
+                continue
+            if part == "screen":
+                read_screen(self.bundle)  # which refuses what is not this model's
+            path, places = part_places(self.bundle, part)
+            parts = []
+            for weight in weights:
+                offset, nbytes = places[weight.name.replace(f"{part}.", "")]
+                parts.append((offset, regions["resident"][self.plan.places[weight.name].offset :][:nbytes]))
+            copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
 
     def _stream(self, region: NDArray[np.uint8], offsets: dict[str, int]) -> None:
         """Start the threads that read streamed weights ahead of use."""

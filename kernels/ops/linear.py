@@ -26,22 +26,24 @@ AHEAD = 4608
 starts anew at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the time, of 135M 1/1.13."""
 
 
+@inline
+def _ask(address):
+    prefetch(address + AHEAD)
+
+
+@inline
+def _leave(address):
+    return
+
+
 def _asking(n):
     """What asks for the line that comes AHEAD bytes after an address, where it is not read for several tokens."""
-
-    @inline
-    def ask(address):
-        prefetch(address + AHEAD)
-
-    @inline
-    def leave(address):
-        return
-
-    return ask if n == 1 else leave
+    return _ask if n == 1 else _leave
 
 
-def _product_q4(group, m, n):
-    lines, ask = group // 8, _asking(n)
+def product_q4(group, m, n, alone=False):
+    """Product of m row tiles with n tokens; `alone`: what follows in memory may not be wanted."""
+    lines, ask = group // 8, _leave if alone else _asking(n)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
@@ -63,8 +65,9 @@ def _product_q4(group, m, n):
     return product
 
 
-def _product_int8(group, m, n):
-    lines, ask = group // 4, _asking(n)
+def product_int8(group, m, n, alone=False):
+    """As `product_q4`."""
+    lines, ask = group // 4, _leave if alone else _asking(n)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
@@ -174,11 +177,28 @@ def _all_tokens(many, some, one, n, s):
     return run
 
 
-def _register_linear(name, make_product, group):
+def chunk_of_rows(make_product, group):
+    """Make what computes row tiles tile .. end for all tokens."""
     row_tiles, n, s = block_tiles()
     m = row_tiles if group else 1
     several = _all_tokens(*(_block(make_product, group, m, tokens) for tokens in (n, s, 1)), n, s)
     single = _all_tokens(*(_block(make_product, group, 1, tokens) for tokens in (n, s, 1)), n, s) if m > 1 else several
+
+    @inline
+    def run(rec, w, x, out, bias, tile, end, tokens):
+        if m > 1 and tokens > 1:  # one token is bound by memory: nothing to share
+            while tile + m <= end:
+                several(rec, w, x, out, bias, 0, tile, tokens)
+                tile += m
+        while tile < end:
+            single(rec, w, x, out, bias, 0, tile, tokens)
+            tile += 1
+
+    return run
+
+
+def _register_linear(name, make_product, group):
+    rows = chunk_of_rows(make_product, group)
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
@@ -188,14 +208,7 @@ def _register_linear(name, make_product, group):
         tokens, tiles = count(ctx, parameter(rec, LINEAR.rows)), parameter(rec, LINEAR.tiles)
         start = claim(ctx) * chunk
         while start < tiles:
-            tile, end = start, min(start + chunk, tiles)
-            if m > 1 and tokens > 1:  # one token is bound by memory: nothing to share
-                while tile + m <= end:
-                    several(rec, w, x, out, bias, 0, tile, tokens)
-                    tile += m
-            while tile < end:
-                single(rec, w, x, out, bias, 0, tile, tokens)
-                tile += 1
+            rows(rec, w, x, out, bias, start, min(start + chunk, tiles), tokens)
             start = claim(ctx) * chunk
         return 0
 
@@ -250,7 +263,7 @@ def _register_gated(name, make_product, group):
 
 for _prefix, _register in (("linear", _register_linear), ("gated", _register_gated)):
     for _group in (32, 64, 128):
-        _register(f"{_prefix}_q4_g{_group}", _product_q4, _group)
-        _register(f"{_prefix}_int8_g{_group}", _product_int8, _group)
+        _register(f"{_prefix}_q4_g{_group}", product_q4, _group)
+        _register(f"{_prefix}_int8_g{_group}", product_int8, _group)
     _register(f"{_prefix}_f16", _product_f16, 0)
     _register(f"{_prefix}_f32", _product_f32, 0)

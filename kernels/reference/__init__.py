@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..catalogue import KV, WEIGHTS
+from ..catalogue import KV, QUANTISED, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
 from .draw import EDIT, blocks_twin, choose_twin, edit_twin
 from .elementwise import (
@@ -28,6 +28,7 @@ from .neuron_mask import scores_twin, signs_twin
 from .neuron_resolve import Cache, resolve, resolve_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
+from .screen import head_twin, least_twin, maxima_twin, reach
 from .stream import stream_release_twin
 from .tolerances import TOLERANCES
 from .view import RecordView
@@ -43,6 +44,7 @@ TWINS: dict[str, Twin] = {
     "neuron_mask_scores": scores_twin,
     "neuron_mask_signs": signs_twin,
     "neuron_resolve": resolve_twin,
+    "screen_maxima": maxima_twin,
     "draw_edit": edit_twin,
     "draw_blocks": blocks_twin,
     "draw_choose": choose_twin,
@@ -53,6 +55,10 @@ for _weights in WEIGHTS:
     TWINS[f"linear_{_weights}"] = linear_twin(*_stored)
     TWINS[f"gated_{_weights}"] = gated_twin(*_stored)
     TWINS[f"embed_{_weights}"] = embed_twin(*_stored)
+for _weights in QUANTISED:
+    _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2])
+    TWINS[f"screen_least_{_weights}"] = least_twin(*_stored)
+    TWINS[f"head_{_weights}"] = head_twin(*_stored)
 for _dtype in ("q4", "int8"):
     TWINS[f"neuron_gated_{_dtype}"] = neuron_gated_twin(_dtype)
     TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
@@ -62,5 +68,5 @@ for _kv in KV:
 """The twin of each kernel, by the kernel's name."""
 
 __all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",
-           "attend", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "read_q8",
+           "attend", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "reach", "read_q8",
            "resolve", "rms_norm", "rotate", "write_q8"]

@@ -55,6 +55,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
             neuron_resolve,
             probe,
             rope,
+            screen,
             stream,
             walk,
         )

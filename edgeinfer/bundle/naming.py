@@ -1,0 +1,46 @@
+"""Recipes that name what a bundle's parts are: so a graph can be built of a recipe alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from edgeinfer.config import Recipe, Step
+from edgeinfer.errors import UsageError
+
+from .parts import predictor_settings
+from .screens import screen_settings
+
+if TYPE_CHECKING:
+    from .reader import Bundle
+
+_PARTS = {("sparse", "predict"): ("predictor", predictor_settings), ("head", "screened"): ("screen", screen_settings)}
+"""Of a pass with a mode: the part that it needs, and what reads its settings."""
+
+
+def named(recipe: Recipe, bundle: Bundle) -> Recipe:
+    """Return the recipe with kind, rank and the like of the bundle's predictor, or screen, where its steps need one.
+
+    Where there is none, a step that names none stays, and is refused.
+
+    Raises
+    ------
+    BundleError
+        A part cannot be read; its settings alone are.
+    UsageError
+        A step names another predictor, or screen, than the bundle has.
+    """
+    return Recipe(tuple(_named(step, bundle) for step in recipe.steps))
+
+
+def _named(step: Step, bundle: Bundle) -> Step:
+    given = dict(step.settings)
+    part, read = _PARTS.get((step.name.rpartition(".")[2], str(given.get("mode"))), ("", None))
+    if read is None:
+        return step
+    own = read(bundle)
+    if any(given.get(name, value) != value for name, value in own.items()) or (not own and len(given) > 1):
+        has = " of rank ".join(str(own[name]) for name in ("kind", "rank") if name in own) or "none"
+        raise UsageError(f"The recipe asks for {step}, but the {part} of {bundle.path} is {has}; leave "
+                         f"{'kind' if part == 'predictor' else 'share'} and rank out.")
+    return replace(step, settings=tuple((given | own).items()))

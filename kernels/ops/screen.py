@@ -1,0 +1,255 @@
+"""The output head where estimates of all logits are there: tiles in which none can be the largest keep the estimates.
+
+An estimate is off by at most bound x reach, the bound of its row of the head and the reach of the input, which are the
+norms of two vectors (sparse/head.py makes the one, `reach` the other). `screen_maxima` finds the largest estimates of
+chunks. `screen_least` computes the tile of the largest one exactly: what its largest logit is, a logit must be able to
+reach. `head_*` computes the tiles of 16 rows in which one can, and copies the estimates of the others. So the largest
+logit is always that of the whole head, and has its bits.
+
+This goes for rows of decoded tokens whose draw allows it (abi.DRAW_SCREEN), each by itself; of all others every logit
+is computed.
+
+Operands: 0 weights, 1 x, 2 out, 3 estimates, 4 bounds, 5 work, 6 low (the input as the estimates' factors have it, in
+f32), 7 scratch. Parameters: parameters.SCREEN. Twins: reference/screen.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    COUNT_DRAWS,
+    CTX_OUTPUTS,
+    DRAW_CHUNK,
+    DRAW_SCREEN,
+    ROLE_DECODE,
+    SCREEN_LEAST,
+    SCREEN_MAXIMA,
+    SCREEN_REACH,
+    SCREEN_ROUNDING,
+    TOKEN_ROLE,
+)
+from ..parameters import SCREEN
+from ..registry import kernel
+from ..vector.record import claim, count, inline, operand, parameter, token
+from ..vector.simd import (
+    div_i64,
+    f32_from_bits,
+    first_lane,
+    keep_first,
+    lane_numbers,
+    lanes_above,
+    load_f32,
+    load_f32x16,
+    load_i64,
+    mask_outside,
+    max_lanes,
+    splat_f32,
+    sqrt_f32,
+    store_f32,
+    store_f32x16,
+    sum_lanes,
+    vabs,
+    vmax,
+)
+from ..vector.targets import block_tiles, fma
+from ..vector.tiles import store_block
+from .draw import draw_of
+from .linear import chunk_of_rows, product_int8, product_q4
+from .neuron_parts import q8_block
+
+_INFINITY = float("inf")
+_ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
+"""Of a group of 32 values rounded to int8: their squared error, weighed, is at most this times the largest one's
+square."""
+_ALL = 0xFFFF
+
+
+@inline
+def screened(ctx, r):
+    """Whether estimates are enough for row r."""
+    draw = draw_of(ctx, r)
+    if draw == 0:
+        return False
+    last = load_i64(load_i64(ctx + CTX_OUTPUTS) + 8 * r)
+    return load_i64(draw + DRAW_SCREEN) != 0 and token(ctx, last, TOKEN_ROLE) == ROLE_DECODE
+
+
+@inline
+def inside(v, i, vocab_size):
+    """The lanes of v, from number i on, that are logits; -inf behind the last one."""
+    if i + 16 <= vocab_size:
+        return v
+    return mask_outside(v, lane_numbers(), 0, vocab_size - 1 - i, f32_from_bits(0xFF800000))
+
+
+@kernel("screen_maxima")
+def screen_maxima(rec, ctx, tid, n_threads):
+    """The largest estimate of each chunk."""
+    vocab_size, rows = parameter(rec, SCREEN.vocab_size), count(ctx, COUNT_DRAWS)
+    chunks = div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)
+    unit = claim(ctx)
+    while unit < rows * chunks:
+        r = div_i64(unit, chunks)
+        chunk = unit - r * chunks
+        if screened(ctx, r):
+            estimates = operand(rec, ctx, 3) + r * parameter(rec, SCREEN.out_stride)
+            top, first = splat_f32(-_INFINITY), chunk * DRAW_CHUNK
+            for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
+                top = vmax(top, inside(load_f32x16(estimates + 4 * i), i, vocab_size))
+            store_f32(operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride) + SCREEN_MAXIMA + 4 * chunk,
+                      max_lanes(top))
+        unit = claim(ctx)
+    return 0
+
+
+@inline
+def best_tile(estimates, maxima, vocab_size):
+    """The first tile that holds the largest estimate."""
+    best, chosen = load_f32(maxima), 0
+    for chunk in range(1, div_i64(vocab_size + DRAW_CHUNK - 1, DRAW_CHUNK)):
+        top = load_f32(maxima + 4 * chunk)
+        if top > best:
+            best, chosen = top, chunk
+    first = chosen * DRAW_CHUNK
+    for i in range(first, min(first + DRAW_CHUNK, vocab_size), 16):
+        if max_lanes(inside(load_f32x16(estimates + 4 * i), i, vocab_size)) == best:
+            return i >> 4
+    return first >> 4  # where one is NaN
+
+
+@inline
+def reach(low, width, rank):
+    """What all bounds are multiplied by: the norm of 1, of low, and of the most that its first values are rounded by.
+
+    It is taken a thousandth too large, so that what is added up here in f32 is above the sum in real numbers.
+    """
+    total, errors = splat_f32(0.0), splat_f32(0.0)
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(low + 4 * i), width - i)
+        total = fma(v, v, total)
+    for start in range(0, rank, 32):
+        largest = splat_f32(0.0)
+        for i in range(start, min(start + 32, rank), 16):
+            largest = vmax(largest, vabs(keep_first(load_f32x16(low + 4 * i), rank - i)))
+        top = splat_f32(max_lanes(largest))
+        errors = errors + top * top * splat_f32(_ROUNDED)
+    squares = splat_f32(sum_lanes(total)) + errors + splat_f32(1.0)
+    return first_lane(splat_f32(sqrt_f32(first_lane(squares))) * splat_f32(1.001))
+
+
+def _alone(make_product, group, n):
+    """What leaves a tile's logits of a block of n tokens in scratch, 64 bytes a token."""
+    product = make_product(group, 1, n, alone=True)
+
+    @inline
+    def compute(rec, w, base, tile, scratch):
+        size = parameter(rec, SCREEN.tile_bytes)
+        acc = product(w + tile * size, size, parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
+                      base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets))
+        store_block(1, acc, scratch, 64)
+
+    return compute
+
+
+def _register_least(name, make_product, group):
+    _, large, small = block_tiles()
+    many, some, one = (_alone(make_product, group, n) for n in (large, small, 1))
+
+    @inline
+    def exact(rec, w, x, r, tokens, tile, scratch):
+        """The logits of a tile for row r."""
+        base, j, n = q8_block(x, parameter(rec, SCREEN.x_stride), r, tokens)
+        if n == large:
+            many(rec, w, base, tile, scratch)
+        elif n == small:
+            some(rec, w, base, tile, scratch)
+        else:
+            one(rec, w, base, tile, scratch)
+        return load_f32x16(scratch + 64 * j)
+
+    @kernel(name)
+    def run(rec, ctx, tid, n_threads):
+        scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
+        vocab_size, tokens = parameter(rec, SCREEN.vocab_size), count(ctx, parameter(rec, SCREEN.rows))
+        r = claim(ctx)
+        while r < count(ctx, COUNT_DRAWS):
+            work = operand(rec, ctx, 5) + r * parameter(rec, SCREEN.work_stride)
+            least, far = first_lane(splat_f32(-_INFINITY)), first_lane(splat_f32(0.0))
+            if screened(ctx, r):
+                estimates = operand(rec, ctx, 3) + r * parameter(rec, SCREEN.out_stride)
+                tile = best_tile(estimates, work + SCREEN_MAXIMA, vocab_size)
+                logits = exact(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), r, tokens, tile, scratch)
+                least = max_lanes(inside(logits, 16 * tile, vocab_size))
+                far = reach(operand(rec, ctx, 6) + r * parameter(rec, SCREEN.low_stride),
+                            parameter(rec, SCREEN.width), parameter(rec, SCREEN.rank))
+            store_f32(work + SCREEN_LEAST, least)
+            store_f32(work + SCREEN_REACH, far)
+            r = claim(ctx)
+        return 0
+
+
+def _step(make_product, group, n):
+    """A tile for a block of n tokens: computed for those that may have their largest logit in it."""
+    compute = _alone(make_product, group, n)
+
+    @inline
+    def step(rec, w, x, out, estimates, bounds, work, scratch, tile, t):
+        stride, wanted = parameter(rec, SCREEN.out_stride), 0
+        for j in range(n):
+            row, at = work + (t + j) * parameter(rec, SCREEN.work_stride), (t + j) * stride + 64 * tile
+            estimate = load_f32x16(estimates + at)
+            most = estimate + load_f32x16(bounds + 64 * tile) * splat_f32(load_f32(row + SCREEN_REACH))
+            most = inside(most, 16 * tile, parameter(rec, SCREEN.vocab_size))
+            if lanes_above(splat_f32(load_f32(row + SCREEN_LEAST)), most) == _ALL:  # NaN is above and below nothing
+                store_f32x16(out + at, estimate)
+            else:
+                wanted |= 1 << j
+        if wanted:
+            compute(rec, w, x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
+            for j in range(n):
+                if wanted >> j & 1:
+                    store_f32x16(out + (t + j) * stride + 64 * tile, load_f32x16(scratch + 64 * j))
+
+    return step
+
+
+def _register_head(name, make_product, group):
+    _, large, small = block_tiles()
+    many, some, one = (_step(make_product, group, n) for n in (large, small, 1))
+    rows = chunk_of_rows(make_product, group)
+
+    @inline
+    def all_tokens(rec, w, x, out, estimates, bounds, work, scratch, tile, tokens):
+        t = 0
+        while t + large <= tokens:
+            many(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
+            t += large
+        while t + small <= tokens:
+            some(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
+            t += small
+        while t < tokens:
+            one(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
+            t += 1
+
+    @kernel(name)
+    def run(rec, ctx, tid, n_threads):
+        w, x, out, estimates = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), operand(rec, ctx, 3)
+        bounds, work = operand(rec, ctx, 4), operand(rec, ctx, 5)
+        scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
+        tokens, tiles = count(ctx, parameter(rec, SCREEN.rows)), parameter(rec, SCREEN.tiles)
+        chunk, drawn = parameter(rec, SCREEN.chunk), count(ctx, COUNT_DRAWS)
+        start = claim(ctx) * chunk
+        while start < tiles:
+            end = min(start + chunk, tiles)
+            if drawn:
+                for tile in range(start, end):
+                    all_tokens(rec, w, x, out, estimates, bounds, work, scratch, tile, tokens)
+            else:  # nobody has made estimates
+                rows(rec, w, x, out, 0, start, end, tokens)
+            start = claim(ctx) * chunk
+        return 0
+
+
+for _group in (32, 64, 128):
+    for _dtype, _product in (("q4", product_q4), ("int8", product_int8)):
+        _register_least(f"screen_least_{_dtype}_g{_group}", _product, _group)
+        _register_head(f"head_{_dtype}_g{_group}", _product, _group)

@@ -1,0 +1,122 @@
+"""From a bundle to the same with a screen of its output head, and what the screen costs in quality."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.evaluate import Evaluation, Stream, evaluate
+from edgeinfer.graph import place_of_head
+from edgeinfer.quality import (
+    MAX_KLD,
+    QUALITY_FILE,
+    Measurement,
+    Setting,
+    measured_identity,
+    measurement,
+    read_quality,
+    to_json,
+)
+from edgeinfer.runtime import Session
+
+from .fitting import Told
+from .head import make_screen
+from .making import OUTPUTS, cut, kld_of, open_source
+from .neurons import copy_weights
+
+PROTOCOL = "windows of 512, tokens decoded together"
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What was made, and what it costs."""
+
+    destination: Path
+    screen: HeadScreen
+    read_share: float
+    """Bytes that a drawn token reads of head and screen, over those of the head."""
+    results: tuple[tuple[Setting, Evaluation], ...]
+    """The screen alone, and together with the bundle's predictor where it has one, against the bundle without both."""
+    max_kld: float
+
+    @property
+    def reasons(self) -> list[str]:
+        """Of each setting whether it is enabled, and why."""
+        return [f"{setting}: KLD {kld_of(result):.5f} is " + (
+            f"within {self.max_kld:g}; enabled" if kld_of(result) <= self.max_kld
+            else f"{kld_of(result) / self.max_kld:.1f} times the bound of {self.max_kld:g}; not enabled")
+            for setting, result in self.results]
+
+
+def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_kld: float = MAX_KLD,
+                rank: int | None = None, threads: int | None = None, overwrite: bool = False,
+                told: Told = lambda *_: None) -> Screened:
+    """Write a bundle with everything that a bundle has, a screen of its head, and measurements of it.
+
+    Parameters and exceptions are those of `sparsify` and `make_screen`.
+    """
+    if any(entry.part == "screen" for entry in source.header.files):
+        raise UsageError(f"The head of {source.path} is screened already; give the bundle that it was made of.")
+    if Path(destination).resolve() == source.path.resolve():
+        raise UsageError(f"{destination} is the source itself; take another name: the source is wanted to do it again.")
+    fitting, _, measuring = cut(stream)
+    with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
+                      source=source.header.source) as writer, ExitStack() as stack:
+        writer.reserve(2 * source.weights_bytes)
+        session = open_source(stack, source.path, source, threads)
+        screen = make_screen(session, source, fitting.ids, rank=rank, told=told)
+        work = writer.folder / "work"
+        with BundleWriter(work, source.config, source.header.quantisation, source=source.header.source) as copy:
+            _write(copy, source, screen)
+        results = _measure(work, measuring, session, told)
+        stack.close()
+        with Bundle.open(work) as made:
+            known = [_measurement(one, made, measuring, session) for one in results]
+            weights = measured_identity(made)
+        before = measured_identity(source)
+        known = [replace(one, weights=weights) for one in read_quality(source) if one.weights == before] + known
+        _write(writer, source, screen)
+        writer.add_file(QUALITY_FILE, to_json(known), "quality")
+        shutil.rmtree(work)
+    head = place_of_head(session.graph).head.weight
+    nbytes = session.graph.types[head.name].nbytes(head.shape)
+    return Screened(Path(destination), screen, screen.share + screen.nbytes / nbytes, tuple(results), max_kld)
+
+
+def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:
+    """Copy a bundle with its parts, and add the screen."""
+    copy_weights(source, writer)
+    for entry in source.header.files:
+        if entry.part not in ("", "quality"):
+            writer.add_file(entry.name, (source.path / entry.name).read_bytes(), entry.part)
+    writer.add_file(SCREEN_FILE, b"".join(screen.pack(weights_identity(source.header.tensors))), "screen")
+
+
+def _measure(path: Path, stream: Stream, host: Session, told: Told) -> list[tuple[Setting, Evaluation]]:
+    """Divergence of the screen, and of screen and predictor together, as the kernels run them."""
+    results = []
+    with ExitStack() as stack:
+        def opened(recipe: Recipe) -> Session:
+            config = RuntimeConfig(ctx=host.config.ctx, kv=host.config.kv, outputs=OUTPUTS, recipe=recipe)
+            session = Session(stack.enter_context(Bundle.open(path)), config, host=host)
+            stack.callback(session.close)
+            return session
+
+        exact = opened(Recipe())
+        modes = [None, "predict"] if any(entry.part == "predictor" for entry in exact.bundle.header.files) else [None]
+        for mode in modes:
+            recipe = Recipe().sparse(mode).head("screened")
+            result = evaluate(opened(recipe), stream, reference=exact, window=host.config.ctx, decoded=True,
+                              progress=lambda done, total, _: told("measure", done, total, "tokens"))
+            results.append((Setting.of_run(RuntimeConfig(kv=host.config.kv, recipe=recipe)), result))
+    return results
+
+
+def _measurement(one: tuple[Setting, Evaluation], made: Bundle, stream: Stream, session: Session) -> Measurement:
+    setting, result = one
+    return measurement(setting, result, measured_identity(made), protocol=PROTOCOL, ids=stream.ids, isa=session.isa)
