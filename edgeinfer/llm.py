@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checks import FLAG, FUNCTION, OBJECT, PATH, Rule, checked, shown, whole
+from .checks import FLAG, FUNCTION, OBJECT, PATH, Rule, checked, number, shown, whole
 from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
-from .errors import RequestError, UsageError
+from .errors import BudgetError, RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
+    from .bundle import Bundle
     from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
     from .runner import Cancellation
@@ -25,6 +26,7 @@ Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
 _SURELY_READ = 32_768
 """Characters of a prompt that are tokenised whatever the context."""
+_BOUND = number(lambda nats: 0 <= nats < float("inf"), "0 or more")
 _BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
 
@@ -63,6 +65,9 @@ class LLM:
     head : {"exact", "screened"}, optional
         What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
         with the same text where nothing is sampled.
+    max_kld : float, optional
+        What of `sparse` and `head` is not given, and no recipe either, is approximated by itself where exactly that was
+        measured to diverge by so many nats at most, by default 0.02; 0 leaves the model exact.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -77,6 +82,8 @@ class LLM:
         The runtime below; it is not to be used while a request runs.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
+    approximated : bool
+        Whether approximations are used that were not asked for, see `max_kld`.
 
     Raises
     ------
@@ -108,6 +115,7 @@ class LLM:
         recipe: str | Recipe | None = None,
         sparse: str | None = None,
         head: str | None = None,
+        max_kld: float | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -118,24 +126,24 @@ class LLM:
             "mlock": mlock, "mmap": mmap, "recipe": passes,
             "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
-        config = RuntimeConfig(**settings)
+        config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, _BOUND)
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
         self.path = resolve(self.name, progress)
         from .bundle import Bundle
         from .engine import RequestQueue
-        from .offload import placer
-        from .runtime import Session
         from .text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
         try:
+            asked = config
+            if Recipe(tuple(s for s in config.recipe.steps if s.name not in ("sparse", "head"))) == Recipe():
+                config = _enabled(self._bundle, config, bound)
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
-            self.session: Session = Session(self._bundle, config, progress=progress and partial(progress, "compile"),
-                                            loading=progress and partial(progress, "load"),
-                                            place=placer(self._bundle))
+            self.session: Session = self._open(config, asked, progress)
+            self.approximated = self.session.config.recipe != asked.recipe
         except BaseException:
             self._bundle.close()
             raise
@@ -144,6 +152,26 @@ class LLM:
         self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
+
+    def _open(self, config: RuntimeConfig, asked: RuntimeConfig, progress: Progress | None) -> Session:
+        """Open a session as approximated; where that does not fit into memory beside the model, as it was asked for."""
+        from .bundle import Bundle
+        from .offload import placer
+        from .runtime import Session
+
+        opened = partial(Session, progress=progress and partial(progress, "compile"),
+                         loading=progress and partial(progress, "load"))
+        try:
+            session = opened(self._bundle, config, place=placer(self._bundle))
+        except BudgetError:
+            if config is asked:
+                raise
+        else:
+            if config is asked or not session.plan.parts:
+                return session
+            session.close()
+            self._bundle = Bundle.open(self.path)
+        return opened(self._bundle, asked, place=placer(self._bundle))
 
     @property
     def plan(self) -> MemoryPlan:
@@ -342,3 +370,12 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
                              "tools and stopped, which have their own meaning.")
     return dict(named)
+
+
+def _enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> RuntimeConfig:
+    """The config with what a bundle's parts may approximate by themselves."""
+    if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:  # as nearly always
+        return config
+    from .quality import MAX_KLD, enabled
+
+    return enabled(bundle, config, MAX_KLD if max_kld is None else max_kld)

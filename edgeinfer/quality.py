@@ -13,12 +13,14 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .cache import cache_root, make_directories
+from .config import Recipe, RuntimeConfig, Step
 from .dataclass import dataclass
 from .errors import BundleError
 from .evaluate import Evaluation
@@ -27,7 +29,6 @@ from .json_text import parse_json
 
 if TYPE_CHECKING:
     from .bundle import Bundle
-    from .config import RuntimeConfig
 
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
@@ -131,6 +132,33 @@ def allowed(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_
     """Whether a setting may be chosen without being asked for."""
     found = find(known, setting, bundle)
     return setting.exact or (found is not None and found.kld_mean <= max_kld)
+
+
+TECHNIQUES = {"predictor": ("sparse", "predict"), "screen": ("head", "screened")}
+"""What a part of a bundle allows: a pass and its mode."""
+
+
+def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> RuntimeConfig:
+    """Return the config with the approximations that a run uses without being asked.
+
+    These are as many as possible of those that the bundle has parts for and the recipe says nothing of, where exactly
+    what comes out was measured within the bound.
+
+    Raises
+    ------
+    BundleError
+        As `read_quality`.
+    """
+    said = {step.name for step in config.recipe.steps}
+    parts = {entry.part for entry in bundle.header.files}
+    free = [how for part, how in TECHNIQUES.items() if part in parts and how[0] not in said]
+    known = read_quality(bundle) if free and max_kld > 0 else []
+    for some in (some for n in range(len(free), 0, -1) for some in combinations(free, n)):
+        steps = tuple(Step(name, (("mode", mode),)) for name, mode in some)
+        found = replace(config, recipe=Recipe((*config.recipe.steps, *steps)))
+        if allowed(known, Setting.of_run(found), bundle, max_kld):
+            return found
+    return config
 
 
 def of_run(bundle: Bundle, config: RuntimeConfig) -> dict[str, Any] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from edgeinfer.bundle import SCREEN_FILE, Bundle, BundleWriter, HeadScreen, weights_identity
 from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import place_of_head

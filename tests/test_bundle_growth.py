@@ -121,8 +121,8 @@ def test_all_fields_are_written(tmp_path: Path) -> None:
     assert config["rope"].keys() == type(CONFIG.rope).__dataclass_fields__.keys()
 
 
-OTHERS = [part for part in PARTS if part not in ("predictor", "statistics")]
-"""Parts whose content the bundle itself does not read (tests/test_bundle_parts.py has the others)."""
+OTHERS = [part for part in PARTS if part not in ("predictor", "statistics", "screen")]
+"""Parts whose content the bundle itself does not read (test_bundle_parts.py and test_screened_head.py have others)."""
 
 
 def test_optional_parts_are_listed_files(tmp_path: Path) -> None:

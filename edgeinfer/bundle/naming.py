@@ -34,12 +34,12 @@ def named(recipe: Recipe, bundle: Bundle) -> Recipe:
 
 
 def _named(step: Step, bundle: Bundle) -> Step:
-    given = dict(step.settings)
+    given: dict[str, str | float] = dict(step.settings)
     part, read = _PARTS.get((step.name.rpartition(".")[2], str(given.get("mode"))), ("", None))
     if read is None:
         return step
     own = read(bundle)
-    if any(given.get(name, value) != value for name, value in own.items()) or (not own and len(given) > 1):
+    if any(given[name] != own.get(name) for name in ("kind", "rank", "share") if name in given):
         has = " of rank ".join(str(own[name]) for name in ("kind", "rank") if name in own) or "none"
         raise UsageError(f"The recipe asks for {step}, but the {part} of {bundle.path} is {has}; leave "
                          f"{'kind' if part == 'predictor' else 'share'} and rank out.")

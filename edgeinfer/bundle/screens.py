@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.graph import OUTER_TYPE, ModelConfig, inner_type
 from edgeinfer.quant import WeightType
 
+from ..dataclass import dataclass
 from .arrays import pack_arrays
 from .parts import FIELDS, check_arrays, check_scales, open_part
 

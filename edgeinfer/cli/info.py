@@ -155,8 +155,8 @@ def _part_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rank = f" of rank {found['rank']}" if found["rank"] else ""
         rows.append(("predictor", f"{found['kind']}{rank}, {format_size(found['bytes'])}; run with --sparse predict"))
     if found := report["screen"]:
-        rows.append(("screen", f"of rank {found['rank']}, {format_size(found['bytes'])}; {found['share']:.0%} of the head "
-                               "is computed with --head screened"))
+        rows.append(("screen", f"of rank {found['rank']}, {format_size(found['bytes'])}; with --head screened "
+                               f"{found['share']:.0%} of the head is computed"))
     return rows
 
 

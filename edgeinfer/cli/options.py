@@ -61,6 +61,10 @@ Head = Annotated[str | None, option(
     "--head", metavar="|".join(HEAD_MODES),
     help="What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter; "
          "without sampling the text is the same.  [default: exact]")]
+MaxKld = Annotated[float, option(
+    "--max-kld", metavar="NATS",
+    help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
+         "much at most; 0 leaves the model exact.")]
 MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]

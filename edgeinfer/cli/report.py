@@ -37,7 +37,8 @@ JSON_FIELDS = {
         "`walks`, `flash_bytes` read in them, `flash_bytes_per_token`, `io_wait_ms`, `direct` (past the page cache); "
         "`layers` that are streamed, or `hot_share` of the neurons, which is in memory, and `hit_rate` of the cache of "
         "the others; else null",
-        "quality": "where the recipe approximates: `setting`, `kld_mean` as measured or null, `said`; else null",
+        "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
+        "whether nobody asked for it; else null",
         "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",

@@ -65,6 +65,7 @@ def run(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
+    max_kld: options.MaxKld = 0.02,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -124,14 +125,15 @@ def run(
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
             mlock=mlock, mmap=not no_mmap, recipe=recipe, sparse=sparse, head=head,
-            progress=progress,
+            max_kld=max_kld, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
         if why := streaming.notice(llm.session):
             say(why)
         if not json and (cost := approximation(llm)):
-            say(f"Approximate, {cost['said']}.")
+            why = f"; used by itself, for it is within --max-kld {max_kld:g}" if cost["by_itself"] else ""
+            say(f"Approximate, {cost['said']}{why}.")
         if text is None:
             from .chat import chat
 
@@ -275,7 +277,8 @@ def approximation(llm: LLM) -> dict[str, Any] | None:
         return None
     from ..quality import of_run
 
-    return of_run(llm.session.bundle, llm.session.config)
+    said = of_run(llm.session.bundle, llm.session.config)
+    return said and {**said, "by_itself": llm.approximated}
 
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:

@@ -8,12 +8,13 @@ screen.py). Rows of the head that cannot hold the largest logit keep their estim
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from edgeinfer.kernels import abi
 
 from ..config import HEAD_MODES
+from ..dataclass import dataclass
 from ..errors import UnsupportedModelError, UsageError
 from ..quant import WeightType
 from .graph import Graph
@@ -88,7 +89,8 @@ class ScreenedHead(Product):
             yield from other_width(what, have, self.out)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where the output head is in a graph."""
 
     index: int
@@ -144,7 +146,8 @@ def with_screen(graph: Graph, mode: str, rank: int, share: float) -> Graph:
     if type(rank) is not int or not 1 <= rank <= hidden or not 0 <= share <= 1:
         raise UsageError(f"A screen of rank {rank!r} of which a share of {share!r} is computed does not exist; ranks "
                          f"are from 1 to hidden_size, {hidden}, shares from 0 to 1.")
-    index, head, maker, *_ = place_of_head(graph)
+    place = place_of_head(graph)
+    index, head = place.index, place.head
     vocab, stored = head.weight.shape[0], graph.types[head.weight.name]
     new = {"inner": ((hidden, hidden), inner_type(stored)), "outer": ((vocab, rank), OUTER_TYPE),
            "bounds": ((vocab,), _FLOATS)}
@@ -161,6 +164,6 @@ def with_screen(graph: Graph, mode: str, rank: int, share: float) -> Graph:
         Screen(out=work, weight=head.weight, x=head.x, estimates=estimates, low=low, rank=rank, **here),
         ScreenedHead(out=head.out, x=head.x, weight=head.weight, estimates=estimates, work=work, low=low,
                      bounds=weights["bounds"], share=float(share)))
-    before = [replace(op, several=False) if op is maker else op for op in graph.ops[:index]]
+    before = [replace(op, several=False) if op is place.maker else op for op in graph.ops[:index]]
     return replace(graph, ops=(*before, *made, *graph.ops[index + 1 :]), types={**graph.types, **types},
                    weights=(*graph.weights, *weights.values()))
