@@ -39,10 +39,12 @@ PROMPT, N_NEW = tokens(262), 12
 """Longer than a split of attention."""
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
-TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py")
-SELECTION = "((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask"
+TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
+         "tests/test_kernels_screen.py")
+SELECTION = ("((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask or (kernels_screen and not q4-64 and not "
+             "int8-128)")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
-          "neuron_mask_signs", "neuron_resolve", "reader")
+          "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32")
 """Kernels that no model of `MODELS` needs."""
 
 
