@@ -94,8 +94,8 @@ def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:
     copy_weights(source, writer)
     for entry in source.header.files:
         if entry.part not in ("", "quality"):
-            writer.add_file(entry.name, (source.path / entry.name).read_bytes(), entry.part)
-    writer.add_file(SCREEN_FILE, b"".join(screen.pack(weights_identity(source.header.tensors))), "screen")
+            writer.copy_file(source.path / entry.name, part=entry.part)
+    writer.add_file(SCREEN_FILE, screen.pack(weights_identity(source.header.tensors)), "screen")
 
 
 def _measure(path: Path, stream: Stream, host: Session, told: Told) -> list[tuple[Setting, Evaluation]]:
