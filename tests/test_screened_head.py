@@ -15,14 +15,17 @@ from edgeinfer.bundle import Bundle, BundleWriter, HeadScreen, read_screen, weig
 from edgeinfer.config import GenerationConfig, Recipe, RuntimeConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
+from edgeinfer.evaluate import Stream
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.kernels import reference
 from edgeinfer.models import demo_path
 from edgeinfer.quality import MAX_KLD, enabled, find, read_quality
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
+from edgeinfer.sparse import screen_head
 from tests.command_line import edgeinfer
 from tests.sessions import session, write_model
+from tests.test_sparse_predict import with_predictor
 
 SCREENED = Recipe().head("screened")
 PROMPT_TEXT = "Once upon a time"
@@ -191,6 +194,22 @@ def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own
         assert enabled(bundle, narrow) is narrow
         (known,) = read_quality(bundle)
         assert find([known], known.setting, bundle) == known and known.weights != ""
+
+
+def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cache: None) -> None:
+    stream = Stream(tuple(range(3, 99)) * 24, (True,) * 2304, 2304)
+    with Bundle.open(with_predictor(tmp_path, "lowrank", 0.0)) as source:
+        made = screen_head(source, tmp_path / "both", stream, rank=32, threads=1, max_kld=1e9)
+    alone, both = (result.divergence.kld_mean for _, result in made.results if result.divergence)
+    assert [dict(setting.values)["passes"] for setting, _ in made.results] == [
+        "head:mode=screened", "sparse:mode=predict+head:mode=screened"]
+    assert 0 <= alone < both and made.reasons[1].endswith("is within 1e+09; enabled")
+    with Bundle.open(tmp_path / "both") as bundle:
+        bundle.verify()
+        assert enabled(bundle, RuntimeConfig(), both).recipe == Recipe().sparse("predict").head("screened")
+        assert enabled(bundle, RuntimeConfig(), (alone + both) / 2).recipe == SCREENED
+        asked = Recipe().sparse("exact")
+        assert enabled(bundle, RuntimeConfig(recipe=asked), both).recipe == asked.head("screened")
 
 
 def test_where_the_screen_does_not_fit_the_run_is_exact(path: Path, own_cache: None) -> None:

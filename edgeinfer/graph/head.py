@@ -73,9 +73,9 @@ class ScreenedHead(Product):
     """Of the head's tiles that a drawn token computes, as measured when the screen was made."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
-        """The share of the head, and all bounds."""
-        nbytes = types[self.weight.name].nbytes(self.weight.shape)
-        return (Read(self.weight, self.share * nbytes, nbytes), Read.whole(self.bounds, types))
+        """The share of the head that tokens compute which are drawn, and all bounds."""
+        nbytes = round(self.share * types[self.weight.name].nbytes(self.weight.shape))
+        return (Read(self.weight, nbytes, nbytes), Read.whole(self.bounds, types))
 
     @property
     def dynamic_share(self) -> float:
