@@ -121,7 +121,7 @@ def test_all_fields_are_written(tmp_path: Path) -> None:
     assert config["rope"].keys() == type(CONFIG.rope).__dataclass_fields__.keys()
 
 
-OTHERS = [part for part in PARTS if part not in ("predictor", "statistics", "screen")]
+OTHERS = [part for part in PARTS if part not in ("predictor", "statistics", "cold", "screen")]
 """Parts whose content the bundle itself does not read (test_bundle_parts.py and test_screened_head.py have others)."""
 
 
@@ -130,7 +130,7 @@ def test_optional_parts_are_listed_files(tmp_path: Path) -> None:
         writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
         for part in OTHERS:
             writer.add_file(f"{part}.bin", b"1", part)
-        with pytest.raises(BundleError, match="'router' is no part of a model; the parts are predictor, statistics, q"):
+        with pytest.raises(BundleError, match="'router' is no part of a model; the parts are predictor, statistics, cold, q"):
             writer.add_file("router.bin", b"1", "router")
     with Bundle.open(tmp_path / "m") as bundle:
         bundle.verify()
