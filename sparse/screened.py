@@ -23,7 +23,7 @@ from edgeinfer.quality import (
     read_quality,
     to_json,
 )
-from edgeinfer.runtime import Session
+from edgeinfer.runtime import Session, everywhere
 
 from .fitting import Told
 from .head import make_screen
@@ -112,7 +112,7 @@ def _measure(path: Path, stream: Stream, host: Session, told: Told) -> list[tupl
         modes = [None, "predict"] if any(entry.part == "predictor" for entry in exact.bundle.header.files) else [None]
         for mode in modes:
             recipe = Recipe().sparse(mode).head("screened")
-            result = evaluate(opened(recipe), stream, reference=exact, window=host.config.ctx, decoded=True,
+            result = evaluate(opened(everywhere(recipe)), stream, reference=exact, window=host.config.ctx, decoded=True,
                               progress=lambda done, total, _: told("measure", done, total, "tokens"))
             results.append((Setting.of_run(RuntimeConfig(kv=host.config.kv, recipe=recipe)), result))
     return results
