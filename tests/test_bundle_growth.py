@@ -130,7 +130,7 @@ def test_optional_parts_are_listed_files(tmp_path: Path) -> None:
         writer.add("norm", WeightType("f32", 0, "plain"), (24,), bytes(96))
         for part in OTHERS:
             writer.add_file(f"{part}.bin", b"1", part)
-        with pytest.raises(BundleError, match="'router' is no part of a model; the parts are predictor, statistics, cold, q"):
+        with pytest.raises(BundleError, match="'router' is no part of a model; the parts are predictor, statistics,"):
             writer.add_file("router.bin", b"1", "router")
     with Bundle.open(tmp_path / "m") as bundle:
         bundle.verify()
