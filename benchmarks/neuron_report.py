@@ -46,8 +46,8 @@ def _defaults() -> Iterator[str]:
     """The curves that devices without a measurement take."""
     yield "## What is taken where nothing was measured"
     yield ""
-    yield "`edgeinfer devices --probe` measures these shares of the speed of tiles. Devices without them take those of"
-    yield f"the Xeon in sparse.md with 2 threads, and {DEFAULT_DENSE:.2f} for all neurons of the layout:"
+    yield "`edgeinfer devices --probe` measures these shares of the speed of tiles. Devices without them take what is"
+    yield f"rounded from readings of the machine above with 2 threads, and {DEFAULT_DENSE:.2f} for all neurons:"
     yield ""
     yield "| neurons | chosen by a mask | alive, all gates read |"
     yield "|---:|---:|---:|"
@@ -103,8 +103,8 @@ quantisation of x, wake-up of the threads and all barriers.
 * Where a mask has chosen the neurons and most of them live, gates and pairs of the next 8 are fetched before it is
   known which of them live.
 * Products of rows take four lines at a time, so that their 16 scales are widened once and stay in a register. What is
-  left is computing: from the second cache a line of a row takes about twice as long as a line of tiles, and one of a
-  column, each code of which becomes a float, about four times. A trial version that computed next to nothing read at
+  left is computing: from the second cache a line of a row takes 1.8 times as long as a line of tiles, and one of a
+  column, each code of which becomes a float, about five times. A trial version that computed next to nothing read at
   0.95 of tile16's speed.
 * Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
 """.splitlines()[1:]

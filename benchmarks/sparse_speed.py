@@ -17,6 +17,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -28,6 +29,7 @@ if str(ROOT) not in sys.path:  # `python benchmarks/sparse_speed.py` in a checko
 
 from benchmarks.peers.machine import Others, describe  # noqa: E402
 from edgeinfer import __version__  # noqa: E402
+from edgeinfer.bench import neuron_speed  # noqa: E402
 from edgeinfer.bench.profile import make_profile  # noqa: E402
 from edgeinfer.bench.repetitions import token_ids  # noqa: E402
 from edgeinfer.bench.results import GENERATE, Case  # noqa: E402
@@ -35,16 +37,28 @@ from edgeinfer.bench.traffic import bytes_per_token  # noqa: E402
 from edgeinfer.bundle import Bundle, read_predictor  # noqa: E402
 from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle  # noqa: E402
+from edgeinfer.devices import (  # noqa: E402
+    DENSE_SHARE,
+    GATES_SHARE,
+    MASKED_SHARE,
+    break_even_density,
+    parse_profile,
+)
 from edgeinfer.graph import ModelConfig, NeuronGated  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runner import DECODE, Segment  # noqa: E402
 from edgeinfer.runtime import Session, everywhere  # noqa: E402
 from edgeinfer.runtime.taps import View  # noqa: E402
+from edgeinfer.text import Tokenizer  # noqa: E402
 
 DENSITIES = (0.1, 0.2)
+SWEPT = (0.3, 0.5, 0.7, 0.9)
+"""Densities of the search for the break-even."""
+TOGETHER = (1, 2, 4, 8)
+"""Tokens of a walk."""
 DEPTH, WARM_UP = 32, 2
 """Tokens of context before each reading, and tokens generated before its clock runs."""
-WATCHED = 128
+WATCHED, TEXT_TOKENS = 128, 512
 """Tokens over which densities are counted."""
 
 
@@ -75,7 +89,8 @@ class Program:
         return predictor.nbytes / 1e6 if predictor else 0.0
 
 
-def make_bundles(folder: Path, shape: str, layers: int | None, rank: int) -> dict[str, Path]:
+def make_bundles(folder: Path, shape: str, layers: int | None, rank: int,
+                 densities: tuple[float, ...] = DENSITIES) -> dict[str, Path]:
     """Return the bundles' paths, and write those that are not there."""
     config = SHAPES[shape]
     if layers:
@@ -84,7 +99,7 @@ def make_bundles(folder: Path, shape: str, layers: int | None, rank: int) -> dic
     paths = {"tile16": folder / f"{shape}-{config.num_hidden_layers}-tile16"}
     if not paths["tile16"].exists():
         write_random_bundle(replace(config, hidden_act="relu", mlp_bias=True), paths["tile16"])
-    for density in DENSITIES:
+    for density in densities:
         path = paths[f"{density:.0%}"] = folder / f"{shape}-{config.num_hidden_layers}-{density * 100:.0f}"
         if not path.exists():
             write_random_bundle(config, path, ffn_layout="neuron",
@@ -92,11 +107,14 @@ def make_bundles(folder: Path, shape: str, layers: int | None, rank: int) -> dic
     return paths
 
 
-def watch(session: Session, tokens: int = WATCHED) -> tuple[np.ndarray, np.ndarray]:
-    """Walk tokens in decode role; by layer and neuron, how many fire and how many a mask chooses (none: all)."""
-    sequence = session.new_sequence()
-    ids = token_ids(session.model.vocab_size)
-    segment = Segment(sequence, [next(ids) for _ in range(tokens)], role=DECODE)
+def watch(session: Session, tokens: int = WATCHED, together: int = 1,
+          ids: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Walk tokens in decode role; by layer and neuron, for how many it fires, and how many masks choose it (none: all).
+
+    Of several `together` one is enough. Tokens are random unless `ids` has them.
+    """
+    sequence, drawn = session.new_sequence(), token_ids(session.model.vocab_size)
+    segment = Segment(sequence, ids or [next(drawn) for _ in range(tokens)], role=DECODE)
     session.reserve(sequence, tokens)
     view, start, fired, chosen = View(session, tokens), 0, [], []
     for i, record in enumerate(session.program.records):
@@ -104,12 +122,17 @@ def watch(session: Session, tokens: int = WATCHED) -> tuple[np.ndarray, np.ndarr
         if isinstance(op, NeuronGated):
             session.walk_range(segment, start, i + 1)
             start = i + 1
-            fired.append(np.count_nonzero(view.floats(op.out), axis=0))
+            fired.append(counted(view.floats(op.out) != 0, together))
             bits = np.unpackbits(np.ascontiguousarray(view.floats(op.mask)).view(np.uint8), axis=1, bitorder="little") \
                 if op.mask else np.ones((tokens, op.out.width), np.uint8)
-            chosen.append(bits[:, : op.out.width].sum(axis=0, dtype=np.int64))
+            chosen.append(counted(bits[:, : op.out.width] != 0, together))
     session.truncate(sequence, 0)
     return np.array(fired), np.array(chosen)
+
+
+def counted(found: np.ndarray, together: int) -> np.ndarray:
+    """Of (tokens, neurons), by neuron, the groups of so many tokens in which one has it."""
+    return found.reshape(-1, together, found.shape[1]).any(axis=1).sum(axis=0, dtype=np.int64)
 
 
 def open_programs(paths: dict[str, Path], threads: int, stack: ExitStack) -> list[Program]:
@@ -150,6 +173,88 @@ def measure(programs: list[Program], rounds: int, tokens: int, seconds: float) -
             program.session.truncate(sequence, DEPTH)
         if time.perf_counter() > deadline:
             return
+
+
+def measure_together(programs: list[Program], seconds: float) -> str:
+    """Walks of several decoded tokens, a table in Markdown: neurons of their union, and time against one token's."""
+    times: dict[tuple[str, int], list[float]] = {(p.name, n): [] for p in programs for n in TOGETHER}
+    ids, deadline = token_ids(programs[0].session.model.vocab_size), time.perf_counter() + seconds
+    sequences = [program.session.new_sequence() for program in programs]
+    while time.perf_counter() < deadline:
+        for program, sequence in zip(programs, sequences, strict=True):
+            for n in TOGETHER:
+                program.session.truncate(sequence, 0)
+                segment = Segment(sequence, [next(ids) for _ in range(n)], (n - 1,), DECODE)
+                began = time.perf_counter()
+                program.session.walk([segment])
+                times[program.name, n].append(time.perf_counter() - began)
+    lines = ["| program | tokens together | neurons of their union | time of one token |", "|---|---:|---:|---:|"]
+    for program, sequence in zip(programs, sequences, strict=True):
+        program.session.release(sequence)
+        for n in TOGETHER:
+            fired, chosen = watch(program.session, together=n)
+            share = (chosen if program.mode == "predict" else fired).mean() / (WATCHED // n)
+            ratios = [a / b for a, b in zip(times[program.name, n][1:], times[program.name, 1][1:], strict=True)]
+            lines.append(f"| {program.name} | {n} | {1 if program.mode == 'off' else share:.0%} "
+                         f"| {median(ratios):.2f} |")
+    return "\n".join(lines)
+
+
+def unions_of_text(path: Path, text: Path, threads: int) -> str:
+    """Neurons that fire in some of several neighbouring tokens of a text, by layer, a table in Markdown."""
+    words = text.read_text(encoding="utf-8")[: 16 * TEXT_TOKENS]
+    ids = Tokenizer.open(path, {}).encode(words)[:TEXT_TOKENS]
+    ids = ids[: len(ids) // TOGETHER[-1] * TOGETHER[-1]]
+    session = Session(Bundle.open(path), RuntimeConfig(ctx=len(ids), threads=threads, prefill_chunk=len(ids)))
+    lines = ["| tokens together | by layer |", "|---:|---|"]
+    for n in TOGETHER:
+        fired = watch(session, len(ids), n, ids)[0].mean(axis=1) / (len(ids) // n)
+        lines.append(f"| {n} | {', '.join(f'{share:.0%}' for share in fired)} |")
+    session.close()
+    return "\n".join(lines)
+
+
+def measure_break_even(paths: dict[str, Path], threads: int, seconds: float, stack: ExitStack) -> str:
+    """Each mode against dense by density, a table in Markdown, and where they cross: as measured, and as predicted."""
+    sessions: dict[tuple[str, str], Program] = {}
+    for density in SWEPT:
+        for mode in ("off", "exact", "predict"):
+            config = RuntimeConfig(ctx=256, threads=threads, prefill_chunk=WATCHED,
+                                   recipe=everywhere(Recipe().sparse(mode)))
+            host = next(iter(sessions.values())).session if sessions else None
+            session = Session(Bundle.open(paths[f"{density:.0%}"]), config, host=host)
+            stack.callback(session.close)
+            program = sessions[f"{density:.0%}", mode] = Program(f"{mode}, {density:.0%}", session, mode)
+            fired, chosen = watch(session)
+            program.fired, program.chosen = fired.mean() / WATCHED, chosen.mean() / WATCHED
+    measure(list(sessions.values()), 1000, 4, seconds)
+    speed = neuron_speed(threads, 1 << 30, lambda *_: None)
+    device = parse_profile("here", {
+        "title": "here", "device_class": "local", "memory_bytes": 1 << 30, "bandwidth_gbs": 1.0, "cores": threads,
+        "isa": "generic", "figures": {DENSE_SHARE: speed.dense},
+        "curves": {MASKED_SHARE: [list(x) for x in speed.masked], GATES_SHARE: [list(x) for x in speed.gates]},
+    }, "the probe")
+    lines = ["| mode | " + " | ".join(f"{d:.0%}" for d in SWEPT) + " | break-even measured | predicted |",
+             "|---|" + "---:|" * (len(SWEPT) + 2)]
+    for mode in ("exact", "predict"):
+        points = []
+        for density in SWEPT:
+            own, dense = sessions[f"{density:.0%}", mode], sessions[f"{density:.0%}", "off"]
+            ratio = median(b / a for a, b in zip(own.seconds, dense.seconds, strict=True))
+            points.append((own.chosen if mode == "predict" else own.fired, ratio))
+        sparse = sessions[f"{SWEPT[0]:.0%}", mode].session.sparse
+        predicted = break_even_density(device, mode, sparse.predictor if sparse else 0.0)
+        lines.append(f"| {mode} | " + " | ".join(f"{ratio:.2f}" for _, ratio in points)
+                     + f" | {crossing(points)} | {predicted:.0%} |")
+    return "\n".join(lines)
+
+
+def crossing(points: list[tuple[float, float]]) -> str:
+    """Density at which the ratio falls below 1, on the straight line between the two points around it."""
+    for (low, a), (high, b) in pairwise(points):
+        if a > 1 >= b:
+            return f"{low + (high - low) * (a - 1) / (a - b):.0%}"
+    return f"above {points[-1][0]:.0%}" if points[-1][1] > 1 else f"below {points[0][0]:.0%}"
 
 
 def profile(program: Program, tokens: int) -> str:
@@ -200,19 +305,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--layers", type=int, help="so many of the shape's layers")
     parser.add_argument("--rank", type=int, default=128, help="of the predictor")
-    parser.add_argument("--bundles", type=Path, required=True, help="folder of the bundles, made where they lack")
+    parser.add_argument("--bundles", type=Path, default=Path("sparse-speed"),
+                        help="folder of the bundles, made where they lack")
     parser.add_argument("--make-only", action="store_true", help="make the bundles and measure nothing")
     parser.add_argument("--rounds", type=int, default=25, help="at most")
     parser.add_argument("--seconds", type=float, default=60, help="time after which no round begins")
     parser.add_argument("--tokens", type=int, default=8, help="of a reading")
     parser.add_argument("-t", "--threads", type=int, default=default_threads())
+    parser.add_argument("--together", action="store_true", help="walk 1, 2, 4 and 8 tokens together instead")
+    parser.add_argument("--model", type=Path, help="with --together: a bundle by neuron whose union is counted instead")
+    parser.add_argument("--text", type=Path, help="with --model: over this text")
+    parser.add_argument("--break-even", action="store_true", help="sweep the density instead, against dense")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     given = parser.parse_args(arguments)
-    paths = make_bundles(given.bundles, given.shape, given.layers, given.rank)
+    if given.model:
+        print(unions_of_text(given.model, given.text, given.threads))
+        return 0
+    paths = make_bundles(given.bundles, given.shape, given.layers, given.rank,
+                         SWEPT if given.break_even else DENSITIES)
     if given.make_only:
         return 0
     with ExitStack() as stack:
+        if given.break_even:
+            print(measure_break_even(paths, given.threads, given.seconds, stack))
+            return 0
         programs = open_programs(paths, given.threads, stack)
+        if given.together:
+            print(measure_together(programs[1:], given.seconds))
+            return 0
         others = Others(os.getpid())
         measure(programs, given.rounds, given.tokens, given.seconds)
         first = programs[0].session

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.sparse_speed import watch
+from benchmarks.sparse_speed import counted, crossing, watch
 from edgeinfer.bundle import Bundle, read_predictor, read_statistics
 from edgeinfer.config import Recipe
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle
@@ -86,3 +86,11 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "edgeinfer.converters.random_bundle", str(tmp_path / "m"), "--rank",
                            "64"], capture_output=True, text=True)
     assert done.returncode != 0 and done.stderr == "--predictor, --rank and --mask belong to --density.\n"
+
+
+def test_unions_and_crossings_of_the_benchmark() -> None:
+    found = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 0], [1, 1, 0]], bool)
+    assert counted(found, 1).tolist() == [2, 2, 0] and counted(found, 2).tolist() == [2, 2, 0]
+    assert counted(found, 4).tolist() == [1, 1, 0]
+    assert crossing([(0.3, 1.5), (0.5, 1.25), (0.7, 0.75)]) == "60%"
+    assert crossing([(0.3, 1.5), (0.5, 1.2)]) == "above 50%" and crossing([(0.3, 0.9), (0.5, 0.8)]) == "below 30%"
