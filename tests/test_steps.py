@@ -153,6 +153,25 @@ def test_no_more_steps_than_blocks_and_copies(opened: Session, walks: list[int])
         opened.release(sequence)
 
 
+def test_steps_are_those_of_this_walk_whoever_walks_next(
+    opened: Session, walks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program on the same threads makes ctx its own as soon as the walk is over."""
+    run, words = opened.executor.run, opened.executor.pool.words
+
+    def run_and_lend(*arguments: Any) -> None:
+        run(*arguments)
+        words[abi.CTX_STEPS >> 3] = 0
+
+    monkeypatch.setattr(opened.executor, "run", run_and_lend)
+    size, sequence = opened.model.vocab_size, opened.new_sequence()
+    sampler = Sampler(GenerationConfig(), size, 3, ends=range(size))
+    opened.prefill(sequence, tokens(13))
+    opened.decode([sequence], [5], None, [sampler.address], further=9)
+    assert len(sequence) == 14 and len(walks) == 2
+    opened.release(sequence)
+
+
 def test_what_makes_no_sense_is_refused_as_in_one_step(opened: Session) -> None:
     for further in (0, 9, -1):
         with pytest.raises(RequestError, match="0 sequences with 0 tokens"):

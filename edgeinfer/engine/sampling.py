@@ -1,7 +1,7 @@
 """The sampler of one sequence: its settings, what it has seen, and the choice of the next token.
 
 What is kept and how it is drawn from stands in `kernels/sampling.py`. A runner whose program has the draw kernels
-chooses within its walk; otherwise, and where their candidates do not suffice, the row of logits is looked at here.
+chooses within its walk; otherwise, and where a row has nothing to choose from, the row of logits is looked at here.
 """
 
 from __future__ import annotations

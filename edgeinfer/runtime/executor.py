@@ -52,6 +52,8 @@ class Executor:
         Whether the caller may be one of the threads: not where a record may have to wait for its ticket.
     tickets : int64 array
         What records may wait for: 0 = pending, positive = the data is there, negative = it will not come.
+    steps_left : int
+        Of those that the last walk might have gone on; ctx may be another program's by now.
     stream : Readers or None
         Who reads weights from storage and redeems these tickets.
 
@@ -74,6 +76,7 @@ class Executor:
         self._profile: NDArray[np.int64] | None = None
         self._closed = self._left = False
         self._process = os.getpid()
+        self.steps_left = 0
         self.pool = pool or Pool(kernels, threads, start=not self.check)
         self._head = self.pool.join()
         for i, name in enumerate(abi.REGIONS):
@@ -106,11 +109,6 @@ class Executor:
     def redeem(self, ticket: int, came: bool = True) -> None:
         """Let the record start that waits for a ticket, or end its walk if the data did `came` not; from any thread."""
         self.tickets[ticket] = 1 if came else -1
-
-    @property
-    def steps_left(self) -> int:
-        """Of the steps that the last walk might have gone on."""
-        return self.get(abi.CTX_STEPS)
 
     @property
     def waited_ns(self) -> int:
@@ -201,6 +199,7 @@ class Executor:
         if self.ended(cancel):
             words[_CANCEL] = 1
         elif not words[_ERROR]:
+            self.steps_left = int(words[_STEPS])
             steps = 1 + further - self.steps_left
             self.pace.took((time.perf_counter_ns() - began) / steps, tokens, first, stop)
 
