@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from .checks import FLAG, FUNCTION, OBJECT, PATH, Rule, checked, number, shown, whole
 from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
-from .errors import BudgetError, RequestError, UsageError
+from .errors import RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
     from .bundle import Bundle
+    from .choice import Choice
     from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
     from .runner import Cancellation
@@ -82,6 +83,8 @@ class LLM:
         The runtime below; it is not to be used while a request runs.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
+    choice : Choice or None
+        How a bundle with predictor or screen runs, and what else could.
     approximated : bool
         Whether approximations are used that were not asked for, see `max_kld`.
 
@@ -133,16 +136,20 @@ class LLM:
         self.path = resolve(self.name, progress)
         from .bundle import Bundle
         from .engine import RequestQueue
+        from .offload import placer
+        from .runtime import Session
         from .text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
         try:
             asked = config
-            if Recipe(tuple(s for s in config.recipe.steps if s.name not in ("sparse", "head"))) == Recipe():
-                config = _enabled(self._bundle, config, bound)
+            self.choice = _choice(self._bundle, config, bound)
+            config = self.choice.way.config if self.choice else config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
-            self.session: Session = self._open(config, asked, progress)
+            self.session: Session = Session(
+                self._bundle, config, progress=progress and partial(progress, "compile"),
+                loading=progress and partial(progress, "load"), place=placer(self._bundle))
             self.approximated = self.session.config.recipe != asked.recipe
         except BaseException:
             self._bundle.close()
@@ -152,26 +159,6 @@ class LLM:
         self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
-
-    def _open(self, config: RuntimeConfig, asked: RuntimeConfig, progress: Progress | None) -> Session:
-        """Open a session as approximated; where that does not fit into memory beside the model, as it was asked for."""
-        from .bundle import Bundle
-        from .offload import placer
-        from .runtime import Session
-
-        opened = partial(Session, progress=progress and partial(progress, "compile"),
-                         loading=progress and partial(progress, "load"))
-        try:
-            session = opened(self._bundle, config, place=placer(self._bundle))
-        except BudgetError:
-            if config is asked:
-                raise
-        else:
-            if config is asked or not session.plan.parts:
-                return session
-            session.close()
-            self._bundle = Bundle.open(self.path)
-        return opened(self._bundle, asked, place=placer(self._bundle))
 
     @property
     def plan(self) -> MemoryPlan:
@@ -372,10 +359,12 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
     return dict(named)
 
 
-def _enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> RuntimeConfig:
-    """The config with what a bundle's parts may approximate by themselves."""
+def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> Choice | None:
+    """Choose how to run a bundle that has parts to choose from, and a recipe that leaves the choice."""
     if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:  # as nearly always
-        return config
-    from .quality import MAX_KLD, enabled
+        return None
+    if Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) != Recipe():
+        return None
+    from .choice import choose
 
-    return enabled(bundle, config, MAX_KLD if max_kld is None else max_kld)
+    return choose(bundle, config, max_kld)

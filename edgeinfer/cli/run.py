@@ -19,7 +19,7 @@ from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
 from . import options, streaming
 from .output import figures, print_json, say
-from .prediction import Disturbances, learn_from_run, make_predictor, run_estimate, sentence
+from .prediction import LEAST_TOKENS, Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
 from .report import JSON_FIELDS, run_object
 
@@ -129,6 +129,8 @@ def run(
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
+        if llm.choice and not json:
+            say(llm.choice.sentence())
         if why := streaming.notice(llm.session):
             say(why)
         if not json and (cost := approximation(llm)):
@@ -258,6 +260,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
         print_json({**report, "estimate": predicted, "offload": reading.report(), "quality": approximation(llm),
+                    "decision": llm.choice and llm.choice.report(),
                     "sparse": sparse.report() if sparse else None})
     elif options["n"] > 1:
         for choice in completion.choices:
@@ -268,6 +271,11 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for line in filter(None, (sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
+    if llm.choice and not disturbed and completion.tok_per_s and completion.completion_tokens >= LEAST_TOKENS:
+        from ..choice import learn
+
+        if off := learn(llm.session.bundle, llm.choice, completion.tok_per_s):
+            say(off)
     return 1 if completion.finish_reason == "cancelled" else 0
 
 

@@ -10,18 +10,20 @@ if TYPE_CHECKING:
     from .fallback import SparseFfn, decide, everywhere
     from .lowering import Lowering, lower, rows
     from .memory import allocate
+    from .planning import PlannedRun, plan_run
     from .program import Program, Record
     from .session import Session
     from .slots import Slots
     from .stream import Stream
     from .taps import Taps, View, Visit, open_plain
 
-__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows", "Session", "Slots",
-           "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide", "everywhere", "in_groups",
-           "lower", "open_plain", "rows"]
+__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "PlannedRun", "Program", "Record", "Rows", "Session",
+           "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide", "everywhere", "in_groups",
+           "lower", "open_plain", "plan_run", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "fallback": "SparseFfn decide everywhere", "lowering": "Lowering lower rows",
-    "program": "Program Record", "session": "Session", "slots": "Slots", "stream": "Stream",
+    "program": "Program Record", "planning": "PlannedRun plan_run", "session": "Session",
+    "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",
     "calibration": "Covariance Firing Largest Rows capture in_groups",
 })

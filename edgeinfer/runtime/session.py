@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Cold, part_places, read_cold, read_screen
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.bundle import Bundle, Cold, read_cold
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import Graph, ModelConfig, NeuronDown, TypeOf, build_graph, expected_types, fill_rope_tables
+from edgeinfer.graph import ModelConfig, NeuronDown
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Place, Placement, Planner, alternatives, fit, fits, resolve
+from edgeinfer.memory_planner import SPLIT_TOKENS, Place
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -30,14 +30,14 @@ from edgeinfer.runner import (
     integers,
     plain_segments,
 )
-from edgeinfer.sizes import round_up
 
 from .direct import File
 from .executor import Executor
-from .fallback import decide, everywhere
+from .loading import fill_constants, load
 from .lowering import Lowering
-from .memory import Prefaulter, Progress, allocate, copy_in, lock, read_in
+from .memory import Prefaulter, allocate
 from .pace import SMALL_BYTES, Pace
+from .planning import offsets_of, plan_run
 from .sequence import KVCache
 from .slots import RESOLVE_KERNEL, Slots
 from .stream import RELEASE_KERNEL, Stream
@@ -90,15 +90,8 @@ class Session(Runner):
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.pace.choose)
-        self.config = resolve(_with_threads_of(host, config), self.model)
-        offsets = {name: entry.offset for name, entry in bundle.tensors.items()}
-        planner = self._planner(self.config.recipe, offsets)
-        if place and self.sparse and self.sparse.sentence() and not fits(planner, self.config):
-            planner = self._planner(everywhere(self.config.recipe), offsets)  # masks place neurons, in every layer
-        self.plan, self.budget_bytes = fit(planner, self.config, self._rebuild, place)
-        whole = not self.plan.parts and self.plan.cold is None
-        smaller = iter(()) if whole else alternatives(planner, self.config, self.budget_bytes, self._rebuild)
-        self.instead = next(smaller, None)
+        planned = plan_run(bundle, _with_threads_of(host, config), place)
+        self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
         cold = read_cold(bundle) if self.plan.cold else None
         bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
         kernels = host.executor.kernels if host else Kernels(choose(), progress)
@@ -108,8 +101,8 @@ class Session(Runner):
                        for region in self.plan.regions if region.name in abi.REGIONS and region.name != "weights"}
             self._prefaulter = Prefaulter(regions["kv"])
             opened.callback(self._prefaulter.close)
-            self._load(regions, offsets, loading)
-            self._fill_constants(regions["constants"])
+            load(bundle, self.graph, self.plan, regions, self.config.mlock, loading)
+            fill_constants(self.model, self.plan, regions["constants"])
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
             self.kv = KVCache(self.plan, regions["kv"])
@@ -122,7 +115,7 @@ class Session(Runner):
                                      Pace(threads, free, bundle.weights_bytes <= SMALL_BYTES))
             opened.callback(self.executor.close)
             if self.plan.parts:
-                self._stream(regions["streamed"], offsets)
+                self._stream(regions["streamed"])
             if cold:
                 self._read_cold(regions["cold"], cold)
             for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
@@ -217,17 +210,6 @@ class Session(Runner):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _planner(self, recipe: Recipe, offsets: dict[str, int]) -> Planner:
-        """Make the graph, with the layers decided that leave out neurons, and what plans it."""
-        self.recipe, self.sparse = decide(recipe, self.bundle)
-        self.graph = build_graph(self.model, expected_types(self.bundle.types), self.recipe)
-        self.bundle.check({w.name: w.shape for w in self.graph.weights if w.kind != "predictor"})
-        return Planner(self.graph, self.bundle.weights_bytes, offsets)
-
-    def _rebuild(self, types: TypeOf) -> Graph:
-        """The model's graph with weights stored in another way."""
-        return build_graph(self.model, types, self.recipe)
-
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""
         most, n = self.plan.request, sum(len(segment.ids) for segment in segments)
@@ -304,44 +286,13 @@ class Session(Runner):
             self.executor.run(first, stop, cancel, further)
         return logits
 
-    def _load(self, regions: dict[str, NDArray[np.uint8]], offsets: dict[str, int], loading: Progress | None) -> None:
-        """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
-        parts = []
-        for weight in self.graph.weights:
-            place = self.plan.places[weight.name]
-            if place.region == "resident" and weight.kind != "predictor":
-                parts += _sources(regions["resident"], place, offsets[weight.name],
-                                  self.graph.types[weight.name].nbytes(weight.shape))
-        copy_in(parts, self.bundle.weights_path, loading)
-        self._load_predictor(regions)
-        if any(region.name == "weights" for region in self.plan.regions):
-            regions["weights"] = self.bundle.weights
-            read_in(self.bundle.weights, self.bundle.weights_path, loading)
-        for home in ("weights", "resident") if self.config.mlock else ():
-            if home in regions:
-                lock(regions[home])
-
-    def _load_predictor(self, regions: dict[str, NDArray[np.uint8]]) -> None:
-        """Copy predictor and screen, which are files of their own, to their places."""
-        for part in ("predictor", "screen"):
-            weights = [one for one in self.graph.weights if one.kind == "predictor" and f"{part}." in one.name]
-            if not weights:
-                continue
-            if part == "screen":
-                read_screen(self.bundle)  # which refuses what is not this model's
-            path, places = part_places(self.bundle, part)
-            parts = []
-            for weight in weights:
-                offset, nbytes = places[weight.name.replace(f"{part}.", "")]
-                parts.append((offset, regions["resident"][self.plan.places[weight.name].offset :][:nbytes]))
-            copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
-
-    def _stream(self, region: NDArray[np.uint8], offsets: dict[str, int]) -> None:
+    def _stream(self, region: NDArray[np.uint8]) -> None:
         """Start the threads that read streamed weights ahead of use."""
         executor, state = self.executor, self.bundle.weights_state
         ends = [i for i, record in enumerate(self.program.records) if record.kernel == RELEASE_KERNEL]
-        executor.read_with(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state, offsets, ends,
-                                   executor.tickets, executor.kernels, executor.pool.words))
+        executor.read_with(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state,
+                                   offsets_of(self.bundle), ends, executor.tickets, executor.kernels,
+                                   executor.pool.words))
 
     def _read_cold(self, region: NDArray[np.uint8], cold: Cold) -> None:
         """Start the threads that read neurons when a token wants them."""
@@ -354,26 +305,10 @@ class Session(Runner):
         executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
                                  executor.kernels, executor.pool.words))
 
-    def _fill_constants(self, region: NDArray[np.uint8]) -> None:
-        """Cosines and sines per position, each padded to vectors of 16."""
-        half = self.model.head_dim // 2
-        padded = round_up(half, 16)
-        table = region[: self.plan.request.ctx * self.plan.rope_row_bytes].view(np.float32).reshape(-1, 2, padded)
-        fill_rope_tables(self.model.rope, self.model.head_dim, table[:, 0, :half], table[:, 1, :half])
-
     def _identity(self) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels."""
         parts = (self.bundle.identity, self.recipe, self.executor.kernels.arithmetic)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-
-
-def _sources(region: NDArray[np.uint8], place: Placement, offset: int,
-             nbytes: int) -> list[tuple[int, NDArray[np.uint8]]]:
-    """Where the parts of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only."""
-    if place.nbytes == nbytes:
-        return [(offset, region[place.offset :][:nbytes])]
-    own, third = region[place.offset :][: place.nbytes], place.nbytes // 3
-    return [(offset, own[:third]), (offset + nbytes // 3, own[third:])]
 
 
 def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConfig:

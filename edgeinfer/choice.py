@@ -1,0 +1,193 @@
+"""How a sparse model runs: dense or sparse, in memory, from storage or streamed; the fastest way that fits.
+
+Every way that may be used is planned and its speed predicted: from this machine's profile, or where it was not probed
+from an assumed one that serves for comparing alone. A way that turned out slower than the dense one would have been is remembered in the
+cache, and not taken by itself again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .cache import cache_root, make_directories
+from .errors import BudgetError, EdgeInferError
+from .files import open_plain
+from .json_text import parse_json
+from .quality import MAX_KLD, Setting, enabled, measured_identity
+from .sizes import format_size
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+    from .config import RuntimeConfig
+    from .devices import DeviceProfile
+    from .memory_planner import MemoryPlan
+
+ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
+"""Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
+MAX_BYTES = 1 << 16
+RESIDENT, SPARSE, FLASH, STREAMED = "resident", "sparse", "sparse from flash", "streamed"
+
+
+class Way(NamedTuple):
+    """One way to run a model, and what is predicted of it."""
+
+    name: str
+    """resident, sparse, sparse from flash, or streamed."""
+    config: RuntimeConfig
+    tok_per_s: float
+    read_bytes: float
+    """From storage, for a token."""
+
+    def __str__(self) -> str:
+        read = f", {format_size(round(self.read_bytes))} from storage per token" if self.read_bytes else ""
+        return f"{self.name} (about {self.tok_per_s:.3g} tok/s{read})"
+
+    @property
+    def key(self) -> str:
+        """What it is remembered by."""
+        return f"{self.name}; {Setting.of_run(self.config)}; threads={self.config.threads}"
+
+
+class Choice(NamedTuple):
+    """What runs, and what else could."""
+
+    way: Way
+    others: tuple[Way, ...]
+    """The next best first."""
+    refused: tuple[str, ...]
+    """What was left out, with the reason."""
+    basis: str
+    """What the predictions rest on."""
+    probed: bool
+    """Whether they are good for more than comparing."""
+
+    def sentence(self) -> str:
+        """Say what runs, why, and what was next best."""
+        then = f"; next best: {self.others[0]}" if self.others else "; nothing else fits"
+        left = f". Not taken: {'; '.join(self.refused)}" if self.refused else ""
+        return f"Runs {self.way}, by {self.basis} the fastest that fits{then}{left}."
+
+    def report(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        rows = [{"name": way.name, "tok_per_s": way.tok_per_s, "read_bytes": way.read_bytes}
+                for way in (self.way, *self.others)]
+        return {**rows[0], "others": rows[1:], "refused": list(self.refused), "basis": self.basis}
+
+
+def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) -> Choice:
+    """Return the fastest way to run a bundle: as it was asked for, or with approximations within `max_kld`.
+
+    Raises
+    ------
+    BudgetError
+        Nothing fits; of the run as it was asked for.
+    BundleError
+        As `quality.read_quality`.
+    """
+    profile, basis = _profile()
+    known = _slower(bundle)
+    approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld)
+    found, refused, first = [], [], None
+    for wanted in dict.fromkeys((config, approximated)):
+        try:
+            way = _way(bundle, wanted, profile)
+        except BudgetError as error:
+            first = first or error
+            plan: MemoryPlan = error.plan  # type: ignore[assignment]
+            needs = format_size(plan.total_bytes)
+            refused.append(f"{'as it is' if wanted is config else Setting.of_run(wanted)} ({needs} needed)")
+            continue
+        if way.key in known and wanted is not config:
+            refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; --sparse predict "
+                           "uses it again")
+        else:
+            found.append(way)
+    if first and not found:
+        raise first
+    found.sort(key=lambda way: -way.tok_per_s)
+    return Choice(found[0], tuple(found[1:]), tuple(refused), basis, basis != ASSUMED)
+
+
+ASSUMED = f"assumed speeds ({ASSUMED_GBS:g} GB/s of memory, {ASSUMED_STORAGE_GBS:g} of storage; 'edgeinfer devices " \
+          "--probe' measures this machine's)"
+
+
+def _profile() -> tuple[DeviceProfile, str]:
+    from .devices import Curve, DeviceProfile, local_profile
+
+    try:
+        profile = local_profile()
+    except EdgeInferError:
+        profile = None
+    if profile and profile.storage_sequential_gbs and profile.storage_random:
+        return profile, f"the profile of {profile.name}"
+    reads = Curve(((4096, ASSUMED_READS_GBS),))
+    return DeviceProfile("assumed", "assumed", "x86-laptop", 1 << 34, ASSUMED_GBS, None, os.cpu_count() or 1, "generic",
+                         storage_sequential_gbs=ASSUMED_STORAGE_GBS, storage_random=reads), ASSUMED
+
+
+def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile) -> Way:
+    """Plan one way and predict its speed; raises `BudgetError` where it does not fit."""
+    from dataclasses import replace
+
+    from .bundle import read_statistics
+    from .describe import describe
+    from .devices import estimate
+    from .offload import placer, predict
+    from .runtime import plan_run
+
+    plan = plan_run(bundle, config, placer(bundle)).plan
+    traffic = describe(bundle.path, recipe=config.recipe).traffic(config.kv)
+    streamed = plan.streamed_bytes
+    seconds = 1 / estimate(profile, replace(traffic, streamed_bytes=streamed)).decode_tok_per_s
+    reads = profile.storage_random
+    if plan.cold and reads and (statistics := read_statistics(bundle)):
+        cost = predict(plan.cold, statistics, seconds, lambda nbytes: reads.at(max(1, round(nbytes))))
+        return Way(FLASH, config, 1 / cost.seconds, cost.flash_bytes)
+    exact = Setting.of_run(config).exact
+    return Way(STREAMED if streamed else RESIDENT if exact else SPARSE, config, 1 / seconds, streamed)
+
+
+# -- what was slower than the dense program ----------------------------------------------------------------------------
+
+
+def learn(bundle: Bundle, choice: Choice, tok_per_s: float) -> str | None:
+    """Take note of how fast a choice was; return a sentence where it is switched off from now on.
+
+    That is where it was an approximation, and slower than the best exact way is predicted to be on a probed machine.
+    """
+    dense = next((way for way in choice.others if Setting.of_run(way.config).exact), None)
+    if not choice.probed or dense is None or Setting.of_run(choice.way.config).exact or tok_per_s >= dense.tok_per_s:
+        return None
+    path, known = _remembered(bundle), _slower(bundle)
+    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        make_directories(path.parent)
+        beside.write_text(json.dumps({**known, choice.way.key: tok_per_s}, indent=1))
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        return None
+    return (f"{choice.way.name} gave {tok_per_s:.3g} tok/s, less than {dense.tok_per_s:.3g} that are predicted for "
+            f"{dense.name}: it is not used by itself from now on.")
+
+
+def _remembered(bundle: Bundle) -> Path:
+    return cache_root() / "quality" / measured_identity(bundle)[:32] / "slower.json"
+
+
+def _slower(bundle: Bundle) -> dict[str, float]:
+    """What the file holds; one that cannot be read holds nothing."""
+    try:
+        with open_plain(_remembered(bundle)) as file:
+            data = parse_json(file.read(MAX_BYTES))
+    except (OSError, ValueError):
+        return {}
+    good = isinstance(data, dict) and all(type(speed) in (int, float) for speed in data.values())
+    return data if good else {}

@@ -1,0 +1,73 @@
+"""From a bundle and a config to the run's graph and its plan: what `Session` takes, and what `choice` compares."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types
+from edgeinfer.memory_planner import Alternative, MemoryPlan, Place, Planner, alternatives, fit, fits, resolve
+
+from .fallback import SparseFfn, decide, everywhere
+
+
+class PlannedRun(NamedTuple):
+    """What is known of a run before anything is loaded."""
+
+    config: RuntimeConfig
+    """Without open fields."""
+    recipe: Recipe
+    """With the bundle's predictor, and the layers that fall back."""
+    sparse: SparseFfn | None
+    graph: Graph
+    plan: MemoryPlan
+    budget_bytes: int
+    instead: Alternative | None
+    """Where weights are read from storage, the first smaller request that would fit without."""
+
+
+def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None) -> PlannedRun:
+    """Plan a run.
+
+    Parameters
+    ----------
+    bundle : Bundle
+    config : RuntimeConfig
+    place : callable, optional
+        Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
+
+    Raises
+    ------
+    BudgetError
+        If no plan fits the budget.
+    BundleError
+        If a tensor or a part is not what the model's graph needs.
+    """
+    config = resolve(config, bundle.config)
+    recipe, sparse, graph, planner = _graph(bundle, config.recipe)
+    if place and sparse and sparse.sentence() and not fits(planner, config):  # masks place neurons, in every layer
+        recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe))
+    rebuild = partial(_rebuilt, bundle, recipe)
+    plan, budget = fit(planner, config, rebuild, place)
+    whole = not plan.parts and plan.cold is None
+    instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
+    return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
+
+
+def offsets_of(bundle: Bundle) -> dict[str, int]:
+    """Where each tensor begins in its file."""
+    return {name: entry.offset for name, entry in bundle.tensors.items()}
+
+
+def _graph(bundle: Bundle, asked: Recipe) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
+    recipe, sparse = decide(asked, bundle)
+    graph = build_graph(bundle.config, expected_types(bundle.types), recipe)
+    bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
+    return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle))
+
+
+def _rebuilt(bundle: Bundle, recipe: Recipe, types: TypeOf) -> Graph:
+    """The model's graph with weights stored in another way."""
+    return build_graph(bundle.config, types, recipe)
