@@ -1,8 +1,8 @@
 """How a sparse model runs: dense or sparse, in memory, from storage or streamed; the fastest way that fits.
 
 Every way that may be used is planned and its speed predicted: from this machine's profile, or where it was not probed
-from an assumed one that serves for comparing alone. A way that turned out slower than the dense one would have been is remembered in the
-cache, and not taken by itself again.
+from an assumed one that serves for comparing alone. A way that turned out slower than the dense
+one would have been is remembered in the cache, and not taken by itself again.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .stream import Stream
     from .taps import Taps, View, Visit, open_plain
 
-__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "PlannedRun", "Program", "Record", "Rows", "Session",
-           "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide", "everywhere", "in_groups",
-           "lower", "open_plain", "plan_run", "rows"]
+__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "PlannedRun", "Program", "Record", "Rows",
+           "Session", "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide",
+           "everywhere", "in_groups", "lower", "open_plain", "plan_run", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "fallback": "SparseFfn decide everywhere", "lowering": "Lowering lower rows",
     "program": "Program Record", "planning": "PlannedRun plan_run", "session": "Session",

@@ -1,0 +1,125 @@
+"""Which way a sparse model runs: of what fits and was measured the fastest; what was slower is switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgeinfer import LLM
+from edgeinfer.bundle import Bundle
+from edgeinfer.choice import Choice, choose, learn
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.errors import BudgetError
+from edgeinfer.offload import placer
+from edgeinfer.quality import Measurement, Setting, measured_identity, remember
+from edgeinfer.runtime import plan_run
+from tests.command_line import edgeinfer
+from tests.test_offload import CONFIG, made
+
+WIDE = replace(CONFIG, vocab_size=300, intermediate_size=4096)
+LOOSE = RuntimeConfig(ctx=256, threads=1, prefill_chunk=48)
+PREDICT = replace(LOOSE, recipe=Recipe().sparse("predict"))
+Chosen = Callable[..., Choice]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("choice") / "m", WIDE)
+
+
+@pytest.fixture
+def bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
+    """The bundle, with a cache of its own and no profile of this machine."""
+    monkeypatch.setattr("edgeinfer.quality.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.choice.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("edgeinfer.devices.local_profile", lambda: None)
+    with Bundle.open(path) as opened:
+        yield opened
+
+
+def measure(bundle: Bundle, kld: float = 0.001) -> None:
+    """Let the cache say what the predictor costs."""
+    remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, 100, "decode", "0" * 64,
+                                 measured_identity(bundle), "generic"))
+
+
+def needed(bundle: Bundle, config: RuntimeConfig = PREDICT) -> int:
+    return plan_run(bundle, config, placer(bundle)).plan.total_bytes
+
+
+def test_only_what_was_measured_is_used_by_itself(bundle: Bundle) -> None:
+    assert choose(bundle, LOOSE).way[:2] == ("resident", LOOSE) and not choose(bundle, LOOSE).others
+    measure(bundle)
+    found = choose(bundle, LOOSE)
+    assert found.way[:2] == ("sparse", PREDICT) and [way.name for way in found.others] == ["resident"]
+    assert found.way.tok_per_s > found.others[0].tok_per_s
+    for bound in (0.0, 0.0005):
+        assert choose(bundle, LOOSE, bound).way.name == "resident"
+    assert choose(bundle, replace(LOOSE, kv="f16")).way.name == "resident"
+    assert choose(bundle, replace(LOOSE, recipe=Recipe().sparse("off"))).way.name == "resident"
+    assert choose(bundle, PREDICT, 0.0).way.name == "sparse"  # asked for
+
+
+def test_by_budget(bundle: Bundle) -> None:
+    """From everything in memory to nothing that fits."""
+    measure(bundle)
+    full = needed(bundle)
+    tight = replace(LOOSE, budget_bytes=full - 400_000)
+    found = choose(bundle, tight)
+    assert found.way.name == "sparse from flash" and [way.name for way in found.others] == ["streamed"]
+    assert 0 < found.way.read_bytes < found.others[0].read_bytes
+    assert "Runs sparse from flash (about" in found.sentence() and "; next best: streamed (about" in found.sentence()
+    assert "by assumed speeds (20 GB/s of memory" in found.sentence()
+    assert choose(bundle, tight, 0.0).way.name == "streamed"
+    with pytest.raises(BudgetError):
+        choose(bundle, replace(LOOSE, budget_bytes=1 << 20))
+
+
+def test_what_was_slower_is_switched_off(bundle: Bundle) -> None:
+    measure(bundle)
+    found = choose(bundle, LOOSE)
+    slow = found.others[0].tok_per_s * 0.9
+    assert learn(bundle, found, slow) is None  # predictions of a machine that was not probed
+    probed = found._replace(probed=True)
+    assert learn(bundle, probed, found.others[0].tok_per_s * 1.1) is None
+    assert choose(bundle, LOOSE).way.name == "sparse"
+    said = learn(bundle, probed, slow)
+    assert said and said.endswith("it is not used by itself from now on.") and "predicted for resident" in said
+    again = choose(bundle, LOOSE)
+    assert again.way.name == "resident" and "--sparse predict uses it again" in again.sentence()
+    assert choose(bundle, PREDICT).way.name == "sparse"
+    assert choose(bundle, replace(LOOSE, threads=2)).way.name == "sparse"  # another run
+    assert learn(bundle, again._replace(probed=True), 0.001) is None  # nothing approximates
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"x": "y"}', "\udcff"])
+def test_a_damaged_memory_counts_as_none(bundle: Bundle, tmp_path: Path, text: str) -> None:
+    measure(bundle)
+    found = choose(bundle, LOOSE)
+    assert learn(bundle, found._replace(probed=True), 1e-9)
+    (kept,) = (tmp_path / "cache").rglob("slower.json")
+    kept.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert choose(bundle, LOOSE).way.name == "sparse"
+
+
+def test_llm_and_run_say_it(bundle: Bundle, path: Path) -> None:
+    measure(bundle)
+    budget = needed(bundle) - 400_000
+    with LLM(path, ctx=256, threads=1, prefill_chunk=48, budget=budget) as llm:
+        assert llm.choice and llm.choice.way.name == "sparse from flash" and llm.approximated
+        assert llm.session.plan.cold is not None
+        ids = llm.complete([5, 6, 7], temperature=0, max_tokens=8).token_ids
+    with LLM(path, ctx=256, threads=1, sparse="predict") as llm:
+        assert llm.complete([5, 6, 7], temperature=0, max_tokens=8).token_ids == ids
+    asked = ("run", path, "abc", "-c", 256, "-t", 1, "-n", 4, "--prefill-chunk", 48, "--budget", f"{budget}B")
+    report = edgeinfer(*asked, "--json").json["decision"]
+    assert report["name"] == "sparse from flash" and report["others"][0]["name"] == "streamed"
+    assert "edgeinfer: Runs sparse from flash (about" in edgeinfer(*asked).err
+
+
+def test_a_model_without_parts_leaves_no_choice() -> None:
+    with LLM("demo", threads=1) as llm:
+        assert llm.choice is None
