@@ -40,7 +40,7 @@ JSON_FIELDS = {
         "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
         "whether nobody asked for it; else null",
         "decision": "of bundles with a predictor or a screen: `name` of what runs (resident, sparse, sparse from "
-        "flash, streamed), `tok_per_s` and `read_bytes` from storage per token as predicted, `others` that fit likewise, "
+        "flash, streamed), `tok_per_s` and `read_bytes` from storage per token as predicted, `others` that fit, "
         "`refused` with reasons, `basis` of the predictions; else null",
         "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
