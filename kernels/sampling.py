@@ -1,4 +1,4 @@
-"""Choosing a token from its logits, in NumPy: what the kernels of `ops/draw.py` do for few candidates, for any number.
+"""Choosing a token from its logits, in NumPy: what the kernels of `ops/draw.py` do.
 
 The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Every filter keeps a prefix of the
 candidates sorted from best to worst, the lower id first among equals. What is kept is drawn from by Gumbel-max (Gumbel,

@@ -118,6 +118,10 @@ def test_llm_and_run_say_it(bundle: Bundle, path: Path) -> None:
     report = edgeinfer(*asked, "--json").json["decision"]
     assert report["name"] == "sparse from flash" and report["others"][0]["name"] == "streamed"
     assert "edgeinfer: Runs sparse from flash (about" in edgeinfer(*asked).err
+    planned = ("plan", path, "-c", 256, "-t", 1, "--prefill-chunk", 48, "--budget", f"{budget}B")
+    assert edgeinfer(*planned, "--json").json["decision"]["name"] == "sparse from flash"
+    assert "Runs sparse from flash (about" in " ".join(edgeinfer(*planned).out.split())
+    assert edgeinfer(*planned, "--device", "rpi5", "--json").json["decision"] is None
 
 
 def test_a_model_without_parts_leaves_no_choice() -> None:

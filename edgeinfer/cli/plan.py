@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,10 +144,28 @@ class _Planned:
             "alternatives": [self._alternative(option) for option in options],
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
+            "decision": self._decision(),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
         return report
+
+    def _decision(self) -> dict[str, Any] | None:
+        """Return what `run` would decide of a bundle with parts to choose from, on this machine."""
+        from ..bundle import Bundle, is_bundle
+        from ..choice import choose
+
+        path = Path(self.model.name)
+        if self.device is not None or not self.model.runnable or not is_bundle(path):
+            return None
+        with Bundle.open(path) as bundle:
+            if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:
+                return None
+            try:
+                found = choose(bundle, replace(self.config, budget_bytes=self.budget))
+            except BudgetError:
+                return None
+        return {**found.report(), "said": found.sentence()}
 
     def _alternative(self, option: Alternative) -> dict[str, Any]:
         """Return an alternative as a JSON object; how fast streaming is, where storage was measured."""

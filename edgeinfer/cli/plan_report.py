@@ -43,6 +43,8 @@ JSON_FIELDS = {
         "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
         "file_types": "of a GGUF file: bytes of its tensors by type; else null",
         "notes": "remarks",
+        "decision": "of bundles with a predictor or a screen, on this machine: what `run` does, as its own field of "
+        "this name, and `said`; else null",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
         "`family` (its model_type)",
@@ -68,6 +70,8 @@ def print_report(report: dict[str, Any]) -> None:
         print(line)
     for note in report["notes"]:
         print("\n".join(folded(note, "note     ")))
+    if report["decision"]:
+        print("\n".join(folded(report["decision"]["said"], "run      ")))
     if not report["fits"]:
         for option in report["alternatives"]:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
