@@ -195,10 +195,17 @@ class Bundle:
         BundleError
             Naming a tensor or file that was altered.
         """
+        pieces, cold = [*self._weights_pieces(), *self._files(), *self._files(parts=True)], list(self._files(cold=True))
+        total = sum(piece.nbytes for piece in (*pieces, *cold))
+
+        def behind(before: int) -> Progress | None:
+            return progress and (lambda done, _, name: progress(before + done, total, name))
+
         with self._using():
-            compare([*self._weights_pieces(), *self._files(parts=False), *self._files(parts=True)], progress=progress)
-            self._check_parts(clusters=True)
-            compare(list(self._files(cold=True)), progress=progress)
+            compare(pieces, progress=behind(0))
+            self._check_parts(clusters=True)  # which names the neurons that were altered
+            if cold:
+                compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""
