@@ -143,7 +143,7 @@ def test_a_refused_lock_says_what_to_do(monkeypatch: pytest.MonkeyPatch, limit: 
 
 def test_copied_weights_are_locked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[np.ndarray] = []
-    monkeypatch.setattr("edgeinfer.runtime.session.lock", locked.append)
+    monkeypatch.setattr("edgeinfer.runtime.loading.lock", locked.append)
     for mmap in (True, False):
         with session(write_model(tmp_path), mlock=True, mmap=mmap) as opened:
             assert locked.pop() is opened.executor.regions["weights" if mmap else "resident"] and not locked

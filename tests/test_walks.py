@@ -243,7 +243,7 @@ def test_threads_of_a_closed_session_are_not_lent(path: Path) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("what", ["Lowering", "KVCache", "read_in", "Executor"])
+@pytest.mark.parametrize("what", ["Lowering", "KVCache", "load", "Executor"])
 def test_a_session_that_fails_to_open_leaves_nothing_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

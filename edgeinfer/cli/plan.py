@@ -153,11 +153,12 @@ class _Planned:
     def _decision(self) -> dict[str, Any] | None:
         """Return what `run` would decide of a bundle with parts to choose from, on this machine."""
         from ..bundle import Bundle, is_bundle
-        from ..choice import choose
 
         path = Path(self.model.name)
         if self.device is not None or not self.model.runnable or not is_bundle(path):
             return None
+        from ..choice import choose  # which imports NumPy
+
         with Bundle.open(path) as bundle:
             if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:
                 return None
