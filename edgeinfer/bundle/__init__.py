@@ -16,6 +16,7 @@ from .format import (
     Header,
     Quantisation,
     TensorEntry,
+    cluster_shape,
     file_offsets,
     weights_file_bytes,
 )
@@ -23,7 +24,7 @@ from .header import HEADER_FILE, header_from_json, header_to_json
 from .reader import Bundle, is_bundle
 
 if TYPE_CHECKING:
-    from .cold import COLD_FILE, Cold, cluster_shape, cold_bytes, pack_cold, read_cold
+    from .cold import COLD_FILE, Cold, cold_bytes, pack_cold, read_cold
     from .naming import named
     from .parts import (
         PREDICTOR_FILE,
@@ -48,7 +49,7 @@ __all__ = ["COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS",
            "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
-    "cold": "COLD_FILE Cold cluster_shape cold_bytes pack_cold read_cold",
+    "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
     "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_places "
              "read_predictor read_statistics weights_identity",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen",

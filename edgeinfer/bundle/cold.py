@@ -18,27 +18,18 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
 from edgeinfer.quant import WeightType
-from edgeinfer.sizes import round_up
 
 from ..dataclass import dataclass
 from .arrays import Later, offsets, pack_arrays
-from .format import TensorEntry
+from .format import UNIT_BYTES, TensorEntry, cluster_shape
 from .parts import layers_of, open_part, weights_identity
 
 if TYPE_CHECKING:
     from .reader import Bundle
 
 COLD_FILE = "cold.bin"
-UNIT_BYTES = 4096
-"""Direct I/O reads multiples of it from multiples of it."""
 _STEP_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
-
-
-def cluster_shape(neuron_bytes: int) -> tuple[int, int]:
-    """Return the neurons of a cluster, a power of two, and its bytes on storage."""
-    neurons = 1 << max(0, (UNIT_BYTES // neuron_bytes).bit_length() - 1)
-    return neurons, round_up(neurons * neuron_bytes, UNIT_BYTES)
 
 
 def ffn_entries(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -19,6 +19,8 @@ PARTS = ("predictor", "statistics", "cold", "quality", "draft_head", "screen")
 LARGE_ALIGNMENT = 65536
 """Large tensors start on the largest page in use (64 KiB on some ARM systems), so that each can be mapped alone."""
 LARGE_TENSOR_BYTES = 1 << 20
+UNIT_BYTES = 4096
+"""Direct I/O reads multiples of it from multiples of it."""
 END_BYTES = LINE_BYTES
 """Zeros behind the last tensor, since format 2: kernels read up to 30 bytes behind a tensor in layout neuron."""
 
@@ -92,6 +94,12 @@ def next_offset(end: int, nbytes: int) -> int:
 def end_of_file(end: int, version: int = FORMAT_VERSION) -> int:
     """Return the length of weights.bin whose last tensor ends at `end`."""
     return round_up(end, LINE_BYTES) + (END_BYTES if version > 1 else 0)
+
+
+def cluster_shape(neuron_bytes: int) -> tuple[int, int]:
+    """Return the neurons of a cluster of cold neurons, a power of two, and its bytes on storage."""
+    neurons = 1 << max(0, (UNIT_BYTES // neuron_bytes).bit_length() - 1)
+    return neurons, round_up(neurons * neuron_bytes, UNIT_BYTES)
 
 
 def file_offsets(weights: Iterable[tuple[str, WeightType, tuple[int, ...]]]) -> dict[str, int]:
