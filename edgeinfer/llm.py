@@ -361,7 +361,7 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> Choice | None:
     """Choose how to run a bundle that has parts to choose from, and a recipe that leaves the choice."""
-    if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:  # as nearly always
+    if not bundle.approximates:  # as nearly always
         return None
     if Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) != Recipe():
         return None

@@ -108,9 +108,9 @@ def measurement(setting: Setting, result: Evaluation, weights: str, *, protocol:
 
 def measured_identity(bundle: Bundle) -> str:
     """Return a checksum of all in a bundle that its predictions depend on."""
-    from .bundle import weights_identity
+    from .bundle import APPROXIMATING, weights_identity
 
-    predictors = [entry.sha256 for entry in bundle.header.files if entry.part in ("predictor", "screen")]
+    predictors = [entry.sha256 for entry in bundle.header.files if entry.part in APPROXIMATING]
     return identity(weights_identity(bundle.header.tensors), *predictors)
 
 

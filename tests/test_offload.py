@@ -30,7 +30,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens
-from tests.test_streaming import Pread, host, real, watched  # noqa: F401
+from tests.test_streaming import Pread, cancelled_twice, host, real, watched  # noqa: F401
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32)
@@ -400,14 +400,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
         sequence = opened.new_sequence()
         opened.prefill(sequence, IDS[:58])
         answers.clear()
-        for _ in range(2):
-            cancel = Cancellation()
-            timer = threading.Timer(0.1, cancel.cancel)
-            timer.start()
-            with pytest.raises(CancelledError):
-                for token in IDS[58:]:
-                    watched(lambda token=token, c=cancel: opened.walk([Segment(sequence, [token], [0])], c))
-            timer.join()
+        cancelled_twice(opened, sequence, IDS[58:])
         answers.set()
         opened.truncate(sequence, 58)
         got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]

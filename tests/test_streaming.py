@@ -24,7 +24,7 @@ from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import Planner, resolve, to_request
 from edgeinfer.memory_planner import stream as stream_plan
-from edgeinfer.runner import Cancellation, Segment
+from edgeinfer.runner import Cancellation, Segment, Sequence
 from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
 from edgeinfer.runtime import stream as streaming
@@ -96,6 +96,18 @@ def watched(work: Callable[[], Any]) -> Any:
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0]
+
+
+def cancelled_twice(opened: Session, sequence: Sequence, ids: list[int]) -> None:
+    """Go on with tokens while reads do not return; a cancellation from another thread ends it, again and again."""
+    for _ in range(2):
+        cancel = Cancellation()
+        timer = threading.Timer(0.1, cancel.cancel)
+        timer.start()
+        with pytest.raises(CancelledError):
+            for token in ids:
+                watched(lambda token=token, c=cancel: opened.walk([Segment(sequence, [token], [0])], c))
+        timer.join()
 
 
 @pytest.fixture
@@ -308,14 +320,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
         sequence = opened.new_sequence()
         opened.prefill(sequence, IDS[:84])
         answers.clear()
-        for _ in range(2):
-            cancel = Cancellation()
-            timer = threading.Timer(0.1, cancel.cancel)
-            timer.start()
-            with pytest.raises(CancelledError):
-                for token in IDS[84:]:
-                    watched(lambda token=token, c=cancel: opened.walk([Segment(sequence, [token], [0])], c))
-            timer.join()
+        cancelled_twice(opened, sequence, IDS[84:])
         answers.set()
         opened.truncate(sequence, 84)
         got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[84:]]

@@ -9,6 +9,7 @@ from edgeinfer.lazy import lazily
 
 from .config_json import config_from_json
 from .format import (
+    APPROXIMATING,
     FORMAT_NAME,
     FORMAT_VERSION,
     PARTS,
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
     from .screens import SCREEN_FILE, HeadScreen, read_screen
     from .writer import BundleWriter
 
-__all__ = ["COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS", "PREDICTOR_FILE",
-           "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold", "FileEntry",
-           "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry", "cluster_shape",
-           "cold_bytes", "config_from_json", "file_offsets", "header_from_json", "header_to_json", "is_bundle", "named",
-           "pack_cold", "part_places", "read_cold", "read_predictor", "read_screen", "read_statistics",
-           "weights_file_bytes", "weights_identity"]
+__all__ = ["APPROXIMATING", "COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS",
+           "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold",
+           "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry",
+           "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json", "header_to_json",
+           "is_bundle", "named", "pack_cold", "part_places", "read_cold", "read_predictor", "read_screen",
+           "read_statistics", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",

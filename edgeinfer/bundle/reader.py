@@ -16,7 +16,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.quant import WeightType
 
 from .checksums import Passed, Piece, Progress, compare
-from .format import WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
+from .format import APPROXIMATING, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
 from .mapping import check_length, map_weights
 
@@ -206,6 +206,11 @@ class Bundle:
             self._check_parts(clusters=True)  # which names the neurons that were altered
             if cold:
                 compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
+
+    @property
+    def approximates(self) -> bool:
+        """Whether it has parts that a run may approximate with."""
+        return any(entry.part in APPROXIMATING for entry in self.header.files)
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""

@@ -160,7 +160,7 @@ class _Planned:
         from ..choice import choose  # which imports NumPy
 
         with Bundle.open(path) as bundle:
-            if not {"predictor", "screen"} & {entry.part for entry in bundle.header.files}:
+            if not bundle.approximates:
                 return None
             try:
                 found = choose(bundle, replace(self.config, budget_bytes=self.budget))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, part_places, read_screen
+from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
 from edgeinfer.graph import Graph, ModelConfig, fill_rope_tables
 from edgeinfer.memory_planner import MemoryPlan, Placement
 from edgeinfer.sizes import round_up
@@ -38,7 +38,7 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
 
 def _load_parts(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions) -> None:
     """Copy predictor and screen, which are files of their own, to their places."""
-    for part in ("predictor", "screen"):
+    for part in APPROXIMATING:
         weights = [one for one in graph.weights if one.kind == "predictor" and f"{part}." in one.name]
         if not weights:
             continue
