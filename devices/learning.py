@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.files import open_plain
+from edgeinfer.files import open_plain, replacement
 from edgeinfer.json_text import parse_json
 
 from .calibration import LAYERS, DecodeRun, PromptRun, solve_constants
@@ -198,12 +196,5 @@ def _parsed(kind: type[Run], rows: list[dict[str, Any]]) -> list[Run]:
 
 def _write(path: Path, runs: _Runs) -> None:
     """Write the runs, whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(runs), file)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacement(path) as file:
+        file.write(json.dumps(asdict(runs)).encode())

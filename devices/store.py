@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any
 
 from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError, ProfileError, UsageError
-from edgeinfer.files import open_plain
+from edgeinfer.files import open_plain, replacement
 from edgeinfer.json_text import check_depth
 
 from .names import Key, keys_of, nearest, taken_apart, unit_of, with_memory
@@ -124,15 +123,8 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
     text = "# A device profile of edgeinfer.\n" + to_toml(table)
     try:
         make_directories(path.parent)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacement(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise DestinationError(
             f"The profile {path} cannot be written: {error.strerror or error}. EDGEINFER_CACHE moves the directory."

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import cache_root, make_directories
 from .errors import BudgetError, EdgeInferError
-from .files import open_plain
+from .files import open_plain, replacement
 from .json_text import parse_json
 from .quality import MAX_KLD, Setting, enabled, measured_identity
 from .sizes import format_size
@@ -165,14 +163,11 @@ def learn(bundle: Bundle, choice: Choice, tok_per_s: float) -> str | None:
     if not choice.probed or dense is None or Setting.of_run(choice.way.config).exact or tok_per_s >= dense.tok_per_s:
         return None
     path, known = _remembered(bundle), _slower(bundle)
-    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         make_directories(path.parent)
-        beside.write_text(json.dumps({**known, choice.way.key: tok_per_s}, indent=1))
-        os.replace(beside, path)
+        with replacement(path) as file:
+            file.write(json.dumps({**known, choice.way.key: tok_per_s}, indent=1).encode())
     except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         return None
     return (f"{choice.way.name} gave {tok_per_s:.3g} tok/s, less than {dense.tok_per_s:.3g} that are predicted for "
             f"{dense.name}: it is not used by itself from now on.")

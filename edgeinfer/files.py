@@ -1,4 +1,4 @@
-"""Opening files that a user or a bundle names: plain files only, for reading a fifo may wait for ever."""
+"""Opening files that a user or a bundle names, plain ones only (reading a fifo may wait for ever); replacing files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import errno
 import io
 import os
 import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
+if sys.platform != "win32":  # there nobody can remove a file that is open
+    import fcntl
+
+PART = ".edgeinfer-part"
+"""End of the names of files that are being written: no name that anybody else gives."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -37,3 +46,66 @@ def refuse_special(path: str | Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+
+
+@contextmanager
+def replacement(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of another when the block ends: whole, or not at all if the block raises.
+
+    Its name is hidden, its own, and beside `path`. What a killed process has left there is removed by the next one that
+    writes `path`: a file belongs to somebody as long as its lock is held, and locks end with their process.
+
+    Raises
+    ------
+    OSError
+        It cannot be written, or `path` is no plain file.
+    """
+    import tempfile
+
+    path = Path(path)
+    with suppress(FileNotFoundError):
+        refuse_special(path, os.stat(path))
+    prefix = f".{path.name}."
+    _remove_remains(path.parent, prefix)
+    handle, temporary = tempfile.mkstemp(PART, prefix, path.parent)
+    while not _ours(handle):  # somebody who tidied up came between the making and the lock
+        os.close(handle)
+        handle, temporary = tempfile.mkstemp(PART, prefix, path.parent)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            if sys.platform != "win32":  # before the lock ends
+                os.replace(temporary, path)
+        if sys.platform == "win32":
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _ours(handle: int) -> bool:
+    """Lock a new file; return whether it is still there."""
+    if sys.platform == "win32":
+        return True
+    with suppress(OSError):  # a file system without locks: remains stay, as nobody can tell whose they are
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return os.fstat(handle).st_nlink > 0
+
+
+def _remove_remains(directory: Path, prefix: str) -> None:
+    """Remove the temporary files of processes that are no more."""
+    for name in os.listdir(directory):
+        if not (name.startswith(prefix) and name.endswith(PART)):
+            continue
+        with suppress(OSError):  # in use, or gone already
+            if sys.platform == "win32":
+                os.unlink(directory / name)
+                continue
+            handle = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(directory / name)
+            finally:
+                os.close(handle)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -24,7 +22,7 @@ from .config import Recipe, RuntimeConfig, Step
 from .dataclass import dataclass
 from .errors import BundleError
 from .evaluate import Evaluation
-from .files import open_plain
+from .files import open_plain, replacement
 from .json_text import parse_json
 
 if TYPE_CHECKING:
@@ -199,14 +197,10 @@ def read_quality(bundle: Bundle) -> list[Measurement]:
 def remember(bundle: Bundle, made: Measurement) -> None:
     """Keep a measurement in the user's cache; where that cannot be written it is not kept."""
     path = _cached(bundle)
-    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
-    try:
+    with contextlib.suppress(OSError):
         make_directories(path.parent)
-        beside.write_bytes(to_json([*_kept(path), made][-MOST_KEPT:]))
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+        with replacement(path) as file:
+            file.write(to_json([*_kept(path), made][-MOST_KEPT:]))
 
 
 def to_json(known: Iterable[Measurement]) -> bytes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import struct
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
-from edgeinfer.files import open_plain, refuse_special
+from edgeinfer.files import open_plain, replacement
 from edgeinfer.json_text import parse_json
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
@@ -131,31 +129,19 @@ class KVCache:
         Raises `DestinationError` if the file cannot be written; nothing is left behind, and an older file stays as it
         was.
         """
-        import tempfile
-
         self.check_own(sequence)
         header = self._header(model) | {"tokens": sequence.tokens}
         digest = _start_digest(header)
         for row in self._rows(sequence):
             digest.update(row)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
-        temporary = None
         try:
-            with suppress(FileNotFoundError):
-                refuse_special(path, os.stat(path))
-            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            with open(handle, "wb") as file:
+            with replacement(path) as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
                 for row in self._rows(sequence):
                     file.write(row)
-            os.replace(temporary, path)
-        except BaseException as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                why = error.strerror or error
-                raise DestinationError(f"Cannot write the prompt cache {path}: {why}.") from None
-            raise
+        except OSError as error:
+            raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
 
     def load(self, path: Path, model: str) -> Sequence:
         """Read a sequence saved by the same model with the same KV type.

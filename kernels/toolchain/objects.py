@@ -7,10 +7,8 @@ code; so one that is damaged, or from another set, is not linked.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from edgeinfer.cache import cache_root
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import KernelError
+from edgeinfer.files import replacement
 
 from .. import abi
 from ..catalogue import FAMILIES, Extension
@@ -143,17 +142,8 @@ class KernelSet:
 
     def write(self, directory: Path, name: str, code: bytes) -> None:
         """Store one kernel, whole or not at all; nobody else may write the file."""
-        import tempfile
-
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")
-        try:
-            with open(handle, "wb") as file:
-                file.write(code + self._seal(name, code))
-            os.replace(temporary, directory / f"{name}.o")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacement(directory / f"{name}.o") as file:
+            file.write(code + self._seal(name, code))
 
     def _seal(self, name: str, code: bytes) -> bytes:
         identity = json.dumps([abi.VERSION, self.isa.machine, self.isa.name, self.sources, name])
