@@ -34,7 +34,7 @@ def relative_time(profile: DeviceProfile | None, mode: str, density: float, pred
     ----------
     profile : DeviceProfile or None
         None and profiles without the curves take the default.
-    mode : {"off", "exact", "predict"}
+    mode : {"off", "exact", "predict", "tiles"}
     density : float
         Share of the neurons that live, or in mode predict of those that the mask chooses.
     predictor : float
@@ -47,6 +47,8 @@ def relative_time(profile: DeviceProfile | None, mode: str, density: float, pred
     """
     if not 0 <= density <= 1:
         raise UsageError(f"A density of {density} is impossible; it is a share of the neurons, from 0 to 1.")
+    if mode == "tiles":
+        return 1.0
     curves, figures = (profile.curves, profile.figures) if profile else ({}, {})
     if mode == "off":
         return 1 / (figures.get(DENSE_SHARE) or DEFAULT_DENSE)

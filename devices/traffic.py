@@ -59,8 +59,8 @@ class Traffic:
     row_bytes: float = 0.0
     """Contiguous bytes of one neuron's piece in memory; 0 where nothing is skipped."""
     neuron_layers: tuple[tuple[str, float], ...] = ()
-    """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict), and
-    the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
+    """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict; or it
+    is in tiles), and the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
     flash_bytes: float = 0.0
     """Bytes that a token reads from storage (cold weights that miss the cache)."""
     flash_chunk_bytes: float = 0.0
@@ -92,7 +92,8 @@ class Traffic:
         """Part of `ffn_bytes` that is not read."""
         if not self.neuron_layers:
             return self.ffn_bytes * (1 - self.active_share)
-        read = {"off": lambda density: 1.0, "exact": lambda density: (1 + 2 * density) / 3, "predict": float}
+        read = {"off": lambda density: 1.0, "exact": lambda density: (1 + 2 * density) / 3, "predict": float,
+                "tiles": lambda density: 1.0}
         whole = math.fsum(read[mode](density) for mode, density in self.neuron_layers) / len(self.neuron_layers)
         return self.ffn_bytes * (1 - whole)
 

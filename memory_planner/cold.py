@@ -14,7 +14,7 @@ class ColdPlan:
     """Which neurons are resident, and the cache of the others."""
 
     hot: tuple[int, ...]
-    """Resident neurons of each layer, the first ones: whole blocks, or all."""
+    """Resident neurons of each layer, the first ones: whole blocks, or all, as of layers in tiles."""
     neurons: int
     """Of a layer."""
     neuron_bytes: int

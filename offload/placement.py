@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.dataclass import dataclass
+from edgeinfer.graph import NeuronGated
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
 
 Floats = NDArray[np.float64]
@@ -32,7 +33,8 @@ class Heat:
     """How often neurons are computed: the mean number for a token in each block, layer by layer."""
 
     blocks: tuple[Floats, ...]
-    """Falling, as greedy choice needs it: a block counts for no more than those before it, by neuron."""
+    """Falling, as greedy choice needs it: a block counts for no more than those before it, by neuron. Layers in tiles,
+    which stay whole, have none."""
     sizes: NDArray[np.int64]
     """Neurons of each block."""
 
@@ -42,21 +44,24 @@ class Heat:
         starts = np.arange(0, plan.neurons, plan.block)
         sizes = np.diff([*starts, plan.neurons])
         if statistics is None:
-            return cls((sizes.astype(np.float64),) * len(plan.hot), sizes)
-        rates = (np.add.reduceat(fired, starts) / statistics.tokens / sizes for fired in statistics.fired)
-        return cls(tuple(np.minimum.accumulate(rate) * sizes for rate in rates), sizes)
+            rates = [np.ones(len(sizes))] * len(plan.hot)
+        else:
+            rates = [np.add.reduceat(fired, starts) / statistics.tokens / sizes for fired in statistics.fired]
+        none = np.zeros(0)
+        return cls(tuple(np.minimum.accumulate(rate) * sizes if hot < plan.neurons else none
+                         for rate, hot in zip(rates, plan.hot, strict=True)), sizes)
 
     def cold(self, hot: Sequence[int]) -> float:
         """Return the mean number of neurons for a token that are computed and not resident."""
         ends = np.cumsum(self.sizes)
-        return float(sum(blocks[ends > n].sum() for blocks, n in zip(self.blocks, hot, strict=True)))
+        return float(sum(blocks[ends > n].sum() for blocks, n in zip(self.blocks, hot, strict=True) if len(blocks)))
 
 
 def choose(heat: Heat, most: int) -> tuple[int, ...]:
     """Return how many neurons of each layer to keep, the hottest blocks first, `most` neurons in all."""
-    hot = [0] * len(heat.blocks)
     ends = np.cumsum(heat.sizes)
-    left = [(-blocks[0] / heat.sizes[0], 0, layer) for layer, blocks in enumerate(heat.blocks)]
+    hot = [0 if len(blocks) else int(ends[-1]) for blocks in heat.blocks]
+    left = [(-blocks[0] / heat.sizes[0], 0, layer) for layer, blocks in enumerate(heat.blocks) if len(blocks)]
     heapq.heapify(left)
     while left:
         _, block, layer = heapq.heappop(left)
@@ -80,12 +85,14 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     budget : int
         Bytes of the whole process.
     """
-    layers = len(masked(planner.graph))
+    layers = {op.layer for op in masked(planner.graph)}
 
     def planned(hot: tuple[int, ...], slots: int) -> MemoryPlan:
         return planner.plan(replace(request, homes=(("*", "resident"),), hot=hot, slots=slots))
 
-    empty = ColdPlan.of(planner.graph, (0,) * layers, 1)
+    whole = masked(planner.graph)[0].weight.shape[0]
+    none = tuple(0 if i in layers else whole for i in range(planner.graph.config.num_hidden_layers))
+    empty = ColdPlan.of(planner.graph, none, 1)
     heat, best = Heat.of(statistics, empty), None
     fixed = planned(empty.hot, empty.least_slots).total_bytes - empty.least_slots * empty.cluster_bytes
     least, kept = empty.least_slots, 0.0
@@ -103,8 +110,8 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
 def placer(bundle: Bundle) -> Place | None:
     """Return what finds hot and cold neurons for a bundle, or None where it has no neurons by themselves.
 
-    It is for `Session`, and finds nothing for graphs without masks in every layer: dense and exact runs compute the
-    gates of all neurons, so streaming reads no more than they need.
+    It is for `Session`, and finds nothing for graphs without masks in every FFN by neuron: dense and exact runs
+    compute the gates of all neurons, so streaming reads no more than they need.
     """
     if not any(entry.part == "cold" for entry in bundle.header.files):
         return None
@@ -112,5 +119,5 @@ def placer(bundle: Bundle) -> Place | None:
 
 
 def _place(bundle: Bundle, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    every = len(masked(planner.graph)) == planner.graph.config.num_hidden_layers
+    every = all(op.mask is not None for op in planner.graph.ops if isinstance(op, NeuronGated))
     return hot_and_cold(read_statistics(bundle), planner, request, budget) if every else None

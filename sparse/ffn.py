@@ -28,6 +28,11 @@ class Ffn(NamedTuple):
         return self.op.x
 
     @property
+    def by_neuron(self) -> bool:
+        """Whether its neurons can be left out: else it is in tiles."""
+        return isinstance(self.op, NeuronGated)
+
+    @property
     def f(self) -> Tensor:
         """What its neurons give, one value each."""
         return self.op.out

@@ -6,9 +6,9 @@ of all neurons of all layers follow from it, so that a search for the divergence
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,10 @@ SAMPLE_TOKENS = 4096
 """Rows kept of each layer for thresholds."""
 COMPARED_TOKENS = 1024
 """Of these, how many compare ranks."""
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 2 << 30
 """Most that captured rows and covariances take at a time; layers are captured in groups."""
 Told = Callable[[str, int, int, str], None]
+Visits = Mapping[Op, Sequence[Visit]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Fitted:
 
     predictor: Predictor
     choices: tuple[NDArray[np.float32], ...]
-    """Thresholds (prices, neurons) of each layer, (prices, 1) where the kind is ``threshold``."""
+    """Thresholds (prices, neurons) of each layer, (prices, 1) where the kind is ``threshold``, (prices, 0) of layers in
+    tiles."""
 
     def at(self, i: int) -> Predictor:
         """Return the predictor with the thresholds of price i."""
@@ -51,7 +53,7 @@ class Fitted:
 
 
 def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
-        rank: int | None = None, told: Told = lambda *_: None) -> Fitted:
+        rank: int | None = None, told: Told = lambda *_: None, along: Visits | None = None) -> Fitted:
     """Make a predictor from what a text does to the activations.
 
     Parameters
@@ -62,20 +64,39 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     rank : int, optional
         Of a low-rank predictor; by default the one that costs least, its own bytes and those of the neurons together.
     told : called with (stage, done, total, item)
+    along : other statistics to take of the whole text
     """
     check_rank(rank, kind, bundle.config.hidden_size)
-    factors = _factors(session, bundle, networks, ids, rank, told) if kind == "lowrank" else []
-    made: list[tuple[Predictor, NDArray[np.float32]]] = []
-    for layer in _captured(session, bundle, networks, ids, SAMPLE_TOKENS, False, told):
+    factors = _factors(session, bundle, networks, ids, rank, told, along or {}) if kind == "lowrank" else []
+    if along and not factors:
+        capture(session, ids, along, progress=lambda done, total, _: told("capture", done, total, "activity"))
+    made: dict[int, tuple[Predictor, NDArray[np.float32]]] = {}
+    for layer in _captured(session, bundle, networks, ids, SAMPLE_TOKENS, told):
         gate = layer.weights.gate
         one = _one(kind, gate, factors[len(made)] if factors else None)
         scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
-        made.append((one, thresholds(scores, harm_of(layer.f, layer.weights.down), PRICES, kind == "threshold")))
+        harm = harm_of(layer.f, layer.weights.down)
+        made[layer.ffn.layer] = one, thresholds(scores, harm, PRICES, kind == "threshold")
         told("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
-    ones = [one for one, _ in made]
-    whole = Predictor(kind, ones[0].rank, *(tuple(array for one in ones for array in getattr(one, name))
-                                            for name in ("signs", "inner", "outer")))
-    return Fitted(whole, tuple(choice for _, choice in made))
+    return _by_layer(bundle.config.num_hidden_layers, kind, made)
+
+
+def _by_layer(layers: int, kind: str, made: dict[int, tuple[Predictor, NDArray[np.float32]]]) -> Fitted:
+    """Put the predictors of single layers together; layers in tiles have empty arrays."""
+    one = next(iter(made.values()))[0]
+    arrays: dict[str, Any] = {
+        name: tuple(getattr(made[i][0], name)[0] if i in made else np.zeros(0, np.uint8) for i in range(layers))
+        for name in ("signs", "inner", "outer") if getattr(one, name)}
+    none = np.zeros((len(PRICES), 0), np.float32)
+    return Fitted(Predictor(kind, one.rank, **arrays), tuple(made[i][1] if i in made else none for i in range(layers)))
+
+
+def least_share(kind: str, rank: int | None, ffn: Ffn, ffn_bytes: int) -> float:
+    """Return the bytes of the smallest predictor of a kind, over those of the FFN."""
+    rank, hidden = rank or RANK_STEP, ffn.x.width
+    matrices = {"sign": ffn.neurons * hidden // 8, "threshold": 0,
+                "lowrank": PREDICTOR_TYPE.nbytes((rank, hidden)) + PREDICTOR_TYPE.nbytes((ffn.neurons, rank))}
+    return (matrices[kind] + 4 * ffn.neurons) / ffn_bytes
 
 
 def check_rank(rank: int | None, kind: str, hidden: int) -> None:
@@ -125,37 +146,41 @@ class _Layer(NamedTuple):
     """Of x; empty where it was not asked for."""
 
 
-def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int,
-              covariance: bool, told: Told) -> Iterator[_Layer]:
-    """Yield the first rows of x and f of each layer, and the covariance of x over the whole text."""
-    tokens = min(tokens, len(ids))
+def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int, told: Told,
+              along: Visits | None = None) -> Iterator[_Layer]:
+    """Yield the first rows of x and f of each layer; with `along` also the covariance of x over the whole text."""
+    tokens, whole = min(tokens, len(ids)), along is not None
 
     def nbytes(ffn: Ffn) -> int:
         rows = 4 * tokens * (ffn.x.width + ffn.neurons)
-        return rows + (Covariance.nbytes(ffn.x.width) if covariance else 0)
+        return rows + (Covariance.nbytes(ffn.x.width) if whole else 0)
 
-    for group in in_groups(networks, nbytes, MEMORY_BYTES):
+    left = dict(along or {})
+    for group in (groups := list(in_groups(networks, nbytes, MEMORY_BYTES))):
         kept = {ffn.op: [Rows(ffn.x, tokens), Rows(ffn.f, tokens)] for ffn in group}
-        squares = {ffn.op: [Covariance(ffn.x)] if covariance else [] for ffn in group}
+        squares = {ffn.op: [Covariance(ffn.x)] if whole else [] for ffn in group}
         where = f"layers {group[0].layer} to {group[-1].layer}"
-        visits: dict[Op, list[Visit]] = {ffn.op: [*kept[ffn.op], *squares[ffn.op]] for ffn in group}
-        capture(session, ids if covariance else ids[:tokens], visits,
+        visits: dict[Op, list[Visit]] = {ffn.op: [*kept[ffn.op], *squares[ffn.op], *left.pop(ffn.op, ())]
+                                         for ffn in group}
+        if group is groups[-1]:
+            visits |= {op: list(more) for op, more in left.items()}
+        capture(session, ids if whole else ids[:tokens], visits,
                 progress=lambda done, total, _, where=where: told("capture", done, total, where))  # type: ignore[misc]
         for ffn in group:
             x, f = kept.pop(ffn.op)
-            mean = squares[ffn.op].pop().mean if covariance else np.zeros((0, 0), np.float32)
+            mean = squares[ffn.op].pop().mean if whole else np.zeros((0, 0), np.float32)
             yield _Layer(ffn, parts(bundle, ffn), x.rows, f.rows, mean)
 
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
-             told: Told) -> list[tuple[Floats, Floats]]:
+             told: Told, along: Visits) -> list[tuple[Floats, Floats]]:
     """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank
     ranks = list(range(min(RANK_STEP, most), most + 1, RANK_STEP))
     costs = np.zeros(len(ranks))
     found: list[tuple[Floats, Floats]] = []
-    for layer in _captured(session, bundle, networks, ids, COMPARED_TOKENS, True, told):
+    for layer in _captured(session, bundle, networks, ids, COMPARED_TOKENS, told, along):
         found.append(low_rank(layer.weights.gate, layer.covariance, most))
         for i, tried in enumerate(ranks if rank is None else []):
             costs[i] += _cost(found[-1], tried, layer)

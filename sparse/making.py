@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,12 +25,12 @@ from edgeinfer.bundle import (
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.graph import RELUS, Op, build_graph, expected_types
+from edgeinfer.graph import RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
-from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, open_plain
+from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain
 
 from .ffn import Ffn, ffns, parts, stored_bytes
-from .fitting import Fitted, Told, check_rank, choose, fit
+from .fitting import Fitted, Told, check_rank, choose, fit, least_share
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
@@ -41,8 +42,8 @@ CALIBRATION_TOKENS, MEASURED_TOKENS = 32768, 2048
 tokens than the result is measured on."""
 MOST_TOKENS = CALIBRATION_TOKENS + 2 * MEASURED_TOKENS
 MIN_TOKENS = 2048
-DENSE = 0.95
-"""Share of neurons that fire from which on an FFN has no zeros worth leaving out."""
+ORDER_TOKENS = 8192
+"""Most tokens from which the order of neurons is taken, and which layers stay dense."""
 PREDICT_PASS = "sparse:mode=predict"
 """The step of a recipe whose measurement is made here."""
 SIMULATED = "predictor simulated between the records of the dense program, windows of 512"
@@ -67,6 +68,8 @@ class Sparsified:
     enabled: bool
     """Whether the divergence is within the bound."""
     max_kld: float
+    dense: tuple[int, ...] = ()
+    """Layers in tiles, without a predictor: leaving out neurons would not make them faster."""
 
     @property
     def reason(self) -> str:
@@ -79,8 +82,10 @@ class Sparsified:
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
              max_kld: float = MAX_KLD, rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-             told: Told = lambda *_: None) -> Sparsified:
+             told: Told = lambda *_: None, in_tiles: Callable[[], Bundle] | None = None) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
+
+    Layers of which so many neurons fire that dense they are faster stay in tiles.
 
     Parameters
     ----------
@@ -91,6 +96,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     max_kld : bound of the divergence
     rank : as for `fit`
     told : called with (stage, done, total, item)
+    in_tiles : gives the source with FFNs in tiles, where it has them by neuron; without it none of these is stored so
 
     Raises
     ------
@@ -99,7 +105,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     RequestError
         The text is too short.
     UnsupportedModelError
-        The FFNs have no zeros, no gates, or are of a type that layout neuron does not hold.
+        The FFNs have too few zeros, no gates, or are of a type that layout neuron does not hold.
     DestinationError
         As for `convert`.
     """
@@ -110,33 +116,40 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     networks = ffns(build_graph(source.config, expected_types(source.types)))
     kind = _kind(kind, networks)
     check_rank(rank, kind, source.config.hidden_size)
-    graph = neuron_graph(source, networks)
+    whole = graph = neuron_graph(source, networks)  # which refuses what cannot be stored so
     fitting, choosing, measuring = cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:
         stored = [(graph.types[weight.name], weight.shape) for weight in graph.weights]
         writer.reserve(2 * sum(kind.nbytes(shape) for kind, shape in stored) + cold_bytes(stored))
         before = open_source(stack, source.path, source, threads)
-        fired, _ = heat(before, ffns(before.graph), fitting.ids, told)
-        _refuse_dense(kind, fired)
-        orders = [np.argsort(-one.counts, kind="stable").astype(np.int32) for one in fired]
+        fired = _activity(before, fitting.ids[:ORDER_TOKENS], told)
+        dense = _dense(kind, rank, fired, networks, graph)
+        tiles = source if not networks[0].by_neuron else in_tiles() if in_tiles and dense else None
+        dense = dense if tiles else []
+        moved = [ffn for ffn in networks if ffn.layer not in dense]
+        graph = neuron_graph(source, moved, tiles)
+        orders = {ffn.layer: np.argsort(-one.counts, kind="stable").astype(np.int32) if ffn in moved
+                  else np.arange(ffn.neurons, dtype=np.int32) for ffn, one in zip(networks, fired, strict=True)}
         work = writer.folder / "work"
-        added = write_by_neuron(source, networks, graph, orders, work,
-                                lambda done, total, name: told("write", done, total, name))
+        added = write_by_neuron(source, moved, graph, orders, work,
+                                lambda done, total, name: told("write", done, total, name), tiles)
         bundle = stack.enter_context(Bundle.open(work))
         session, reference = (open_source(stack, work, source, threads, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
-        fitted = fit(session, bundle, maker.networks, fitting.ids, kind, rank=rank, told=told)
+        activity = _Activity(maker.networks)
+        fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, told=told, along=activity.visits)
         predictor = fitted.at(maker.price(fitted, choosing, max_kld, told))
         result, tallies = maker.measure(predictor, measuring)
+        tallies = maker.of_layers(tallies, activity)
         against_source = evaluate(reference, measuring, reference=before, window=before.config.ctx)
-        maker.store(writer, predictor, maker.statistics(fitting, orders, tallies, told), result, measuring.ids)
+        maker.store(writer, predictor, maker.statistics(activity, orders, tallies), result, measuring.ids)
         stack.close()
         shutil.rmtree(work)
-    dense = sum(graph.types[ffn.op.weight.name].nbytes(ffn.op.weight.shape) for ffn in maker.networks)
-    share = read_bytes_share(predictor, sum(tallies, Tally()), dense)
+    nbytes = sum(whole.types[weight.name].nbytes(weight.shape) for weight in whole.weights if weight.kind == "ffn")
+    share = read_bytes_share(predictor, sum(tallies, Tally()), nbytes)
     return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, added.relative,
-                      kld_of(result) <= max_kld, max_kld)
+                      kld_of(result) <= max_kld, max_kld, tuple(dense))
 
 
 def kld_of(result: Evaluation) -> float:
@@ -155,13 +168,21 @@ def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | Non
     return session
 
 
-def heat(session: Session, networks: list[Ffn], ids: tuple[int, ...], told: Told) -> tuple[list[Firing], list[Largest]]:
-    """Count how often neurons fire, and how much they give at most, layer by layer."""
-    fired, largest = [Firing(ffn.f) for ffn in networks], [Largest(ffn.f) for ffn in networks]
-    visits: dict[Op, list[Visit]] = {ffn.op: [a, b] for ffn, a, b in zip(networks, fired, largest, strict=True)}
-    capture(session, ids, visits,
-            progress=lambda done, total, _: told("capture", done, total, "activity of neurons"))
-    return fired, largest
+class _Activity:
+    """How often the neurons of each layer fire, and how much they give at most."""
+
+    def __init__(self, networks: list[Ffn]):
+        self.fired, self.largest = [Firing(ffn.f) for ffn in networks], [Largest(ffn.f) for ffn in networks]
+        self.visits: dict[Op, list[Visit]] = {ffn.op: [a, b] for ffn, a, b in
+                                              zip(networks, self.fired, self.largest, strict=True)}
+
+
+def _activity(session: Session, ids: tuple[int, ...], told: Told) -> list[Firing]:
+    """Count how often neurons fire, layer by layer."""
+    fired = [Firing(ffn.f) for ffn in ffns(session.graph)]
+    capture(session, ids, {ffn.op: [one] for ffn, one in zip(ffns(session.graph), fired, strict=True)},
+            progress=lambda done, total, _: told("capture", done, total, "order of neurons"))
+    return fired
 
 
 @dataclass(frozen=True)
@@ -173,12 +194,27 @@ class _Maker:
     bundle: Bundle
     networks: list[Ffn]
 
+    @property
+    def by_neuron(self) -> list[Ffn]:
+        """The layers that have a predictor."""
+        return [ffn for ffn in self.networks if ffn.by_neuron]
+
     def measure(self, predictor: Predictor, stream: Stream) -> tuple[Evaluation, list[Tally]]:
         """Return the divergence of a predictor on a text, and what it chose."""
-        scores = [scorer(predictor, i, parts(self.bundle, ffn).gate, ffn.op.activation)
-                  for i, ffn in enumerate(self.networks)]
-        runner, tallies = predicted(self.session, self.networks, scores, predictor.thresholds)
+        gates = (parts(self.bundle, ffn).gate if predictor.kind == "threshold" else
+                 np.empty((ffn.neurons, ffn.x.width), np.float32) for ffn in self.by_neuron)  # others need its shape
+        scores = [scorer(predictor, ffn.layer, gate, ffn.op.activation)
+                  for ffn, gate in zip(self.by_neuron, gates, strict=True)]
+        runner, tallies = predicted(self.session, self.by_neuron, scores,
+                                    [predictor.thresholds[ffn.layer] for ffn in self.by_neuron])
         return evaluate(runner, stream, reference=self.reference, window=runner.config.ctx), tallies
+
+    def of_layers(self, tallies: list[Tally], activity: _Activity) -> list[Tally]:
+        """Return what each layer chose; one in tiles computes all neurons."""
+        found, measured = dict(zip((ffn.layer for ffn in self.by_neuron), tallies, strict=True)), tallies[0].neurons
+        fired = (round(measured * float(one.counts.mean()) / one.tokens) for one in activity.fired)
+        return [found.get(ffn.layer, Tally(measured, measured, n, n))
+                for ffn, n in zip(self.networks, fired, strict=True)]
 
     def price(self, fitted: Fitted, stream: Stream, max_kld: float, told: Told) -> int:
         """Return the highest price within the bound."""
@@ -206,14 +242,14 @@ class _Maker:
                            isa=self.session.isa)
         writer.add_file(QUALITY_FILE, to_json([made]), "quality")
 
-    def statistics(self, stream: Stream, orders: list[NDArray[np.int32]], tallies: list[Tally],
-                   told: Told) -> Statistics:
+    def statistics(self, activity: _Activity, orders: dict[int, NDArray[np.int32]],
+                   tallies: list[Tally]) -> Statistics:
         """Return the neurons' activity, in the order in which they are stored now, and what masks chose of a text."""
-        fired, largest = heat(self.session, self.networks, stream.ids, told)
-        tokens = fired[0].tokens
+        tokens = activity.fired[0].tokens
         chosen = (round(one.read_share * tokens * ffn.neurons) for one, ffn in zip(tallies, self.networks, strict=True))
-        return Statistics(tokens, tuple(one.counts for one in fired), tuple(one.values for one in largest),
-                          tuple(orders), tuple(np.array([n]) for n in chosen))
+        return Statistics(tokens, tuple(one.counts for one in activity.fired),
+                          tuple(one.values for one in activity.largest),
+                          tuple(orders[ffn.layer] for ffn in self.networks), tuple(np.array([n]) for n in chosen))
 
 
 def _kind(kind: str | None, networks: list[Ffn]) -> str:
@@ -226,12 +262,19 @@ def _kind(kind: str | None, networks: list[Ffn]) -> str:
     return kind or ("lowrank" if zeros else "threshold")
 
 
-def _refuse_dense(kind: str, fired: list[Firing]) -> None:
+def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn], graph: Graph) -> list[int]:
+    """The layers of which too many neurons fire for leaving out the others to pay; all of them are refused."""
+    if kind == "threshold":
+        return []
     densities = [float(one.counts.mean()) / one.tokens for one in fired]
-    if kind != "threshold" and min(densities) > DENSE:
+    weight = next(weight for weight in graph.weights if weight.kind == "ffn")
+    predictor = least_share(kind, rank, networks[0], graph.types[weight.name].nbytes(weight.shape))
+    found, basis = dense_layers(densities, predictor)
+    if len(found) == len(networks):
         shown = ", ".join(f"{density:.0%}" for density in densities[:8]) + (", ..." if len(densities) > 8 else "")
-        raise UnsupportedModelError(f"The model's neurons fire for {shown} of the tokens, layer by layer: there is "
-                                    "next to nothing to leave out. It runs as it is, dense.")
+        raise UnsupportedModelError(f"The model's neurons fire for {shown} of the tokens, layer by layer: there is too "
+                                    f"little to leave out, by {basis}. It runs as it is, dense.")
+    return found
 
 
 def cut(stream: Stream) -> tuple[Stream, Stream, Stream]:

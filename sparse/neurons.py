@@ -5,7 +5,7 @@ Only the down matrix of a bundle in layout tile16 must be quantised again: there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Graph, NeuronGated, Weight, WeightType, build_graph
+from edgeinfer.graph import Graph, NeuronGated, Weight, WeightType, build_graph, expected_types
 from edgeinfer.quant import holds, layouts, quantise
 
 from .ffn import Ffn, apart, down_matrix, stored_bytes
@@ -31,8 +31,10 @@ class Codes(NamedTuple):
     """What quantising the down matrix again has added."""
 
 
-def neuron_graph(bundle: Bundle, networks: Sequence[Ffn]) -> Graph:
-    """Return the model's graph with FFNs in layout neuron, everything else stored as in the bundle.
+def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None = None) -> Graph:
+    """Return the model's graph with these FFNs in layout neuron, everything else stored as in the bundle.
+
+    Other FFNs are those of the same model in `tiles`.
 
     Raises
     ------
@@ -49,8 +51,10 @@ def neuron_graph(bundle: Bundle, networks: Sequence[Ffn]) -> Graph:
         if weight.name in types:
             stored = types[weight.name]
             return WeightType(stored.dtype, stored.group_size, "neuron")
-        return bundle.weight_type(weight.name)
+        return other(weight)
 
+    other = expected_types((tiles.types if tiles else {}) | {
+        name: kind for name, kind in bundle.types.items() if kind.layout != "neuron"})
     return build_graph(bundle.config, type_of)
 
 
@@ -69,13 +73,14 @@ def codes_of(bundle: Bundle, ffn: Ffn) -> Codes:
                  np.stack([*apart(factors, ffn.neurons), scales], axis=1), error)
 
 
-def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, orders: Sequence[NDArray[np.int32]],
-                    destination: Path, told: Callable[[int, int, str], None]) -> quantise.ErrorSums:
-    """Write a bundle with the FFNs of another one by neuron, each layer in its order; other weights are copied.
+def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, orders: Mapping[int, NDArray[np.int32]],
+                    destination: Path, told: Callable[[int, int, str], None],
+                    tiles: Bundle | None = None) -> quantise.ErrorSums:
+    """Write a bundle with these FFNs of another one by neuron, each layer in its order; other weights are copied.
 
     Returns the error that was added to the down matrices.
     """
-    by_name = {f"layers.{ffn.layer}.ffn": (ffn, order) for ffn, order in zip(networks, orders, strict=True)}
+    by_name = {f"layers.{ffn.layer}.ffn": (ffn, orders[ffn.layer]) for ffn in networks}
     added = quantise.ErrorSums()
     with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
         writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
@@ -89,7 +94,8 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
                 packed = layouts.pack_neuron(codes[order], stored.dtype, stored.group_size, scales[order])
                 writer.add(weight.name, stored, weight.shape, packed)
             else:
-                writer.add(weight.name, stored, weight.shape, stored_bytes(bundle, weight.name))
+                home = tiles if tiles and weight.name not in bundle.tensors else bundle
+                writer.add(weight.name, stored, weight.shape, stored_bytes(home, weight.name))
             told(i + 1, len(graph.weights), weight.name)
     return added
 

@@ -34,7 +34,7 @@ N, H, LAYERS = TINY.intermediate_size, TINY.hidden_size, TINY.num_hidden_layers
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plain")
-    write_random_bundle(TINY, root / "m")
+    write_random_bundle(TINY, root / "m", ffn_layout="neuron")
     return root / "m"
 
 

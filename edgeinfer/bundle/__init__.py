@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         STATISTICS_FILE,
         Predictor,
         Statistics,
+        neuron_layers,
         part_places,
         read_predictor,
         read_statistics,
@@ -46,12 +47,12 @@ __all__ = ["APPROXIMATING", "COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADE
            "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold",
            "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry",
            "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json", "header_to_json",
-           "is_bundle", "named", "pack_cold", "part_places", "read_cold", "read_predictor", "read_screen",
-           "read_statistics", "weights_file_bytes", "weights_identity"]
+           "is_bundle", "named", "neuron_layers", "pack_cold", "part_places", "read_cold", "read_predictor",
+           "read_screen", "read_statistics", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",
-    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics part_places "
-             "read_predictor read_statistics weights_identity",
+    "parts": "PREDICTORS PREDICTOR_FILE PREDICTOR_TYPE STATISTICS_FILE Predictor Statistics neuron_layers "
+             "part_places read_predictor read_statistics weights_identity",
     "naming": "named", "screens": "SCREEN_FILE HeadScreen read_screen",
 })

@@ -22,7 +22,7 @@ from edgeinfer.quant import WeightType
 from ..dataclass import dataclass
 from .arrays import Later, offsets, pack_arrays
 from .format import UNIT_BYTES, TensorEntry, cluster_shape
-from .parts import layers_of, open_part, weights_identity
+from .parts import layers_of, neuron_layers, open_part, weights_identity
 
 if TYPE_CHECKING:
     from .reader import Bundle
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 COLD_FILE = "cold.bin"
 _STEP_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
-
-
-def ffn_entries(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Return the FFNs stored neuron by neuron, in the order of their layers."""
-    found = [entry for entry in tensors if entry.type.layout == "neuron"]
-    return sorted(found, key=lambda entry: int(entry.name.split(".")[1]))
 
 
 def cold_bytes(tensors: Iterable[tuple[WeightType, tuple[int, ...]]]) -> int:
@@ -55,20 +49,20 @@ def pack_cold(tensors: Iterable[TensorEntry], stored: Callable[[TensorEntry], By
         Gives a tensor's bytes.
     """
     tensors = list(tensors)
-    entries, sums, arrays = ffn_entries(tensors), dict[str, NDArray[np.uint32]](), dict[str, Any]()
+    entries, sums, arrays = neuron_layers(tensors), dict[str, NDArray[np.uint32]](), dict[str, Any]()
 
     def clusters(entry: TensorEntry) -> Bytes:
         data = clusters_of(entry, stored(entry))
         sums[entry.name] = np.array([zlib.crc32(cluster) for cluster in data], np.uint32)
         return data
 
-    for i, entry in enumerate(entries):
+    for i, entry in entries.items():
         n, _, nbytes = _clusters(entry.shape, entry.type)
         arrays[f"layers.{i}.clusters"] = Later(np.dtype("u1"), (n, nbytes), partial(clusters, entry))
-    for i, entry in enumerate(entries):
+    for i, entry in entries.items():
         arrays[f"layers.{i}.checksums"] = Later(np.dtype("<u4"), (_clusters(entry.shape, entry.type)[0],),
                                                 partial(sums.__getitem__, entry.name))
-    _, neurons, _ = _clusters(entries[0].shape, entries[0].type)
+    neurons = _cluster_of(entries)[1]
     about = {"part": "cold", "weights": weights_identity(tensors), "neurons": neurons}
     yield from pack_arrays(about, arrays, UNIT_BYTES)
 
@@ -95,9 +89,9 @@ class Cold:
     nbytes: int
     """Of a cluster."""
     offsets: tuple[int, ...]
-    """Where each layer's clusters begin in the file: multiples of `UNIT_BYTES`."""
+    """Where each layer's clusters begin in the file: multiples of `UNIT_BYTES`; 0 of layers in tiles."""
     checksums: tuple[NDArray[np.uint32], ...]
-    """CRC-32 of each cluster, layer by layer."""
+    """CRC-32 of each cluster, layer by layer; none of layers in tiles."""
 
     def verify(self) -> None:
         """Read all clusters and compare their checksums; raises `BundleError` that names the first damaged one."""
@@ -125,20 +119,25 @@ def read_cold(bundle: Bundle) -> Cold | None:
     if (opened := open_part(bundle, "cold", ("neurons",))) is None:
         return None
     about, arrays, where = opened
-    entries = ffn_entries(bundle.header.tensors)
-    if len(entries) != bundle.config.num_hidden_layers:
+    if not (entries := neuron_layers(bundle.header.tensors)):
         raise BundleError(f"{where} belongs to FFNs stored neuron by neuron, which the bundle has not; make it again.")
-    n, neurons, nbytes = _clusters(entries[0].shape, entries[0].type)
+    n, neurons, nbytes = _cluster_of(entries)
     if about["neurons"] != neurons:
         raise BundleError(f"{where} says it has {str(about['neurons'])[:60]} neurons in a cluster; this model has "
                           f"{neurons}.")
-    made = layers_of(bundle.config, arrays, {"clusters": ((n, nbytes), "u1"), "checksums": ((n,), "<u4")}, where)
+    made = layers_of(bundle.config, arrays, {"clusters": ((n, nbytes), "u1"), "checksums": ((n,), "<u4")}, where,
+                     entries)
     path = bundle.path / next(entry.name for entry in bundle.header.files if entry.part == "cold")
     places = offsets(path, arrays)
-    found = tuple(places[f"layers.{i}.clusters"] for i in range(len(entries)))
+    found = tuple(places.get(f"layers.{i}.clusters", 0) for i in range(bundle.config.num_hidden_layers))
     if any(offset % UNIT_BYTES for offset in found):
         raise BundleError(f"{where} has clusters that do not begin at multiples of {UNIT_BYTES} bytes; make it again.")
     return Cold(path, neurons, nbytes, found, tuple(sums.copy() for sums in made["checksums"]))
+
+
+def _cluster_of(entries: dict[int, TensorEntry]) -> tuple[int, int, int]:
+    first = next(iter(entries.values()))
+    return _clusters(first.shape, first.type)
 
 
 def _clusters(shape: tuple[int, ...], stored: WeightType) -> tuple[int, int, int]:

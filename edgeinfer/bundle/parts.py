@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 @dataclass(frozen=True)
 class Predictor:
     """Which neurons of each layer are computed: those whose score is above their threshold.
+
+    Arrays are by layer, those of layers in tiles empty.
+
 
     The score is, by kind: ``sign``, hidden_size minus twice the places where the signs of x and of the gate row differ;
     ``lowrank``, outer (inner x), x and inner x quantised to int8 in groups of 32; ``threshold``, the magnitude of the
@@ -65,7 +68,7 @@ class Predictor:
         """Yield the file's bytes; `weights` is `weights_identity` of what it was made for."""
         arrays: Arrays = {}
         for name in ("signs", "inner", "outer", "thresholds"):
-            arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name))}
+            arrays |= {f"layers.{i}.{name}": array for i, array in enumerate(getattr(self, name)) if array.size}
         yield from pack_arrays({"part": "predictor", "weights": weights, "kind": self.kind, "rank": self.rank}, arrays)
 
 
@@ -116,15 +119,23 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     about, arrays, where = opened
     kind, rank = _kind_and_rank(about, bundle.config, where)
     shapes = _predictor_shapes(kind, rank, bundle.config)
-    made = Predictor(kind, rank, **layers_of(bundle.config, arrays, shapes, where))
-    if any((signs[:, -1] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
+    by_neuron = neuron_layers(bundle.header.tensors)
+    made = Predictor(kind, rank, **layers_of(bundle.config, arrays, shapes, where, by_neuron))
+    if any((signs[..., -1:] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
             and bundle.config.hidden_size % 64:
         raise BundleError(f"{where} has signs behind the model's last column; make it again.")
     columns = {"inner": bundle.config.hidden_size, "outer": rank}
     for name, cols in columns.items():
         for i, matrix in enumerate(getattr(made, name)):
-            check_scales(matrix, PREDICTOR_TYPE, cols, f"layers.{i}.{name}", where)
+            if i in by_neuron:
+                check_scales(matrix, PREDICTOR_TYPE, cols, f"layers.{i}.{name}", where)
     return made
+
+
+def neuron_layers(tensors: Iterable[TensorEntry]) -> dict[int, TensorEntry]:
+    """Return the FFNs stored neuron by neuron, by layer, in the order of the layers."""
+    found = {int(entry.name.split(".")[1]): entry for entry in tensors if entry.type.layout == "neuron"}
+    return dict(sorted(found.items()))
 
 
 def part_places(bundle: Bundle, part: str) -> tuple[Path, dict[str, tuple[int, int]]]:
@@ -207,11 +218,15 @@ def open_part(bundle: Bundle, part: str, fields: tuple[str, ...]) -> tuple[dict[
     return about, arrays, where
 
 
-def layers_of(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str) -> dict[str, Any]:
-    """Arrays of all layers by name, each of its shape and without NaN."""
-    expected = {f"layers.{i}.{name}": want for name, want in shapes.items() for i in range(config.num_hidden_layers)}
+def layers_of(config: ModelConfig, arrays: Arrays, shapes: Shapes, where: str,
+              layers: Collection[int] | None = None) -> dict[str, Any]:
+    """Arrays by name and layer, each of its shape and without NaN; empty for other layers than these (None: all)."""
+    every = range(config.num_hidden_layers)
+    expected = {f"layers.{i}.{name}": want for name, want in shapes.items()
+                for i in (every if layers is None else layers)}
     check_arrays(arrays, expected, where)
-    return {name: tuple(arrays[f"layers.{i}.{name}"] for i in range(config.num_hidden_layers)) for name in shapes}
+    return {name: tuple(arrays.get(f"layers.{i}.{name}", np.zeros(0, kind)) for i in every)
+            for name, (_, kind) in shapes.items()}
 
 
 def check_arrays(arrays: Arrays, expected: Shapes, where: str) -> None:

@@ -28,11 +28,11 @@ JSON_FIELDS = {
         "parameters": "number of weights",
         "config": "architecture and its sizes",
         "quantisation": "storage that was asked for",
-        "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron)",
+        "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron; `sparse` has the layers that are in tiles)",
         "predictor": "of live neurons: `kind`, `rank`, `bytes`, or null",
-        "sparse": "FFNs by neuron: `mode`, per layer in `layers` how it `runs` and which share of its neurons "
-        "`fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; null for "
-        "tile16",
+        "sparse": "FFNs by neuron: `mode`, per layer in `layers` how it `runs` (tiles: stored so), which share of its "
+        "neurons `fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; "
+        "null for tile16",
         "screen": "of the output head: `rank`, `share` of it that is computed, `bytes`, or null",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ JSON_FIELDS = {
         "max_kld": "the bound",
         "enabled": "whether `run` may use the predictor by itself",
         "reason": "why, or by how much the bound was missed",
+        "dense_layers": "numbers of the layers that stay in tiles, because there dense is faster",
         "screen": "with --head, and then with `destination`, `max_kld` and the two below alone: `rank`, `share` of the "
                   "head that is computed, `bytes`",
         "read_share (--head)": "bytes that a token reads of head and screen over those of the head",
@@ -83,8 +85,9 @@ def sparsify(
 
     Runs the text through the model, orders the neurons of each layer by how often they fire, fits a predictor that
     tells from a layer's input which of them are worth computing, and measures what that costs, on the end of the text,
-    which nothing was fitted on. A predictor over --max-kld is stored and not enabled. A checkpoint is converted to 4
-    bits first; convert it yourself for other types.
+    which nothing was fitted on. Layers of which so many neurons fire that dense is faster stay dense. A
+    predictor over --max-kld is stored and not enabled. A checkpoint is converted to 4 bits first; convert it yourself
+    for other types.
 
     --head adds what estimates all logits in few bytes, so that a token computes the rows of the output head that can
     hold its largest logit and leaves the others at their estimates. SRC may be sparse already.
@@ -107,7 +110,7 @@ def sparsify(
 
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
-        bundle = _open(stack, source, destination, progress)
+        bundle, in_tiles = _open(stack, source, destination, progress)
         tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
         content = read_text(file, text, MOST_TOKENS * tokenizer.bytes_per_token())
         stream = token_stream(tokenizer, content, max_tokens=MOST_TOKENS)
@@ -116,7 +119,7 @@ def sparsify(
         if head:
             _report_screen(screen_head(bundle, destination, stream, **asked), json)
             return
-        made = make(bundle, destination, stream, kind=predictor, **asked)
+        made = make(bundle, destination, stream, kind=predictor, in_tiles=in_tiles, **asked)
     if json:
         print_json(report_object(made))
     else:
@@ -140,22 +143,30 @@ def _report_screen(made: Screened, json: bool) -> None:
         print(f"{reason}; the largest logit is the same for {one['same_top']:.2%} of {one['tokens']} tokens.")
 
 
-def _open(stack: ExitStack, source: str, destination: Path, progress: ProgressLine) -> Bundle:
-    """Open a bundle, or what a checkpoint is converted to, which is there until the stack is closed."""
+def _open(stack: ExitStack, source: str, destination: Path,
+          progress: ProgressLine) -> tuple[Bundle, Callable[[], Bundle] | None]:
+    """Open a bundle, or what a checkpoint is converted to, which is there until the stack is closed.
+
+    Of a checkpoint also what converts it with its FFNs in tiles.
+    """
     from ..bundle import Bundle, is_bundle
     from ..converters import convert
     from ..models import DEMO, checkpoint_path, demo_path
 
     if source == DEMO and not Path(source).exists():
-        return stack.enter_context(Bundle.open(demo_path()))
+        return stack.enter_context(Bundle.open(demo_path())), None
     if is_bundle(source):
-        return stack.enter_context(Bundle.open(source))
+        return stack.enter_context(Bundle.open(source)), None
     checkpoint = checkpoint_path(source, progress)
     beside = Path(destination).absolute().parent
     room = tempfile.TemporaryDirectory(prefix=".sparsify.", dir=beside if beside.is_dir() else None)
-    converted = Path(stack.enter_context(room)) / checkpoint.name
-    convert(checkpoint, converted, ffn_layout="neuron", progress=partial(progress, "convert"))
-    return stack.enter_context(Bundle.open(converted))
+    folder = Path(stack.enter_context(room))
+
+    def converted(layout: str) -> Bundle:
+        convert(checkpoint, folder / layout, ffn_layout=layout, progress=partial(progress, "convert"))
+        return stack.enter_context(Bundle.open(folder / layout))
+
+    return converted("neuron"), partial(converted, "tile16")
 
 
 def report_object(made: Sparsified) -> dict[str, Any]:
@@ -170,7 +181,7 @@ def report_object(made: Sparsified) -> dict[str, Any]:
         "read_share": made.read_share, "kld_mean": divergence.kld_mean, "kld_p99": divergence.kld_p99,
         "perplexity": made.result.perplexity, "perplexity_dense": divergence.reference_perplexity,
         "tokens": made.result.tokens, "source_kld": before.kld_mean, "down_error": made.down_error,
-        "max_kld": made.max_kld, "enabled": made.enabled, "reason": made.reason,
+        "max_kld": made.max_kld, "enabled": made.enabled, "reason": made.reason, "dense_layers": list(made.dense),
     }
 
 
@@ -183,6 +194,9 @@ def _print(made: Sparsified) -> None:
     rank = f" of rank {made.predictor.rank}" if made.predictor.rank else ""
     print(f"{made.destination}: {made.predictor.kind} predictor{rank}; a token reads {made.read_share:.1%} of the "
           "FFNs' bytes, predictor included.")
+    if made.dense:
+        print(f"In tiles, because dense is faster there: layer{'s' * (len(made.dense) > 1)} "
+              f"{', '.join(map(str, made.dense))}.")
     print(f"KLD {report['kld_mean']:.5f}, perplexity {report['perplexity']:.3f}, dense "
           f"{report['perplexity_dense']:.3f}, over {made.result.tokens} tokens.")
     again = f"; rounding the down matrices anew added an error of {made.down_error:.2e}" if made.down_error else ""

@@ -64,26 +64,38 @@ class Covariance:
         Only these rows of C, so that a wide input can be captured in blocks; by default all.
     """
 
+    BATCH = 1024
+    """Rows that are multiplied at a time: adding a product to C costs as much as one of 700 rows."""
+
     def __init__(self, tensor: Tensor, columns: range | None = None):
         self.tensor, self.tokens = tensor, 0
         self._columns = slice(0, tensor.width) if columns is None else slice(columns.start, columns.stop)
         self._sum: NDArray[np.float32] = np.zeros((self._columns.stop - self._columns.start, tensor.width), np.float32)
+        self._waiting: list[NDArray[np.float32]] = []
 
     def __call__(self, view: View) -> None:
         """Add the rows of a walk."""
-        x = view.values(self.tensor)
+        self._waiting.append(view.values(self.tensor))
         self.tokens += view.tokens
-        self._sum += x[:, self._columns].T @ x
+        if sum(map(len, self._waiting)) >= self.BATCH:
+            self._add()
+
+    def _add(self) -> None:
+        if self._waiting:
+            x = np.concatenate(self._waiting)
+            self._sum += x[:, self._columns].T @ x
+            self._waiting.clear()
 
     @property
     def mean(self) -> NDArray[np.float32]:
         """C, of shape (columns, width)."""
+        self._add()
         return self._sum / np.float32(max(self.tokens, 1))
 
     @staticmethod
     def nbytes(width: int) -> int:
-        """Bytes that a whole one keeps; while it adds a walk's rows up it takes as much again."""
-        return 4 * width * width
+        """Bytes that a whole one keeps; while it adds rows up it takes as much again."""
+        return 4 * width * (width + Covariance.BATCH)
 
 
 class Rows:

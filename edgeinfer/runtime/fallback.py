@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..bundle import Bundle, named, read_predictor, read_statistics
+from ..bundle import Bundle, named, neuron_layers, read_predictor, read_statistics
 from ..config import Recipe, Step
 from ..dataclass import dataclass
 from ..errors import EdgeInferError
@@ -28,12 +28,12 @@ DEFAULT_BASIS = "the default curves ('edgeinfer devices --probe' measures this m
 
 @dataclass(frozen=True)
 class SparseFfn:
-    """How the FFNs of a bundle by neuron run."""
+    """How the FFNs of a bundle with layers by neuron run."""
 
     mode: str
     """That was asked for: off, exact or predict."""
     runs: tuple[str, ...]
-    """The mode of each layer."""
+    """The mode of each layer, ``tiles`` where it is stored so."""
     densities: tuple[tuple[float, float], ...]
     """By layer, shares of the neurons that fire and that a mask chooses; none where the bundle has no statistics."""
     predictor: float
@@ -48,16 +48,19 @@ class SparseFfn:
 
     def sentence(self) -> str:
         """What runs otherwise than asked for, and the densities; empty where everything is as it was asked for."""
-        others = {mode: [i for i, own in enumerate(self.runs) if own == mode] for mode in ("off", "exact")}
+        others = {mode: [i for i, own in enumerate(self.runs) if own == mode] for mode in ("off", "exact", "tiles")}
         words = {"off": "dense", "exact": "exact"}
-        found = [f"{_layer_names(at)} {words[mode]} (densities {_densities(self.densities, at, mode)})"
-                 for mode, at in others.items() if at and mode != self.mode]
-        if not found:
-            return ""
-        left = [i for i, own in enumerate(self.runs) if own == self.mode]
-        rest = f"; {_layer_names(left)} {self.mode} ({_densities(self.densities, left, self.mode)})" if left else ""
-        return f"sparse {self.mode}: by {self.basis} it is faster to run {' and '.join(found)}{rest}."
-
+        found = [f"{_layer_names(others[mode])} {word} (densities {_densities(self.densities, others[mode], mode)})"
+                 for mode, word in words.items() if others[mode] and mode != self.mode]
+        said = []
+        if found:
+            left = [i for i, own in enumerate(self.runs) if own == self.mode]
+            rest = f"; {_layer_names(left)} {self.mode} ({_densities(self.densities, left, self.mode)})" if left else ""
+            said.append(f"by {self.basis} it is faster to run {' and '.join(found)}{rest}")
+        if at := others["tiles"]:
+            said.append(f"{_layer_names(at)} lie{'s' * (len(at) == 1)} in tiles, dense (densities "
+                        f"{_densities(self.densities, at, 'off')})")
+        return f"sparse {self.mode}: {'; '.join(said)}." if said else ""
 
     def report(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -70,8 +73,8 @@ class SparseFfn:
 def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None) -> tuple[Recipe, SparseFfn | None]:
     """Return the recipe with the bundle's predictor and the layers that fall back, and how the FFNs run.
 
-    The latter is None for FFNs in tiles. A step `sparse` that names such layers itself (or none) is left as it is, and
-    so is one of a bundle without statistics.
+    The latter is None where all FFNs are in tiles. A step `sparse` that names such layers itself (or none) is left as
+    it is, and so is one of a bundle without statistics.
 
     Parameters
     ----------
@@ -88,8 +91,8 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
         The recipe asks for another predictor.
     """
     recipe = named(recipe, bundle)
-    ffn_bytes = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
-    if not ffn_bytes:
+    by_neuron = neuron_layers(bundle.header.tensors)
+    if not (ffn_bytes := sum(entry.nbytes for entry in by_neuron.values())):
         return recipe, None
     relu, n = bundle.config.hidden_act in RELUS, bundle.config.num_hidden_layers
     step = next((step for step in recipe.steps if step.name == "sparse"), Step("sparse"))
@@ -100,18 +103,37 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
     share = predictor.nbytes / ffn_bytes if predictor else 0.0
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
-        return recipe, SparseFfn(mode, _named(settings, mode, n), densities, share, "the recipe")
-    from ..devices import MASKED_SHARE  # most bundles are in tiles, and need no profile to open
-
+        named_runs = tuple(own if i in by_neuron else "tiles" for i, own in enumerate(_named(settings, mode, n)))
+        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe")
     profile = profile or _local()
     modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
-    runs = tuple(_fastest(profile, modes, settings, density, share) for density in densities)
+    runs = tuple(_fastest(profile, modes, settings, density, share) if i in by_neuron else "tiles"
+                 for i, density in enumerate(densities))
     found = ((name, "/".join(str(i) for i, own in enumerate(runs) if own == other))
              for name, other in FALLBACKS.items() if other != mode)
     own = replace(step, settings=(*step.settings, *((name, text) for name, text in found if text)))
-    basis = f"the curves measured on {profile.name}" if profile and MASKED_SHARE in profile.curves else DEFAULT_BASIS
     return Recipe(tuple(own if one is step else one for one in recipe.steps)), \
-        SparseFfn(mode, runs, densities, share, basis)
+        SparseFfn(mode, runs, densities, share, _basis(profile))
+
+
+def dense_layers(densities: Sequence[float], predictor: float,
+                 profile: DeviceProfile | None = None) -> tuple[list[int], str]:
+    """Return the layers that are faster in tiles, dense, than without neurons that do not fire; whose curves say so.
+
+    Parameters
+    ----------
+    densities : sequence of float
+        Share of each layer's neurons that fire: what a mask chooses at best.
+    predictor : float
+        Least bytes of a predictor over those of the FFN.
+    profile : as for `decide`
+    """
+    from ..devices import fastest
+
+    profile, modes = profile or _local(), ("predict", "exact", "tiles")
+    found = [i for i, density in enumerate(densities)
+             if fastest(profile, modes, dict.fromkeys(modes, density), predictor) == "tiles"]
+    return found, _basis(profile)
 
 
 def everywhere(recipe: Recipe) -> Recipe:
@@ -137,6 +159,12 @@ def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: di
     if settings.get("kind") == "threshold":  # it reads all gates, and of the pairs those that are left
         return {"exact": "predict"}.get(found := fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0), found)
     return fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor)
+
+
+def _basis(profile: DeviceProfile | None) -> str:
+    from ..devices import MASKED_SHARE  # most bundles are in tiles, and need no profile to open
+
+    return f"the curves measured on {profile.name}" if profile and MASKED_SHARE in profile.curves else DEFAULT_BASIS
 
 
 def _local() -> DeviceProfile | None:
