@@ -57,6 +57,7 @@ def prepare(work: Path) -> None:
             expected[f"{weights}-{kv}"] = greedy(opened)
             print(f"arm: expected tokens of {weights}-{kv} by {opened.isa}")
     (work / "expected.json").write_text(json.dumps(expected))
+    made(work / "cold")
     for rung in LADDER:
         if rung.name in RUNGS.values():
             compile_rung(rung, sorted(names))
@@ -97,8 +98,6 @@ def paths_are_chains(opened: Session) -> bool:
 def cold_is_resident(work: Path) -> bool:
     """Whether a model has the same logits with neurons on storage; records agree with their twins there."""
     path = work / "cold"
-    if not path.exists():
-        made(path)
     os.environ["EDGEINFER_CHECK"] = "1"
     with offloaded(path, MIXED, 0) as opened:
         logits_of(opened, PROMPT[:8], n_decoded=3)
