@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import cache_root, make_directories
+from .config import Recipe
 from .errors import BudgetError, EdgeInferError
 from .files import open_plain, replacement
 from .json_text import parse_json
@@ -20,15 +22,16 @@ from .quality import MAX_KLD, Setting, enabled, measured_identity
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .bundle import Bundle
+    from .bundle import Bundle, Statistics
     from .config import RuntimeConfig
     from .devices import DeviceProfile
-    from .memory_planner import MemoryPlan
+    from .memory_planner import ColdPlan, MemoryPlan
 
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
 """Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
 MAX_BYTES = 1 << 16
 RESIDENT, SPARSE, FLASH, STREAMED = "resident", "sparse", "sparse from flash", "streamed"
+REFUSED = "refused"
 
 
 class Way(NamedTuple):
@@ -37,9 +40,13 @@ class Way(NamedTuple):
     name: str
     """resident, sparse, sparse from flash, or streamed."""
     config: RuntimeConfig
+    plan: MemoryPlan
     tok_per_s: float
+    """In an empty context."""
     read_bytes: float
     """From storage, for a token."""
+    at_depth: Callable[[int], float]
+    """Tokens per second after so many positions."""
 
     def __str__(self) -> str:
         read = f", {format_size(round(self.read_bytes))} from storage per token" if self.read_bytes else ""
@@ -47,8 +54,9 @@ class Way(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What it is remembered by."""
-        return f"{self.name}; {Setting.of_run(self.config)}; threads={self.config.threads}"
+        """What it is remembered by; what reads from storage is as fast as its budget lets it be."""
+        budget = f"; budget={self.config.budget_bytes}" if self.read_bytes else ""
+        return f"{self.name}; {Setting.of_run(self.config)}; threads={self.config.threads}{budget}"
 
 
 class Choice(NamedTuple):
@@ -66,7 +74,7 @@ class Choice(NamedTuple):
 
     def sentence(self) -> str:
         """Say what runs, why, and what was next best."""
-        then = f"; next best: {self.others[0]}" if self.others else "; nothing else fits"
+        then = f"; next best: {self.others[0]}" if self.others else "; there is no next best"
         left = f". Not taken: {'; '.join(self.refused)}" if self.refused else ""
         return f"Runs {self.way}, by {self.basis} the fastest that fits{then}{left}."
 
@@ -74,11 +82,14 @@ class Choice(NamedTuple):
         """Return it as a JSON object."""
         rows = [{"name": way.name, "tok_per_s": way.tok_per_s, "read_bytes": way.read_bytes}
                 for way in (self.way, *self.others)]
-        return {**rows[0], "others": rows[1:], "refused": list(self.refused), "basis": self.basis}
+        return {**rows[0], "others": rows[1:], "refused": list(self.refused), "basis": self.basis,
+                "said": self.sentence()}
 
 
 def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) -> Choice:
     """Return the fastest way to run a bundle: as it was asked for, or with approximations within `max_kld`.
+
+    A recipe with other passes, or without the usual ones, says all that is to be done: nothing is added to it.
 
     Raises
     ------
@@ -89,9 +100,10 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) 
     """
     profile, basis = _profile()
     known = _slower(bundle)
-    approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld)
+    plain = Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) == Recipe()
+    approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else ()
     found, refused, first = [], [], None
-    for wanted in dict.fromkeys((config, approximated)):
+    for wanted in (config, *approximated):
         try:
             way = _way(bundle, wanted, profile)
         except BudgetError as error:
@@ -101,14 +113,28 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) 
             refused.append(f"{'as it is' if wanted is config else Setting.of_run(wanted)} ({needs} needed)")
             continue
         if way.key in known and wanted is not config:
-            refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; --sparse predict "
-                           "uses it again")
+            flags = " ".join(f"--{step.name} {dict(step.settings)['mode']}" for step in wanted.recipe.steps
+                             if step not in config.recipe.steps)
+            refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; {flags} uses it "
+                           "again")
         else:
             found.append(way)
     if first and not found:
         raise first
     found.sort(key=lambda way: -way.tok_per_s)
     return Choice(found[0], tuple(found[1:]), tuple(refused), basis, basis != ASSUMED)
+
+
+def told(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> tuple[Choice | None, dict[str, Any] | None]:
+    """Return what `run` would choose, and what reports say of it; neither where a bundle has nothing to choose from."""
+    if not bundle.approximates:
+        return None, None
+    try:
+        found = choose(bundle, config, max_kld)
+    except BudgetError as error:
+        return None, {"name": REFUSED, "tok_per_s": None, "read_bytes": None, "others": [], "refused": [],
+                      "basis": None, "said": str(error)}
+    return found, found.report()
 
 
 ASSUMED = f"assumed speeds ({ASSUMED_GBS:g} GB/s of memory, {ASSUMED_STORAGE_GBS:g} of storage; 'edgeinfer devices " \
@@ -133,34 +159,50 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile) -> Way:
     """Plan one way and predict its speed; raises `BudgetError` where it does not fit."""
     from dataclasses import replace
 
-    from .bundle import read_statistics
     from .describe import describe
     from .devices import estimate
     from .offload import placer, predict
     from .runtime import plan_run
 
-    plan = plan_run(bundle, config, placer(bundle)).plan
-    traffic = describe(bundle.path, recipe=config.recipe).traffic(config.kv)
-    streamed = plan.streamed_bytes
-    seconds = 1 / estimate(profile, replace(traffic, streamed_bytes=streamed)).decode_tok_per_s
-    reads = profile.storage_random
-    if plan.cold and reads and (statistics := read_statistics(bundle)):
-        cost = predict(plan.cold, statistics, seconds, lambda nbytes: reads.at(max(1, round(nbytes))))
-        return Way(FLASH, config, 1 / cost.seconds, cost.flash_bytes)
-    exact = Setting.of_run(config).exact
-    return Way(STREAMED if streamed else RESIDENT if exact else SPARSE, config, 1 / seconds, streamed)
+    planned = plan_run(bundle, config, placer(bundle))
+    plan, reads = planned.plan, profile.storage_random
+    traffic = replace(describe(bundle.path, recipe=planned.recipe).traffic(config.kv),
+                      streamed_bytes=plan.streamed_bytes)
+    name = STREAMED if plan.parts else RESIDENT if Setting.of_run(config).exact else SPARSE
+    waiting, read_bytes = 0.0, float(plan.streamed_bytes)
+    if plan.cold and reads:
+        cost = predict(plan.cold, _statistics(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
+        name, waiting, read_bytes = FLASH, cost.seconds, cost.flash_bytes
+
+    def at_depth(depth: int) -> float:
+        return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)
+
+    return Way(name, config, plan, at_depth(0), read_bytes, at_depth)
+
+
+def _statistics(bundle: Bundle, cold: ColdPlan) -> Statistics:
+    """Those of the bundle; without any each token wants all neurons, for all that is known."""
+    import numpy as np
+
+    from .bundle import Statistics, read_statistics
+
+    return read_statistics(bundle) or Statistics(1, (np.ones(cold.neurons, np.int64),) * len(cold.hot), (), ())
 
 
 # -- what was slower than the dense program ----------------------------------------------------------------------------
 
 
-def learn(bundle: Bundle, choice: Choice, tok_per_s: float) -> str | None:
-    """Take note of how fast a choice was; return a sentence where it is switched off from now on.
+def learn(bundle: Bundle, choice: Choice, tok_per_s: float, depth: int) -> str | None:
+    """Take note of how fast a choice was after so many positions; return a sentence where that switches it off.
 
-    That is where it was an approximation, and slower than the best exact way is predicted to be on a probed machine.
+    It does where it was an approximation, and slower than the best exact way is predicted to be there, on a probed
+    machine.
     """
     dense = next((way for way in choice.others if Setting.of_run(way.config).exact), None)
-    if not choice.probed or dense is None or Setting.of_run(choice.way.config).exact or tok_per_s >= dense.tok_per_s:
+    if not choice.probed or dense is None or Setting.of_run(choice.way.config).exact:
+        return None
+    expected = dense.at_depth(depth)
+    if tok_per_s >= expected:
         return None
     path, known = _remembered(bundle), _slower(bundle)
     try:
@@ -169,7 +211,7 @@ def learn(bundle: Bundle, choice: Choice, tok_per_s: float) -> str | None:
             file.write(json.dumps({**known, choice.way.key: tok_per_s}, indent=1).encode())
     except OSError:
         return None
-    return (f"{choice.way.name} gave {tok_per_s:.3g} tok/s, less than {dense.tok_per_s:.3g} that are predicted for "
+    return (f"{choice.way.name} gave {tok_per_s:.3g} tok/s, less than {expected:.3g} that are predicted for "
             f"{dense.name}: it is not used by itself from now on.")
 
 

@@ -66,6 +66,8 @@ class ModelDescription:
     """The passes that made the graph."""
     sparse: SparseFfn | None = None
     """How a bundle's FFNs by neuron run; None for others."""
+    bundle: Path | None = None
+    """Where it lies, for a bundle as it is stored."""
     file_types: dict[str, int] = field(default_factory=dict)
     """Of a GGUF file: bytes of its tensors by their type. The other figures are those of converting the original."""
 
@@ -275,7 +277,7 @@ def _from_bundle(
         graph = build_graph(config, expected_types(bundle.types), recipe)
         bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
         return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe,
-                                sparse=sparse)
+                                sparse=sparse, bundle=path)
 
 
 def _config(name: str, path: Path) -> tuple[dict[str, Any], str]:

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checks import FLAG, FUNCTION, OBJECT, PATH, Rule, checked, number, shown, whole
+from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, Rule, checked, shown, whole
 from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
 from .errors import RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
-    from .bundle import Bundle
     from .choice import Choice
     from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
@@ -27,7 +26,6 @@ Prompt = str | Iterable[int]
 Messages = Sequence[Mapping[str, Any]]
 _SURELY_READ = 32_768
 """Characters of a prompt that are tokenised whatever the context."""
-_BOUND = number(lambda nats: 0 <= nats < float("inf"), "0 or more")
 _BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
     size if isinstance(size, str) else whole(size)))
 
@@ -129,7 +127,7 @@ class LLM:
             "mlock": mlock, "mmap": mmap, "recipe": passes,
             "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
-        config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, _BOUND)
+        config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
@@ -143,7 +141,11 @@ class LLM:
         self._bundle = Bundle.open(self.path)
         try:
             asked = config
-            self.choice = _choice(self._bundle, config, bound)
+            self.choice: Choice | None = None
+            if self._bundle.approximates:  # hardly any: nothing is imported for the others
+                from .choice import choose
+
+                self.choice = choose(self._bundle, config, bound)
             config = self.choice.way.config if self.choice else config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
@@ -357,14 +359,3 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
                              "tools and stopped, which have their own meaning.")
     return dict(named)
-
-
-def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> Choice | None:
-    """Choose how to run a bundle that has parts to choose from, and a recipe that leaves the choice."""
-    if not bundle.approximates:  # as nearly always
-        return None
-    if Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) != Recipe():
-        return None
-    from .choice import choose
-
-    return choose(bundle, config, max_kld)

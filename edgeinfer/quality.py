@@ -52,8 +52,11 @@ class Setting:
         """Return that of a run: the steps of its recipe that approximate, and the type of its KV cache."""
         from .graph import approximates
 
-        steps = [str(step) for step in config.recipe.steps if approximates(step)]
-        return cls.of(kv=config.kv, passes="+".join(steps) or "none")
+        steps = [step for step in config.recipe.steps if approximates(step)]
+        names = [name for name, _ in TECHNIQUES.values()]
+        if all(step.name in names for step in steps):  # whose order says nothing
+            steps.sort(key=lambda step: names.index(step.name))
+        return cls.of(kv=config.kv, passes="+".join(map(str, steps)) or "none")
 
     @property
     def exact(self) -> bool:
@@ -136,11 +139,11 @@ TECHNIQUES = {"predictor": ("sparse", "predict"), "screen": ("head", "screened")
 """What a part of a bundle allows: a pass and its mode."""
 
 
-def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> RuntimeConfig:
-    """Return the config with the approximations that a run uses without being asked.
+def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> tuple[RuntimeConfig, ...]:
+    """Return the config with approximations that a run may use without being asked, those with the most of them first.
 
-    These are as many as possible of those that the bundle has parts for and the recipe says nothing of, where exactly
-    what comes out was measured within the bound.
+    These are some of those that the bundle has parts for and the recipe says nothing of, where exactly what comes out
+    was measured within the bound.
 
     Raises
     ------
@@ -151,12 +154,13 @@ def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> 
     parts = {entry.part for entry in bundle.header.files}
     free = [how for part, how in TECHNIQUES.items() if part in parts and how[0] not in said]
     known = read_quality(bundle) if free and max_kld > 0 else []
+    within = []
     for some in (some for n in range(len(free), 0, -1) for some in combinations(free, n)):
         steps = tuple(Step(name, (("mode", mode),)) for name, mode in some)
         found = replace(config, recipe=Recipe((*config.recipe.steps, *steps)))
         if allowed(known, Setting.of_run(found), bundle, max_kld):
-            return found
-    return config
+            within.append(found)
+    return tuple(within)
 
 
 def of_run(bundle: Bundle, config: RuntimeConfig) -> dict[str, Any] | None:

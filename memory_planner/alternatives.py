@@ -25,7 +25,7 @@ Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 Place = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget where all weights in memory exceed it; None where it has none."""
-BLOCK, STREAMED = abi.BLOCK_TOKENS, "streamed_layers"
+BLOCK, STREAMED, COLD = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons"
 _BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
@@ -37,8 +37,8 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size. ``streamed_layers`` is no option: run
-    streams as many by itself."""
+    """What to change, by the name of the option: ctx, kv, weights, group_size. ``streamed_layers`` and
+    ``cold_neurons`` are no options: run reads as many from storage by itself."""
     total_bytes: int
     """Of the plan with these options."""
     streamed_bytes: int = 0
@@ -56,7 +56,11 @@ class Alternative:
         return values[0] if len(values) == 1 else "+".join(map(str, values))
 
     def __str__(self) -> str:
-        changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items() if name != STREAMED]
+        changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
+                   if name not in (STREAMED, COLD)]
+        if COLD in self.options:
+            changes.append(f"{self.options[COLD]} neurons read from storage when a token wants them, as run does by "
+                           "itself")
         if STREAMED in self.options:
             changes.append(f"{self.options[STREAMED]} layers streamed from storage, as run does by itself")
         return " ".join(changes)
@@ -104,6 +108,12 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
         return streamed, budget
     options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
+    """The same request as a plan with cold neurons has it, of which a token reads so many bytes."""
+    neurons = plan.cold.cold_bytes // plan.cold.neuron_bytes if plan.cold else 0
+    return Alternative({COLD: neurons}, plan.total_bytes, round(read_bytes))
 
 
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:

@@ -26,7 +26,7 @@ from edgeinfer.bench import (
 )
 from edgeinfer.bundle import Bundle
 from edgeinfer.cli.app import execute
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import SHAPES, write_random_bundle
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.graph import KvAccess
@@ -183,12 +183,13 @@ def test_a_prompt_of_eight_tokens() -> None:
 def test_a_process_without_its_first_token_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from edgeinfer.bench import first_token_ms, startup
 
+    config = RuntimeConfig(threads=1, recipe=Recipe(()))
     tokenizer = Tokenizer.open(demo_path(), {"bos_token_id": 1})
     with pytest.raises(EdgeInferError, match="was to print its first token failed: edgeinfer: Unknown model"):
-        first_token_ms(tmp_path / "absent", tokenizer, (), 1, "int8", "none", 1)
+        first_token_ms(tmp_path / "absent", tokenizer, (), config, 1)
     monkeypatch.setattr(startup, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(EdgeInferError, match=r"has not done so in 0\.01 s; use --no-startup"):
-        first_token_ms(demo_path(), tokenizer, (), 1, "int8", "none", 1)
+        first_token_ms(demo_path(), tokenizer, (), config, 1)
 
 
 # -- the command --------------------------------------------------------------------------------------------------

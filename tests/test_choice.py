@@ -82,24 +82,24 @@ def test_what_was_slower_is_switched_off(bundle: Bundle) -> None:
     measure(bundle)
     found = choose(bundle, LOOSE)
     slow = found.others[0].tok_per_s * 0.9
-    assert learn(bundle, found, slow) is None  # predictions of a machine that was not probed
+    assert learn(bundle, found, slow, 16) is None  # predictions of a machine that was not probed
     probed = found._replace(probed=True)
-    assert learn(bundle, probed, found.others[0].tok_per_s * 1.1) is None
+    assert learn(bundle, probed, found.others[0].tok_per_s * 1.1, 16) is None
     assert choose(bundle, LOOSE).way.name == "sparse"
-    said = learn(bundle, probed, slow)
+    said = learn(bundle, probed, slow, 16)
     assert said and said.endswith("it is not used by itself from now on.") and "predicted for resident" in said
     again = choose(bundle, LOOSE)
     assert again.way.name == "resident" and "--sparse predict uses it again" in again.sentence()
     assert choose(bundle, PREDICT).way.name == "sparse"
     assert choose(bundle, replace(LOOSE, threads=2)).way.name == "sparse"  # another run
-    assert learn(bundle, again._replace(probed=True), 0.001) is None  # nothing approximates
+    assert learn(bundle, again._replace(probed=True), 0.001, 16) is None  # nothing approximates
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"x": "y"}', "\udcff"])
 def test_a_damaged_memory_counts_as_none(bundle: Bundle, tmp_path: Path, text: str) -> None:
     measure(bundle)
     found = choose(bundle, LOOSE)
-    assert learn(bundle, found._replace(probed=True), 1e-9)
+    assert learn(bundle, found._replace(probed=True), 1e-9, 16)
     (kept,) = (tmp_path / "cache").rglob("slower.json")
     kept.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert choose(bundle, LOOSE).way.name == "sparse"
@@ -127,3 +127,102 @@ def test_llm_and_run_say_it(bundle: Bundle, path: Path) -> None:
 def test_a_model_without_parts_leaves_no_choice() -> None:
     with LLM("demo", threads=1) as llm:
         assert llm.choice is None
+
+
+# -- every command tells the same --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("less, asked", [
+    (None, ()), (None, ("--max-kld", 0)), (400_000, ()), (400_000, ("--sparse", "predict")), (1 << 40, ())], ids=str)
+def test_all_commands_tell_the_same_decision(
+    bundle: Bundle, path: Path, asked: tuple[object, ...], less: int | None
+) -> None:
+    measure(bundle)
+    full = needed(bundle, replace(PREDICT, prefill_chunk=256))
+    budget = () if less is None else ("--budget", f"{max(full - less, 1 << 20)}B")
+    common = (path, "-c", 256, "-t", 1, *asked, *budget)
+    want = edgeinfer("info", *common, "--json").json["decision"]
+    planned, shown = edgeinfer("plan", *common, "--json"), " ".join(edgeinfer("plan", *common).out.split())
+    fits = planned.json
+    assert fits["decision"] == want and planned.code == (0 if fits["fits"] else 3)
+    ran = edgeinfer("run", path, "abc", *common[1:], "-n", 1, "--json")
+    if want["name"] == "refused":
+        assert ran.code == 3 and want["said"] in ran.err and less == 1 << 40
+        assert "run The run needs" not in shown
+        return
+    assert ran.json["decision"] == want
+    assert shown.count(want["said"]) == 1
+    assert want["said"] in " ".join(edgeinfer("info", *common).out.split())
+    if want["name"] in ("resident", "sparse"):
+        assert fits["total_bytes"] == ran.json["planned_bytes"]
+    others = [want["name"], *(other["name"] for other in want["others"])]
+    if not fits["fits"]:
+        assert ("cold_neurons" in [item["change"] for item in fits["alternatives"]]) == ("sparse from flash" in others)
+    if want["name"] == "sparse from flash":
+        assert "No layer falls back" in " ".join(fits["notes"]) or not fits["neurons"]["said"]
+
+
+def test_bench_measures_what_run_would_do(
+    bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgeinfer.cli.bench.READ_BYTES", 8 << 20)
+    started: list[str] = []
+    monkeypatch.setattr("edgeinfer.bench.startup._first_ms", lambda command, path: started.extend(command) or 7.0)
+    measure(bundle)
+    asked = ("bench", path, "-t", 1, "-p", 0, "-n", 2, "-r", 1, "--json")
+    found = edgeinfer(*asked)
+    assert str(PREDICT.recipe) in started and "--budget" not in started
+    assert found.json["decision"]["name"] == "sparse" and found.json["quality"]["by_itself"]
+    assert "edgeinfer: Runs sparse (about" in found.err and "Approximate, kv=int8 passes=sparse" in found.err
+    budget = needed(bundle, replace(PREDICT, ctx=found.json["ctx"], prefill_chunk=256)) - 400_000
+    tight = edgeinfer(*asked, "--budget", f"{budget}B").json
+    assert tight["decision"]["name"] == "sparse from flash" and tight["cold_bytes"] > 0 == tight["streamed_bytes"]
+    assert started[started.index("--budget") + 1] == f"{budget}B"  # the process of the first token runs likewise
+    exact = edgeinfer(*asked, "--no-startup", "--max-kld", 0, "--budget", f"{budget}B").json
+    assert exact["decision"]["name"] == "streamed" and exact["quality"] is None
+    refused = edgeinfer(*asked, "--budget", "1MB")
+    assert refused.code == 3 and refused.sentence.startswith("The run needs ")
+
+
+def test_estimate_is_of_what_run_would_do(bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgeinfer.devices import load_profile
+
+    measure(bundle)
+    here = replace(load_profile("rpi5"), name="local")
+    monkeypatch.setattr("edgeinfer.devices.load_profile", lambda name: here)
+    own = edgeinfer("estimate", path, "--json").json
+    assert own["decision"]["name"] == "sparse" and own["neurons"]["mode"] == "predict"
+    assert "run: Runs sparse (about" in " ".join(edgeinfer("estimate", path).out.split())
+    exact = edgeinfer("estimate", path, "--max-kld", 0, "--json").json
+    assert exact["neurons"]["mode"] == "exact" and exact["decode_tok_per_s"] < own["decode_tok_per_s"]
+    assert edgeinfer("estimate", path, "--device", "rpi5", "--json").json["decision"] is None
+
+
+def test_the_speed_that_switches_off_is_that_at_the_depth_of_the_run(bundle: Bundle) -> None:
+    """A long context slows all ways down; it is no fault of the predictor."""
+    measure(bundle)
+    found = choose(bundle, LOOSE)._replace(probed=True)
+    deep = found.others[0].at_depth(1000)
+    assert deep < found.others[0].tok_per_s
+    assert learn(bundle, found, (deep + found.others[0].tok_per_s) / 2, 1000) is None
+    assert learn(bundle, found, deep * 0.9, 1000)
+
+
+def test_what_reads_from_storage_is_remembered_with_its_budget(bundle: Bundle) -> None:
+    measure(bundle)
+    full = needed(bundle)
+    tight = replace(LOOSE, budget_bytes=full - 400_000)
+    assert learn(bundle, choose(bundle, tight)._replace(probed=True), 1e-9, 16)
+    assert choose(bundle, tight).way.name == "streamed"
+    assert choose(bundle, replace(tight, budget_bytes=full - 300_000)).way.name == "sparse from flash"
+
+
+def test_plan_of_a_context_that_run_refuses_has_no_decision(path: Path) -> None:
+    planned = edgeinfer("plan", path, "-c", 5000, "--json").json
+    assert planned["decision"] is None and any("run refuses it" in note for note in planned["notes"])
+
+
+def test_plan_names_the_break_even_density(path: Path) -> None:
+    assert "exact is faster than dense where at most" in " ".join(edgeinfer("plan", path).out.split())
+    neurons = edgeinfer("plan", path, "--json").json["neurons"]
+    assert 0 < neurons["break_even_density"]["predict"] < 1

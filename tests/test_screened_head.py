@@ -12,6 +12,7 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.bundle import Bundle, BundleWriter, HeadScreen, read_screen, weights_identity
+from edgeinfer.choice import Way, choose
 from edgeinfer.config import GenerationConfig, Recipe, RuntimeConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.errors import BundleError, UnsupportedModelError, UsageError
@@ -19,7 +20,7 @@ from edgeinfer.evaluate import Stream
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.kernels import reference
 from edgeinfer.models import demo_path
-from edgeinfer.quality import MAX_KLD, enabled, find, read_quality
+from edgeinfer.quality import MAX_KLD, Setting, enabled, find, read_quality
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.sparse import screen_head
@@ -156,7 +157,8 @@ def test_it_is_planned_printed_and_counted(path: Path) -> None:
     kernels = [entry["kernel"] for entry in program["program"]]
     assert "screen_maxima" in kernels and any(kernel.startswith("head_int8") for kernel in kernels)
     assert program["screen"] == {"rank": screen.rank, "share": screen.share, "bytes": screen.nbytes}
-    assert edgeinfer("plan", path, *asked).json["total_bytes"] > edgeinfer("plan", path, "--json").json["total_bytes"]
+    exact_plan = edgeinfer("plan", path, "--head", "exact", "--json").json
+    assert edgeinfer("plan", path, *asked).json["total_bytes"] > exact_plan["total_bytes"]
     estimates = [edgeinfer("estimate", path, *some, "--device", "rpi5", "--json").json for some in ((), asked[:2])]
     assert estimates[1]["bytes_per_token"] < estimates[0]["bytes_per_token"]
 
@@ -189,11 +191,18 @@ def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[st
 def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own_cache: None) -> None:
     with Bundle.open(path) as bundle:
         config = RuntimeConfig()
-        assert enabled(bundle, config).recipe == SCREENED and enabled(bundle, config, 0) is config
+        assert [one.recipe for one in enabled(bundle, config)] == [SCREENED] and not enabled(bundle, config, 0)
         narrow = replace(config, recipe=Recipe.parse("fuse_input+tests.narrow.narrow:window=6"))
-        assert enabled(bundle, narrow) is narrow
+        assert not enabled(bundle, narrow)
         (known,) = read_quality(bundle)
         assert find([known], known.setting, bundle) == known and known.weights != ""
+
+
+def ways_of(bundle: Bundle, max_kld: float) -> list[Way]:
+    """All that may run, in the order of their recipes."""
+    found = choose(bundle, RuntimeConfig(), max_kld)
+    return sorted((found.way, *found.others), key=lambda way: (Recipe(), SCREENED).index(way.config.recipe)
+                  if way.config.recipe in (Recipe(), SCREENED) else -1)
 
 
 def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cache: None) -> None:
@@ -206,10 +215,14 @@ def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cac
     assert 0 <= alone < both and made.reasons[1].endswith("is within 1e+09; enabled")
     with Bundle.open(tmp_path / "both") as bundle:
         bundle.verify()
-        assert enabled(bundle, RuntimeConfig(), both).recipe == Recipe().sparse("predict").head("screened")
-        assert enabled(bundle, RuntimeConfig(), (alone + both) / 2).recipe == SCREENED
+        together = Recipe().sparse("predict").head("screened")
+        assert [one.recipe for one in enabled(bundle, RuntimeConfig(), both)] == [together, SCREENED]
+        assert [one.recipe for one in enabled(bundle, RuntimeConfig(), (alone + both) / 2)] == [SCREENED]
         asked = Recipe().sparse("exact")
-        assert enabled(bundle, RuntimeConfig(recipe=asked), both).recipe == asked.head("screened")
+        assert [one.recipe for one in enabled(bundle, RuntimeConfig(recipe=asked), both)] == [asked.head("screened")]
+        (other,) = enabled(bundle, RuntimeConfig(recipe=SCREENED), both)  # the order of naming them is none
+        assert Setting.of_run(other) == Setting.of_run(RuntimeConfig(recipe=together))
+        assert [way.config.recipe for way in ways_of(bundle, both)] == [together, Recipe(), SCREENED]
 
 
 def test_where_the_screen_does_not_fit_the_run_is_exact(path: Path, own_cache: None) -> None:

@@ -13,6 +13,7 @@ from ..errors import EdgeInferError
 from ..process import python_command
 
 if TYPE_CHECKING:
+    from ..config import RuntimeConfig
     from ..text import Tokenizer
 
 PROMPT_TOKENS = 8
@@ -21,9 +22,11 @@ ANSWER_TOKENS = 4
 TIMEOUT_SECONDS = 600
 
 
-def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...], threads: int, kv: str,
-                   recipe: str, repetitions: int = 3) -> float:
+def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...], config: RuntimeConfig,
+                   repetitions: int = 3) -> float:
     """Return the median milliseconds from the start of ``edgeinfer run`` to its first text, with a prompt of 8 tokens.
+
+    The process runs as `config` says and no other way: with its recipe, threads, type of KV and budget.
 
     Raises
     ------
@@ -31,7 +34,11 @@ def first_token_ms(bundle: Path, tokenizer: Tokenizer, eos_ids: tuple[int, ...],
         The run fails or prints nothing.
     """
     words = ["run", str(bundle), prompt_of(tokenizer), "--raw", "--json", "-n", str(ANSWER_TOKENS), "--temp", "0",
-             "-t", str(threads), "--kv", kv, "--recipe", recipe]
+             "--kv", config.kv, "--recipe", str(config.recipe), "--max-kld", "0"]
+    words += ["-t", str(config.threads)] if config.threads else []
+    if config.budget_bytes:
+        words += ["--budget", f"{config.budget_bytes}B", "--prefill-chunk", str(config.prefill_chunk)]
+        words += ["-c", str(max(config.ctx, 2 * PROMPT_TOKENS))] if config.ctx else []
     for token in eos_ids:
         words += ["--logit-bias", f"{token}=-inf"]
     command, path = python_command("edgeinfer", *words)

@@ -12,17 +12,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checks import NATS, checked
 from ..config import GROUP_SIZES, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
 from .bench_report import bench_object, print_report
-from .options import DEFAULT_RECIPE, GROUPS, WEIGHTS, Budget, Head, Json, Kv, Passes, PrefillChunk, Sparse, Threads
+from .decision import FIELD, announce, approximation
+from .options import (
+    DEFAULT_RECIPE,
+    GROUPS,
+    WEIGHTS,
+    Budget,
+    Head,
+    Json,
+    Kv,
+    MaxKld,
+    Passes,
+    PrefillChunk,
+    Sparse,
+    Threads,
+)
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
-from .streaming import notice
 
 if TYPE_CHECKING:
     from ..bench import Case, Measurement
@@ -48,6 +62,9 @@ JSON_FIELDS = {
         "planned_bytes": "the memory plan's total",
         "peak_rss_bytes": "most memory that the process held, without the probe's; null where the system does not say",
         "streamed_bytes": "weights that are read from storage for each token; 0 where all are in memory",
+        "cold_bytes": "neurons that are read from storage when a token wants them; 0 where all are in memory",
+        "decision": FIELD + "; bench measures that way",
+        "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
         "isa": "instruction set; with `threads`, `kv`, `ctx`",
@@ -88,6 +105,7 @@ def bench(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    max_kld: MaxKld = 0.02,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
@@ -102,7 +120,8 @@ def bench(
     Tests are named as in llama-bench: pp512 processes a prompt of 512 tokens, tg128 generates 128 tokens, tg128 @ d4096
     does so after 4096 tokens of context. Between repetitions the machine's read bandwidth is measured (1 GiB read by
     all threads) and, beside prompts, the int8 operations that its units do from registers; shares refer to
-    these.
+    these. What is measured is what run would do with the same options; of a bundle that leaves a choice (--sparse,
+    --head, --max-kld) it is said which way that is.
 
     \b
     Examples:
@@ -114,15 +133,16 @@ def bench(
 
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, weights, group_size, repetitions)
-    limit = None if budget is None else parse_size(budget)
+    limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
-        report, measured = run_tests(path, config, tests, repetitions, profile, progress)
+        config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress)
         report["model"] = model or shape
-        report["ttft_process_ms"] = None if no_startup else first_token(path, report["threads"], kv, str(config.recipe))
-    predictor = make_predictor(path, config, report["threads"], report["isa"], report["streamed_bytes"])
+        report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
+    stored = report["streamed_bytes"] + report["cold_bytes"]
+    predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)
@@ -179,28 +199,37 @@ def find_bundle(model: str | None, shape: str | None, weights: str, group_size: 
 
 
 def run_tests(
-    path: Path, config: RuntimeConfig, tests: list[Case], repetitions: int, profile: bool, progress: ProgressLine
-) -> tuple[dict[str, Any], Measurement]:
-    """Open the bundle and run the tests; returns what is known beside the figures."""
+    path: Path, config: RuntimeConfig, max_kld: float, tests: list[Case], repetitions: int, profile: bool,
+    progress: ProgressLine
+) -> tuple[RuntimeConfig, dict[str, Any], Measurement]:
+    """Open the bundle as `run` would and run the tests; returns how, and what is known beside the figures."""
     from ..bench import MachineProbe, measure, needed_ctx
     from ..bundle import Bundle
     from ..memory_planner import available_bytes, default_threads
 
     threads = config.threads or default_threads()
     with Bundle.open(path) as bundle:
-        config = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
+        asked = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
+        choice = None
+        if bundle.approximates:
+            from ..choice import choose
+
+            choice = choose(bundle, asked, max_kld)
+        config = choice.way.config if choice else asked
         bundle.check_contents(threads, partial(progress, "load"))  # once, and no part of load_ms
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
     with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
         session, bundle, load_ms = open_session(path, config, progress)
         try:
-            if why := notice(session):
-                say(why)
+            cost = approximation(session, config != asked)
+            announce(session, choice, cost, max_kld)
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
             peak = peak_rss_bytes()
-            return {
+            return config, {
                 "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
                 "streamed_bytes": session.plan.streamed_bytes,
+                "cold_bytes": session.plan.cold.cold_bytes if session.plan.cold else 0,
+                "decision": choice and choice.report(), "quality": cost,
                 "peak_rss_bytes": None if peak is None else peak - probe.read_bytes, "probe_bytes": probe.read_bytes,
                 "isa": session.isa, "threads": threads, "kv": config.kv, "ctx": config.ctx,
                 "weights_bytes": bundle.weights_bytes, "weights": bundle.quantisation.weights,
@@ -226,7 +255,7 @@ def open_session(path: Path, config: RuntimeConfig, progress: ProgressLine) -> t
     return session, bundle, 1000 * (time.perf_counter() - began)
 
 
-def first_token(path: Path, threads: int, kv: str, recipe: str) -> float | None:
+def first_token(path: Path, config: RuntimeConfig, threads: int) -> float | None:
     """Return the milliseconds from a process's start to its first token; None, with a remark, where there are none."""
     from ..bench import first_token_ms
     from ..bundle import Bundle
@@ -236,7 +265,7 @@ def first_token(path: Path, threads: int, kv: str, recipe: str) -> float | None:
         with Bundle.open(path) as bundle:
             eos = bundle.config.eos_token_ids
             tokenizer = Tokenizer.open(path, {"bos_token_id": bundle.config.bos_token_id})
-        return first_token_ms(path, tokenizer, eos, threads, kv, recipe)
+        return first_token_ms(path, tokenizer, eos, replace(config, threads=threads))
     except EdgeInferError as error:
         say(f"Time to the first token of a new process is not measured: {error}")
         return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..config import KV_TYPES, Recipe
+from ..checks import NATS, checked
+from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
-from .estimate_report import Drafting, all_devices_object, chart, estimate_object, print_all_devices, print_estimate
+from . import decision, neurons
+from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .options import (
     DEFAULT_RECIPE,
     Device,
@@ -18,6 +20,7 @@ from .options import (
     Head,
     Json,
     Kv,
+    MaxKld,
     Passes,
     Sparse,
     Weights,
@@ -25,10 +28,6 @@ from .options import (
     option,
 )
 from .output import print_json
-
-if TYPE_CHECKING:
-    from ..describe import ModelDescription
-    from ..devices import DeviceProfile
 
 DEFAULT_CTX, MOST_CTX = 4096, (1 << 24) - 1
 DEFAULT_PROMPT = 512
@@ -66,9 +65,8 @@ JSON_FIELDS = {
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
-        "neurons": "of a bundle with FFNs by neuron: as `sparse` of `info`, with `relative_time` and `dense_time` as "
-        "multiples of the time of tiles, `predictor_share` of the FFN's bytes, and `break_even_density`, the share of "
-        "neurons up to which `exact` and `predict` are faster than dense; else null",
+        "neurons": neurons.FIELD,
+        "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
     },
 }
@@ -99,6 +97,7 @@ def estimate(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    max_kld: MaxKld = 0.02,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -137,11 +136,15 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    described = describe(model, weights, group_size, Recipe.parse(recipe).sparse(sparse).head(head), one)
+    passes, bound = Recipe.parse(recipe).sparse(sparse).head(head), checked("max_kld", max_kld, NATS)
+    described, decided = describe(model, weights, group_size, passes, one), None
+    if device in (None, "local") and one is not None:
+        described, _, decided = decision.described_as_run(described, RuntimeConfig(ctx, kv, recipe=passes), bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:
-        _one(described, one, (ctx, length), kv, drafting, plot, json)
+        out = estimate_object(described, one, ctx, length, kv, drafting)
+        _report({**out, "decision": decided}, plot, json)
         return
     out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting)
     if json:
@@ -150,12 +153,8 @@ def estimate(
         print_all_devices(out)
 
 
-def _one(
-    described: ModelDescription, profile: DeviceProfile, tokens: tuple[int, int], kv: str, drafting: Drafting,
-    plot: Path | None, json: bool
-) -> None:
-    """Estimate on one device, and report."""
-    out = estimate_object(described, profile, *tokens, kv, drafting)
+def _report(out: dict[str, Any], plot: Path | None, json: bool) -> None:
+    """Report on one device."""
     if plot is not None:
         from .plot import save_plot
 

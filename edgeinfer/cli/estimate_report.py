@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
+from .neurons import neurons_line, neurons_object
 from .output import by, folded, not_ours, print_table, speed, whose, whose_object
 
 if TYPE_CHECKING:
@@ -118,22 +119,6 @@ def break_even_object(model: ModelDescription, profile: DeviceProfile) -> dict[s
     }
 
 
-def neurons_object(model: ModelDescription, profile: DeviceProfile) -> dict[str, Any] | None:
-    """Return how the FFNs of a bundle by neuron run, and up to which densities leaving out neurons pays; else None."""
-    from ..devices import break_even_density, relative_time
-
-    if model.sparse is None:
-        return None
-    own, layers = model.sparse, model.sparse.layers()
-    return {
-        **own.report(), "predictor_share": own.predictor,
-        "relative_time": sum(relative_time(profile, *layer) for layer in layers) / len(layers)
-        + own.predictor * own.runs.count("predict") / len(layers),
-        "dense_time": relative_time(profile, "off", 1.0),
-        "break_even_density": {mode: break_even_density(profile, mode, own.predictor) for mode in ("exact", "predict")},
-    }
-
-
 def neuron_bytes(model: ModelDescription) -> int:
     """Return the bytes of a row of one neuron: `hidden_size` weights as they are stored, with their scales."""
     quantisation, width = model.quantisation, model.config.hidden_size
@@ -183,6 +168,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _remarks(out: dict[str, Any]) -> Iterator[str]:
+    if out.get("decision"):
+        yield f"run: {out['decision']['said']}"
     if out["remark"]:
         yield out["remark"]
     if out["accepted"] > 1:
@@ -199,7 +186,9 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
     if out["file_note"]:
         yield out["file_note"]
     if out["neurons"]:
-        yield from _neurons(out["neurons"])
+        if said := out["neurons"]["said"]:
+            yield said[0].upper() + said[1:]
+        yield neurons_line(out["neurons"])
         return
     point = out["break_even"]
     if point is None:
@@ -213,16 +202,6 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
     small = ", ".join(f"{float(share):.0%} from {nbytes} bytes" if nbytes else f"{float(share):.0%} never"
                       for share, nbytes in point["smallest_row_bytes"].items())
     yield f"Smallest rows that pay, by share of zeros: {small}."
-
-
-def _neurons(found: dict[str, Any]) -> Iterator[str]:
-    """What the layout by neuron costs and gains here."""
-    if found["said"]:
-        yield found["said"][0].upper() + found["said"][1:]
-    pays = found["break_even_density"]
-    yield (f"FFNs by neuron, {found['mode']}: {found['relative_time']:.2f} x the time of tiles, predictor included; "
-           f"dense {found['dense_time']:.2f} x. Of this layout exact is faster than dense where at most "
-           f"{pays['exact']:.0%} of the neurons fire, predict where a mask names at most {pays['predict']:.0%}.")
 
 
 def print_all_devices(out: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checks import NATS, checked
 from ..config import Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Head, Json, Kv, Passes, Sparse, Threads
+from .decision import FIELD
+from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Head, Json, Kv, MaxKld, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -34,6 +36,7 @@ JSON_FIELDS = {
         "neurons `fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; "
         "null for tile16",
         "screen": "of the output head: `rank`, `share` of it that is computed, `bytes`, or null",
+        "decision": FIELD + "; `sparse` and `program` are of that way",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
@@ -56,6 +59,7 @@ def info(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    max_kld: MaxKld = 0.02,
     json: Json = False,
 ) -> None:
     """Say what is inside a bundle.
@@ -66,14 +70,18 @@ def info(
       edgeinfer info ./my-bundle --program
     """
     from ..bundle import Bundle
+    from ..choice import told
     from ..models import resolve
 
+    bound = checked("max_kld", max_kld, NATS)
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
         config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit,
                                recipe=Recipe.parse(recipe).sparse(sparse).head(head))
-        report = describe(path, bundle, config.recipe)
+        choice, decision = told(bundle, config, bound)
+        config = choice.way.config if choice else config
+        report = {**describe(path, bundle, config.recipe), "decision": decision}
         if program:
             report["program"] = records(bundle, config)
     if json:
@@ -176,6 +184,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{size}: {stored}, embedding {q['embedding']}, head {q['head']}, "
                     f"FFN {report['ffn_layout']}"),
         *_part_rows(report),
+        *([("run", report["decision"]["said"])] if report["decision"] else []),
         *([("neurons", report["sparse"]["said"])] if report["sparse"] and report["sparse"]["said"] else []),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checks import NATS, checked
 from ..config import GenerationConfig, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
+from .decision import described_as_run
 from .output import alternative_object, not_ours, print_json, whose_object
 from .plan_report import JSON_FIELDS, print_names, print_report
 
 if TYPE_CHECKING:
+    from ..choice import Choice, Way
     from ..describe import ModelDescription
     from ..devices import DeviceProfile
     from ..memory_planner import Alternative, MemoryPlan
@@ -53,6 +55,7 @@ def plan(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
+    max_kld: options.MaxKld = 0.02,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,
@@ -71,8 +74,7 @@ def plan(
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
     """
-    from ..describe import describe
-    from ..devices import load_profile, local_profile
+    from ..devices import load_profile
 
     if listed:
         print_names(json)
@@ -81,14 +83,13 @@ def plan(
         raise UsageError("Missing argument 'MODEL': a bundle, a checkpoint, or one of 'edgeinfer plan --list'.")
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
-    limit = None if budget is None else parse_size(budget)
+    limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock, mmap=not no_mmap,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
-    described = describe(model, weights, group_size, config.recipe, profile)
-    report = _Planned(described, config, profile, profile or local_profile()).report()
+    report = _planned(model, (weights, group_size), config, bound, profile)
     if json:
         print_json(report)
     else:
@@ -96,15 +97,29 @@ def plan(
     return 0 if report["fits"] else BudgetError.exit_code
 
 
+def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
+             device: DeviceProfile | None) -> dict[str, Any]:
+    """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine."""
+    from ..describe import describe
+    from ..devices import local_profile
+
+    model, choice, decision = describe(name, *stored, config.recipe, device), None, None
+    if device is None:
+        model, choice, decision = described_as_run(model, config, max_kld)
+    config = choice.way.config if choice else config
+    report = _Planned(model, config, device, device or local_profile(), choice).report()
+    return {**report, "decision": decision}
+
+
 class _Planned:
     """One plan, what it was made for, and what else would fit."""
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
-                 profile: DeviceProfile | None):
+                 profile: DeviceProfile | None, choice: Choice | None):
         from ..memory_planner import Planner, default_ctx, default_threads, to_request
 
         threads = config.threads or (_cores(device) if device else default_threads())
-        self.model, self.device, self.profile = model, device, profile
+        self.model, self.device, self.profile, self.choice = model, device, profile, choice
         self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
         self.budget, self.budget_source = self._limit()
         self.planner = Planner(model.graph, model.weight_bytes)
@@ -122,10 +137,12 @@ class _Planned:
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
         from ..memory_planner import alternatives, largest_ctx, refusal, streaming
+        from .neurons import neurons_object
 
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
         fits = plan.total_bytes <= self.budget
         options = [] if fits else list(alternatives(self.planner, config, self.budget, model.rebuild))
+        options += [] if fits else self._cold()
         if not fits and model.runnable and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)
         report: dict[str, Any] = {
@@ -144,38 +161,33 @@ class _Planned:
             "alternatives": [self._alternative(option) for option in options],
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
-            "decision": self._decision(),
+            "neurons": neurons_object(model, self.profile),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
         return report
 
-    def _decision(self) -> dict[str, Any] | None:
-        """Return what `run` would decide of a bundle with parts to choose from, on this machine."""
-        from ..bundle import Bundle, is_bundle
+    def _flash(self) -> list[Way]:
+        """The way with this recipe that reads cold neurons from storage, where `run` has one."""
+        ways = (self.choice.way, *self.choice.others) if self.choice else ()
+        return [way for way in ways if way.plan.cold and way.config.recipe == self.config.recipe]
 
-        path = Path(self.model.name)
-        if self.device is not None or not self.model.runnable or not is_bundle(path):
-            return None
-        from ..choice import choose  # which imports NumPy
+    def _cold(self) -> list[Alternative]:
+        from ..memory_planner import cold
 
-        with Bundle.open(path) as bundle:
-            if not bundle.approximates:
-                return None
-            try:
-                found = choose(bundle, replace(self.config, budget_bytes=self.budget))
-            except BudgetError:
-                return None
-        return {**found.report(), "said": found.sentence()}
+        return [cold(way.plan, way.read_bytes) for way in self._flash()]
 
     def _alternative(self, option: Alternative) -> dict[str, Any]:
-        """Return an alternative as a JSON object; how fast streaming is, where storage was measured."""
+        """Return an alternative as a JSON object; how fast reading from storage is, where storage was measured."""
         from ..devices import estimate
 
-        out = alternative_object(option)
+        out, speed = alternative_object(option), None
+        if "cold_neurons" in option.options:
+            speed = next(way.at_depth(self.config.ctx or 0) for way in self._flash())
+            return {**out, "streamed_bytes": option.streamed_bytes,
+                    "decode_tok_per_s": speed if self.choice and self.choice.probed else None}
         if "streamed_layers" not in option.options:
             return out
-        speed = None
         if self.profile is not None and self.profile.storage_sequential_gbs:
             traffic = replace(self.model.traffic(self.config.kv), streamed_bytes=option.streamed_bytes)
             depth = int(option.options.get("ctx", self.config.ctx or 0))
@@ -204,7 +216,8 @@ class _Planned:
         if self.model.file_types:
             notes.append(self.model.file_note)
         if self.model.sparse and (said := self.model.sparse.sentence()):
-            notes.append(said[0].upper() + said[1:])
+            notes.append("No layer falls back to dense or exact: neurons are read from storage by masks, which each "
+                         "layer needs." if self._flash() else said[0].upper() + said[1:])
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile)):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..quant import WeightType
 from ..sizes import format_size
+from . import decision, neurons
 from .output import by, folded, print_json, print_table, say, speed, whose
 
 JSON_FIELDS = {
@@ -36,15 +37,15 @@ JSON_FIELDS = {
         "kv_bytes_per_position": "bytes of the KV cache for each token",
         "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +), `value`, `options` "
         "(each by name), `total_bytes`; in the order in which to try them, each checked to fit. The last may be "
-        "`streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for each token and "
-        "`decode_tok_per_s`, null where storage was not measured",
+        "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
+        "each token and `decode_tok_per_s`, null where storage was not measured",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and as in "
         "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
         "file_types": "of a GGUF file: bytes of its tensors by type; else null",
         "notes": "remarks",
-        "decision": "of bundles with a predictor or a screen, on this machine: what `run` does, as its own field of "
-        "this name, and `said`; else null",
+        "neurons": neurons.FIELD,
+        "decision": decision.FIELD + "; the plan is of that way with all weights in memory",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
         "`family` (its model_type)",
@@ -70,7 +71,9 @@ def print_report(report: dict[str, Any]) -> None:
         print(line)
     for note in report["notes"]:
         print("\n".join(folded(note, "note     ")))
-    if report["decision"]:
+    if report["neurons"]:
+        print("\n".join(folded(neurons.neurons_line(report["neurons"]), "neurons  ")))
+    if report["decision"] and report["decision"]["name"] != "refused":  # which is said as an error, below
         print("\n".join(folded(report["decision"]["said"], "run      ")))
     if not report["fits"]:
         for option in report["alternatives"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..process import peak_rss_bytes
+from . import decision
 
 if TYPE_CHECKING:
     from ..engine import Choice, Completion, TokenLogprob
@@ -39,9 +40,7 @@ JSON_FIELDS = {
         "the others; else null",
         "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
         "whether nobody asked for it; else null",
-        "decision": "of bundles with a predictor or a screen: `name` of what runs (resident, sparse, sparse from "
-        "flash, streamed), `tok_per_s` and `read_bytes` from storage per token as predicted, `others` that fit, "
-        "`refused` with reasons, `basis` of the predictions; else null",
+        "decision": decision.FIELD,
         "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",

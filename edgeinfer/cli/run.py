@@ -18,6 +18,7 @@ from ..config import GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
 from . import options, streaming
+from .decision import announce, approximation
 from .output import figures, print_json, say
 from .prediction import LEAST_TOKENS, Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
@@ -129,13 +130,7 @@ def run(
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
-        if llm.choice and not json:
-            say(llm.choice.sentence())
-        if why := streaming.notice(llm.session):
-            say(why)
-        if not json and (cost := approximation(llm)):
-            why = f"; used by itself, for it is within --max-kld {max_kld:g}" if cost["by_itself"] else ""
-            say(f"Approximate, {cost['said']}{why}.")
+        announce(llm.session, llm.choice, approximation(llm.session, llm.approximated), max_kld, quiet=json)
         if text is None:
             from .chat import chat
 
@@ -259,7 +254,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     sparse = llm.session.sparse
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
-        print_json({**report, "estimate": predicted, "offload": reading.report(), "quality": approximation(llm),
+        print_json({**report, "estimate": predicted, "offload": reading.report(),
+                    "quality": approximation(llm.session, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "sparse": sparse.report() if sparse else None})
     elif options["n"] > 1:
@@ -271,22 +267,14 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for line in filter(None, (sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
-    if llm.choice and not disturbed and completion.tok_per_s and completion.completion_tokens >= LEAST_TOKENS:
+    alone = len(completion.choices) == 1 and completion.completion_tokens >= LEAST_TOKENS
+    if llm.choice and not disturbed and completion.tok_per_s and alone:
         from ..choice import learn
 
-        if off := learn(llm.session.bundle, llm.choice, completion.tok_per_s):
+        depth = completion.prompt_tokens + completion.completion_tokens // 2
+        if off := learn(llm.session.bundle, llm.choice, completion.tok_per_s, depth):
             say(off)
     return 1 if completion.finish_reason == "cancelled" else 0
-
-
-def approximation(llm: LLM) -> dict[str, Any] | None:
-    """Return what the recipe's approximations were measured to cost; None where it has none."""
-    if llm.session.config.recipe == _RUNTIME.recipe:  # as nearly always: nothing is imported for it
-        return None
-    from ..quality import of_run
-
-    said = of_run(llm.session.bundle, llm.session.config)
-    return said and {**said, "by_itself": llm.approximated}
 
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:

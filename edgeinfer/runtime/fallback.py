@@ -40,11 +40,18 @@ class SparseFfn:
     """Bytes of the predictor over those of the FFNs."""
     basis: str
     """Whose curves decided."""
+    kind: str = ""
+    """Of the predictor; thresholds read the gates of all neurons, as exact runs do."""
 
     def layers(self) -> tuple[tuple[str, float], ...]:
         """Mode and density of each layer, as the estimator takes them; 1 where it is not known."""
         whole = self.densities or ((1.0, 1.0),) * len(self.runs)
-        return tuple((mode, density[mode == "predict"]) for mode, density in zip(self.runs, whole, strict=True))
+        return tuple((self.reads(mode), density[mode == "predict"])
+                     for mode, density in zip(self.runs, whole, strict=True))
+
+    def reads(self, mode: str) -> str:
+        """Return the mode whose reads, and so whose curve, a mode has."""
+        return "exact" if mode == "predict" and self.kind == "threshold" else mode
 
     def sentence(self) -> str:
         """What runs otherwise than asked for, and the densities; empty where everything is as it was asked for."""

@@ -1,0 +1,64 @@
+"""How a bundle runs that leaves a choice: the same words and fields in every command that asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import RuntimeConfig
+from . import streaming
+from .output import say
+
+if TYPE_CHECKING:
+    from ..choice import Choice
+    from ..describe import ModelDescription
+    from ..runtime import Session
+
+FIELD = ("of bundles with a predictor or a screen: `name` of what run does by itself on this machine (resident, "
+         "sparse, sparse from flash, streamed, or refused), `tok_per_s` and `read_bytes` from storage per token as "
+         "predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, `said`; else null")
+"""What the field `decision` of a JSON object is."""
+_RUNTIME = RuntimeConfig()
+
+
+def described_as_run(
+    model: ModelDescription, config: RuntimeConfig, max_kld: float
+) -> tuple[ModelDescription, Choice | None, dict[str, Any] | None]:
+    """Return a bundle's description with the recipe that `run` would choose on this machine, the choice, and its field.
+
+    Other models, and contexts that `run` refuses, are as they were, without a choice.
+    """
+    if model.bundle is None or (config.ctx or 0) > model.config.max_position_embeddings:
+        return model, None, None
+    from ..bundle import Bundle
+    from ..choice import told  # which imports NumPy
+    from ..describe import describe
+
+    with Bundle.open(model.bundle) as bundle:
+        choice, found = told(bundle, config, max_kld)
+    if choice and choice.way.config.recipe != config.recipe:
+        described = describe(model.bundle, recipe=choice.way.config.recipe)
+        model = replace(described, name=model.name, source=model.source)
+    return model, choice, found
+
+
+def approximation(session: Session, by_itself: bool) -> dict[str, Any] | None:
+    """Return what a run's approximations were measured to cost, and whether nobody asked for them; None without any."""
+    if session.config.recipe == _RUNTIME.recipe:  # as nearly always: nothing is imported for it
+        return None
+    from ..quality import of_run
+
+    said = of_run(session.bundle, session.config)
+    return said and {**said, "by_itself": by_itself}
+
+
+def announce(session: Session, choice: Choice | None, cost: dict[str, Any] | None, max_kld: float,
+             quiet: bool = False) -> None:
+    """Say on standard error what is read from storage; unless `quiet`, also what runs and why, and what it costs."""
+    if choice and not quiet:
+        say(choice.sentence())
+    if why := streaming.notice(session):
+        say(why)
+    if cost and not quiet:
+        why = f"; used by itself, for it is within --max-kld {max_kld:g}" if cost["by_itself"] else ""
+        say(f"Approximate, {cost['said']}{why}.")
