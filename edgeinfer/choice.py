@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .config import RuntimeConfig
     from .devices import DeviceProfile
     from .memory_planner import ColdPlan, MemoryPlan
+    from .runtime import SparseFfn
 
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
 """Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
@@ -47,6 +48,8 @@ class Way(NamedTuple):
     """From storage, for a token."""
     at_depth: Callable[[int], float]
     """Tokens per second after so many positions."""
+    sparse: SparseFfn | None
+    """How its FFNs by neuron run."""
 
     def __str__(self) -> str:
         read = f", {format_size(round(self.read_bytes))} from storage per token" if self.read_bytes else ""
@@ -177,7 +180,7 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile) -> Way:
     def at_depth(depth: int) -> float:
         return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)
 
-    return Way(name, config, plan, at_depth(0), read_bytes, at_depth)
+    return Way(name, config, plan, at_depth(0), read_bytes, at_depth, planned.sparse)
 
 
 def _statistics(bundle: Bundle, cold: ColdPlan) -> Statistics:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgeinfer.bundle import weights_file_bytes
 from edgeinfer.config import GROUP_SIZES, RuntimeConfig
 from edgeinfer.dataclass import dataclass
-from edgeinfer.errors import BudgetError
+from edgeinfer.errors import BudgetError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES, TYPES, WeightType
@@ -194,7 +194,10 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
     if values * LIGHTEST.storage.bits // 8 > budget:
         return
     for stored in STORAGES:
-        graph = rebuild(requested_types(stored.dtype, stored.group_size or GROUP_SIZES[0]))
+        try:
+            graph = rebuild(requested_types(stored.dtype, stored.group_size or GROUP_SIZES[0]))
+        except UnsupportedModelError:  # the recipe needs neurons by themselves, and converting stores none
+            return
         nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
         if nbytes < planner.weight_bytes:
             options: Options = {"weights": stored.dtype}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, read_statistics
+from edgeinfer.cli.neurons import neurons_object
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle
 from edgeinfer.describe import describe
@@ -34,7 +35,7 @@ from edgeinfer.runtime import Session, decide, everywhere
 from edgeinfer.runtime import fallback as fallback_module
 from tests.command_line import edgeinfer
 from tests.sessions import session, tokens
-from tests.test_sparse_predict import decoded
+from tests.test_sparse_predict import decoded, with_predictor
 
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=256, intermediate_size=700, num_hidden_layers=3, vocab_size=300,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=64, windows=(0, 0, 0))
@@ -117,6 +118,15 @@ def test_the_curves_decide(model: Path) -> None:
     assert decided_on(model, "predict", measured(0.1, 0.3, 0.9)) == ("off",) * 3
     assert decided_on(model, "exact", measured(0.9, 0.3, 0.9)) == ("off",) * 3
     assert decided_on(model, "exact", measured(0.1, 0.9, 0.9)) == ("exact",) * 3
+
+
+def test_thresholds_read_the_gates_of_all_neurons(tmp_path: Path) -> None:
+    """So their times and their break-even are those of exact runs with as many neurons."""
+    path = with_predictor(tmp_path, "threshold", 0.3, activation="silu")
+    found = describe(path, recipe=Recipe().sparse("predict")).sparse
+    assert found and found.runs[0] == "predict" and set(found.layers()) == {("exact", 1.0)}
+    object_ = neurons_object(describe(path, recipe=Recipe().sparse("predict")), None)
+    assert object_ and object_["break_even_density"]["predict"] == object_["break_even_density"]["exact"] < 0.95
 
 
 def test_statistics_say_how_much_masks_choose(model: Path) -> None:

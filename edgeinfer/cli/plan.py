@@ -215,9 +215,12 @@ class _Planned:
             notes.append(f"A shape only: {self.model.reason}.")
         if self.model.file_types:
             notes.append(self.model.file_note)
-        if self.model.sparse and (said := self.model.sparse.sentence()):
-            notes.append("No layer falls back to dense or exact: neurons are read from storage by masks, which each "
-                         "layer needs." if self._flash() else said[0].upper() + said[1:])
+        placed = next((way.sparse for way in self._flash()), self.model.sparse)
+        if placed and (said := placed.sentence()):
+            notes.append(said[0].upper() + said[1:])
+        if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
+            notes.append("With neurons that are read from storage no layer falls back to dense or exact: masks say "
+                         "what to read.")
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
         if found and self.profile and (remark := not_ours(found, self.profile)):

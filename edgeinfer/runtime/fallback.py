@@ -107,11 +107,11 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
     mode = str(settings.get("mode", "exact" if relu else "off"))
     statistics = read_statistics(bundle) if mode != "off" and step in recipe.steps else None
     predictor = read_predictor(bundle) if mode == "predict" else None
-    share = predictor.nbytes / ffn_bytes if predictor else 0.0
+    share, kind = (predictor.nbytes / ffn_bytes, predictor.kind) if predictor else (0.0, "")
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
         named_runs = tuple(own if i in by_neuron else "tiles" for i, own in enumerate(_named(settings, mode, n)))
-        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe")
+        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", kind)
     profile = profile or _local()
     modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
     runs = tuple(_fastest(profile, modes, settings, density, share) if i in by_neuron else "tiles"
@@ -120,7 +120,7 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
              for name, other in FALLBACKS.items() if other != mode)
     own = replace(step, settings=(*step.settings, *((name, text) for name, text in found if text)))
     return Recipe(tuple(own if one is step else one for one in recipe.steps)), \
-        SparseFfn(mode, runs, densities, share, _basis(profile))
+        SparseFfn(mode, runs, densities, share, _basis(profile), kind)
 
 
 def dense_layers(densities: Sequence[float], predictor: float,
