@@ -211,7 +211,7 @@ class LLM:
         options : fields of `GenerationConfig`, of which `n` must be 1, and
 
             * ``reuse`` (bool): start from the common beginning with the last request that had this option, instead of
-              computing it again; the text is the same;
+              computing it again; the text is the same, unless a predictor has decoded a part of that beginning;
             * ``prompt_cache`` (path): start from the prompt saved there, and save this one.
 
         Returns

@@ -59,6 +59,8 @@ class Sequence:
     """Of the table."""
     listed: int = 0
     """First blocks that stand in the table already."""
+    decoded: int | None = None
+    """Index of the first token that may not have been walked as part of a prompt; None where all were."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import LLM
+from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BundleError, DestinationError
 from edgeinfer.kernels import Kernels, available
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from tests.sessions import TINY, session, tokens, write_model
+from tests.test_offload import made
 
 OTHER = (r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe or "
          r"instruction set; give another file\.$")
@@ -88,7 +90,7 @@ def test_what_else_changes_bits_counts(opened: Session, tmp_path: Path, extra: s
     if extra == "sources":  # as after an upgrade that changed kernels
         opened.executor.kernels._sets[None] = replace(opened.executor.kernels._sets[None], sources="another")
     else:
-        opened.recipe = "fuse_input+other"  # type: ignore[assignment]
+        opened.recipe = Recipe.parse("fuse_input+other")
     with pytest.raises(BundleError, match=OTHER):
         opened.load(tmp_path / "cache")
 
@@ -129,3 +131,43 @@ def test_a_request_with_a_fifo_is_refused_at_once(tmp_path: Path, at_once: None)
         with pytest.raises(BundleError, match="it is a fifo, not a plain file"):
             next(llm.stream("Once", max_tokens=1, prompt_cache=tmp_path / "fifo"))
         assert llm.generate("Once", max_tokens=1)  # the turn was given back
+
+
+def test_what_leaves_prompts_as_they_are_shares_their_caches(tmp_path: Path) -> None:
+    """Neurons are left out of decoded tokens only, so a prompt is that of the exact model, however it runs."""
+    path, full = made(tmp_path / "m"), tmp_path / "cache"
+    modes = [Recipe(), *(Recipe().sparse(mode) for mode in ("off", "exact", "predict")),
+             Recipe.parse("fuse_input+sparse:mode=predict,dense=0,exact=1"), Recipe.parse("fuse_input+sparse:mode=off")]
+    for saves in modes[2:5]:
+        with session(path, ctx=100, recipe=saves) as opened:
+            logits = save(opened, full)
+            sequence = opened.load(full)
+            assert sequence.decoded is None
+            opened.decode([sequence], [5])
+            fork = opened.fork(sequence)
+            opened.save(fork, tmp_path / "decoded")
+            opened.truncate(fork, 40)
+            opened.save(fork, tmp_path / "cut")
+        assert (tmp_path / "cut").read_bytes()[:300] == full.read_bytes()[:300]
+        for takes in modes:
+            with session(path, ctx=100, recipe=takes) as other:
+                sequence = other.load(full)
+                other.truncate(sequence, 39)
+                assert other.prefill(sequence, tokens(40)[39:]).tobytes() == logits, (saves, takes)
+                if saves != takes and {"predict"} & {str(dict(step.settings).get("mode")) for step in saves.steps}:
+                    with pytest.raises(BundleError, match=OTHER):
+                        other.load(tmp_path / "decoded")
+                elif saves == takes:
+                    assert other.load(tmp_path / "decoded").decoded == (None if saves == modes[2] else 0)
+
+
+def test_a_prompt_cache_outlives_a_choice_that_changes(tmp_path: Path) -> None:
+    path, cache = made(tmp_path / "m"), tmp_path / "cache"
+    prompt, options = tokens(60), {"temperature": 0, "max_tokens": 8}
+    with LLM(path, ctx=128, threads=1, max_kld=0) as exact:
+        list(exact.stream(prompt, prompt_cache=cache, **options))
+    with LLM(path, ctx=128, threads=1, sparse="predict") as llm:
+        want = llm.complete(prompt, **options).token_ids
+        stream = llm.stream(prompt, prompt_cache=cache, **options)
+        list(stream)
+        assert stream.completion.token_ids == want and stream.completion.cached_tokens == 59

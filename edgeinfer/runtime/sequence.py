@@ -96,6 +96,7 @@ class KVCache:
         for block in sequence.blocks:
             self.pool.share(block)
         copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
+        copy.decoded = sequence.decoded
         return copy
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
@@ -105,6 +106,8 @@ class KVCache:
             raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {n_tokens}.")
         sequence.reserved = 0
         del sequence.tokens[n_tokens:]
+        if sequence.decoded is not None and sequence.decoded >= n_tokens:
+            sequence.decoded = None
         self.trim(sequence)
 
     def trim(self, sequence: Sequence) -> None:
@@ -143,8 +146,10 @@ class KVCache:
         except OSError as error:
             raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
 
-    def load(self, path: Path, model: str) -> Sequence:
+    def load(self, path: Path, prompts: str, decoded: str) -> Sequence:
         """Read a sequence saved by the same model with the same KV type.
+
+        The model has two names: what it makes of prompts alone, and of tokens that were decoded.
 
         Raises `BundleError` if the file cannot be read, is damaged, belongs to another model or KV type, or is longer
         than the context. Raises `RequestError` if the pool has no room for it.
@@ -152,7 +157,7 @@ class KVCache:
         sequence = self.new()
         try:
             with open_plain(path) as file:
-                header = self._read_header(file, path, model)
+                header = self._read_header(file, path, (prompts, decoded))
                 self.extend(sequence, len(header["tokens"]))
                 if self._read_blocks(file, sequence, header) != header["sha256"]:
                     raise _damaged(path)
@@ -162,7 +167,7 @@ class KVCache:
         except BaseException:
             self.trim(sequence)
             raise
-        sequence.tokens = header["tokens"]
+        sequence.tokens, sequence.decoded = header["tokens"], None if header["model"] == prompts else 0
         return sequence
 
     def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
@@ -185,7 +190,7 @@ class KVCache:
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
                 "layers": len(self._layers)}
 
-    def _read_header(self, file: io.BufferedReader, path: Path, model: str) -> dict[str, Any]:
+    def _read_header(self, file: io.BufferedReader, path: Path, models: tuple[str, ...]) -> dict[str, Any]:
         start = file.read(16)
         if start[:8] != MAGIC or len(start) < 16:
             raise BundleError(f"{path} is no prompt cache of edgeinfer.")
@@ -198,7 +203,7 @@ class KVCache:
             good = False
         if not good:
             raise _damaged(path)
-        if {k: header.get(k) for k in self._header(model)} != self._header(model):
+        if not any(header.items() >= self._header(model).items() for model in models):
             raise BundleError(
                 f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
                 "--recipe or instruction set; give another file."

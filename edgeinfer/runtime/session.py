@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Cold, read_cold
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, NeuronDown
+from edgeinfer.graph import ModelConfig, NeuronDown, approximates
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import SPLIT_TOKENS, Place
 from edgeinfer.runner import (
@@ -140,11 +140,11 @@ class Session(Runner):
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
-        self.kv.save(sequence, Path(path), self._identity())
+        self.kv.save(sequence, Path(path), self._identity(sequence.decoded is not None))
 
     def load(self, path: str | Path) -> Sequence:
         """Return a sequence as it was saved, by the same model with the same KV type."""
-        return self.kv.load(Path(path), self._identity())
+        return self.kv.load(Path(path), self._identity(False), self._identity(True))
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
@@ -191,6 +191,7 @@ class Session(Runner):
         ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
+        _decoding(sequence)  # of which role the ranges were is not known here
         sequence.tokens.extend(ids)
         sequence.reserved = 0
         self.kv.trim(sequence)
@@ -247,6 +248,8 @@ class Session(Runner):
             logits = self._run(segments, 0, None, 0, cancel, further)
             chosen = self._tables.chosen(len(segments), further, self.executor.steps_left) if further else repeat(())
             for segment, more in zip(segments, chosen, strict=False):
+                if segment.role == DECODE:
+                    _decoding(segment.sequence)
                 segment.sequence.tokens.extend((*segment.ids, *more))
         finally:  # a walk that failed, or ended early, leaves blocks behind the last token
             for segment in segments:
@@ -305,9 +308,14 @@ class Session(Runner):
         executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
                                  executor.kernels, executor.pool.words))
 
-    def _identity(self) -> str:
-        """What the bits of K and V depend on: weights, what the passes made of the graph, kernels."""
-        parts = (self.bundle.identity, self.recipe, self.executor.kernels.arithmetic)
+    def _identity(self, decoded: bool) -> str:
+        """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.
+
+        The head has no part in them, and neurons are left out of decoded tokens alone (else the bits are the same).
+        """
+        steps = tuple(step for step in self.recipe.steps
+                      if step.name != "head" and (step.name != "sparse" or (decoded and approximates(step))))
+        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -319,6 +327,13 @@ def _with_threads_of(host: Session | None, config: RuntimeConfig) -> RuntimeConf
         raise RequestError(f"The session whose threads are shared has {host.config.threads}, and {config.threads} are "
                            "asked for; leave threads out.")
     return replace(config, threads=host.config.threads)
+
+
+def _decoding(sequence: Sequence) -> None:
+    """Take note that the next token of a sequence may be another than in a prompt: what approximates has a part in it.
+    """
+    if sequence.decoded is None:
+        sequence.decoded = len(sequence)
 
 
 def _check_tree(parents: Items[int], n_tokens: int) -> None:
