@@ -175,7 +175,7 @@ TEXTS = Rule(f"text, or at most {MAX_TEXTS} texts, none of them empty", _texts)
 PATH = Rule("the path of a file or directory", _path)
 BIASES = Rule("a mapping of token ids to numbers, such as {15043: -1.5}", _biases)
 OBJECT = instance(Mapping, "a mapping of names to values")
-NATS = number(lambda nats: 0 <= nats < float("inf"), "0 or more")
+NATS = number(lambda nats: 0 <= nats < float("inf"), "a finite number, 0 or more")
 
 
 def option(default: Any, rule: Rule) -> Any:

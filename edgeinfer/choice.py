@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import cache_root, make_directories
 from .config import Recipe
-from .errors import BudgetError, EdgeInferError
+from .errors import BudgetError, EdgeInferError, RequestError
 from .files import open_plain, replacement
 from .json_text import parse_json
 from .quality import MAX_KLD, Setting, enabled, measured_identity
@@ -134,7 +135,7 @@ def told(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> tuple[
         return None, None
     try:
         found = choose(bundle, config, max_kld)
-    except BudgetError as error:
+    except (BudgetError, RequestError) as error:  # the latter of a context that the model does not have
         return None, {"name": REFUSED, "tok_per_s": None, "read_bytes": None, "others": [], "refused": [],
                       "basis": None, "said": str(error)}
     return found, found.report()
@@ -229,5 +230,6 @@ def _slower(bundle: Bundle) -> dict[str, float]:
             data = parse_json(file.read(MAX_BYTES))
     except (OSError, ValueError):
         return {}
-    good = isinstance(data, dict) and all(type(speed) in (int, float) for speed in data.values())
+    good = isinstance(data, dict) and all(
+        type(speed) in (int, float) and 0 <= speed <= sys.float_info.max for speed in data.values())
     return data if good else {}

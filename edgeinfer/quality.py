@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
+LEAST_TOKENS = 100
+"""A mean over fewer tokens says too little to enable anything."""
 QUALITY_FILE = "quality.json"
 MAX_BYTES = 1 << 20
 MOST_KEPT = 1000
@@ -121,18 +123,21 @@ def identity(weights: str, *predictors: str) -> str:
 
 
 def find(known: Iterable[Measurement], setting: Setting, bundle: Bundle) -> Measurement | None:
-    """Return the last measurement of exactly this setting of these weights, or None where it was not measured."""
+    """Return the last measurement of exactly this setting of these weights, or None where it was not measured.
+
+    One of fewer than `LEAST_TOKENS` counts only where there is no other.
+    """
     weights, found = measured_identity(bundle), None
     for one in known:
         if one.setting == setting and one.weights == weights:
-            found = one
+            found = one if found is None or one.tokens >= LEAST_TOKENS or found.tokens < LEAST_TOKENS else found
     return found
 
 
 def allowed(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> bool:
     """Whether a setting may be chosen without being asked for."""
     found = find(known, setting, bundle)
-    return setting.exact or (found is not None and found.kld_mean <= max_kld)
+    return setting.exact or (found is not None and found.tokens >= LEAST_TOKENS and found.kld_mean <= max_kld)
 
 
 TECHNIQUES = {"predictor": ("sparse", "predict"), "screen": ("head", "screened")}

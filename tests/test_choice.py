@@ -15,7 +15,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.devices import MASKED_SHARE, Curve, load_profile
 from edgeinfer.errors import BudgetError
 from edgeinfer.offload import placer
-from edgeinfer.quality import Measurement, Setting, measured_identity, remember
+from edgeinfer.quality import Measurement, Setting, measured_identity, of_run, remember
 from edgeinfer.runtime import plan_run
 from tests.command_line import edgeinfer
 from tests.test_offload import CONFIG, made
@@ -41,9 +41,9 @@ def bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield opened
 
 
-def measure(bundle: Bundle, kld: float = 0.001) -> None:
+def measure(bundle: Bundle, kld: float = 0.001, n_tokens: int = 100) -> None:
     """Let the cache say what the predictor costs."""
-    remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, 100, "decode", "0" * 64,
+    remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, n_tokens, "decode", "0" * 64,
                                  measured_identity(bundle), "generic"))
 
 
@@ -62,6 +62,18 @@ def test_only_what_was_measured_is_used_by_itself(bundle: Bundle) -> None:
     assert choose(bundle, replace(LOOSE, kv="f16")).way.name == "resident"
     assert choose(bundle, replace(LOOSE, recipe=Recipe().sparse("off"))).way.name == "resident"
     assert choose(bundle, PREDICT, 0.0).way.name == "sparse"  # asked for
+
+
+def test_a_measurement_of_a_few_tokens_enables_nothing(bundle: Bundle) -> None:
+    measure(bundle, n_tokens=99)
+    assert choose(bundle, LOOSE).way.name == "resident"
+    measure(bundle, kld=0.5)
+    measure(bundle, n_tokens=3)  # and does not take the place of one that says something
+    assert choose(bundle, LOOSE).way.name == "resident"
+    said = of_run(bundle, PREDICT)
+    assert said and said["kld_mean"] == 0.5
+    measure(bundle)
+    assert choose(bundle, LOOSE).way.name == "sparse"
 
 
 def test_by_budget(bundle: Bundle) -> None:
@@ -96,10 +108,12 @@ def test_what_was_slower_is_switched_off(bundle: Bundle) -> None:
     assert learn(bundle, again._replace(probed=True), 0.001, 16) is None  # nothing approximates
 
 
-@pytest.mark.parametrize("text", ["", "[", "[1]", '{"x": "y"}', "\udcff"])
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"KEY": "y"}', '{"KEY": 1' + "0" * 400 + "}", '{"KEY": -1}',
+                                  '{"KEY": 1e999}', "\udcff"], ids=range(8))
 def test_a_damaged_memory_counts_as_none(bundle: Bundle, tmp_path: Path, text: str) -> None:
     measure(bundle)
     found = choose(bundle, LOOSE)
+    text = text.replace("KEY", found.way.key)
     assert learn(bundle, found._replace(probed=True), 1e-9, 16)
     (kept,) = (tmp_path / "cache").rglob("slower.json")
     kept.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -214,9 +228,13 @@ def test_what_reads_from_storage_is_remembered_with_its_budget(bundle: Bundle) -
     assert choose(bundle, replace(tight, budget_bytes=full - 300_000)).way.name == "sparse from flash"
 
 
-def test_plan_of_a_context_that_run_refuses_has_no_decision(path: Path) -> None:
+def test_a_context_that_run_refuses_is_planned_and_described(path: Path) -> None:
+    refused = edgeinfer("run", path, "abc", "-c", 5000).sentence
     planned = edgeinfer("plan", path, "-c", 5000, "--json").json
-    assert planned["decision"] is None and any("run refuses it" in note for note in planned["notes"])
+    assert planned["fits"] and any("run refuses it" in note for note in planned["notes"])
+    described = edgeinfer("info", path, "-c", 5000, "--json").json
+    assert planned["decision"] == described["decision"]
+    assert described["decision"]["name"] == "refused" and described["decision"]["said"] == refused
 
 
 def test_plan_knows_that_no_layer_falls_back_where_neurons_are_cold(

@@ -185,7 +185,7 @@ def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[st
     forced = edgeinfer(*asked, "--kv", "f16", "--head", "screened")
     assert "Approximate, kv=f16 passes=head:mode=screened: not measured.\n" in forced.err
     assert not edgeinfer(*asked, "--head", "screened", "--json").json["quality"]["by_itself"]
-    assert edgeinfer(*asked, "--max-kld", -1).sentence == "max_kld is -1.0; it must be 0 or more."
+    assert edgeinfer(*asked, "--max-kld", -1).sentence == "max_kld is -1.0; it must be a finite number, 0 or more."
 
 
 def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own_cache: None) -> None:

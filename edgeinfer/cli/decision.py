@@ -26,9 +26,9 @@ def described_as_run(
 ) -> tuple[ModelDescription, Choice | None, dict[str, Any] | None]:
     """Return a bundle's description with the recipe that `run` would choose on this machine, the choice, and its field.
 
-    Other models, and contexts that `run` refuses, are as they were, without a choice.
+    Other models are as they were, without a choice.
     """
-    if model.bundle is None or (config.ctx or 0) > model.config.max_position_embeddings:
+    if model.bundle is None:
         return model, None, None
     from ..bundle import Bundle
     from ..choice import told  # which imports NumPy
