@@ -15,6 +15,7 @@ from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
+    from .bundle import Bundle
     from .choice import Choice
     from .engine import Completion, Request, Stream
     from .memory_planner import MemoryPlan
@@ -141,11 +142,7 @@ class LLM:
         self._bundle = Bundle.open(self.path)
         try:
             asked = config
-            self.choice: Choice | None = None
-            if self._bundle.approximates:  # hardly any: nothing is imported for the others
-                from .choice import choose
-
-                self.choice = choose(self._bundle, config, bound)
+            self.choice = _choice(self._bundle, config, bound)
             config = self.choice.way.config if self.choice else config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
@@ -359,3 +356,12 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
                              "tools and stopped, which have their own meaning.")
     return dict(named)
+
+
+def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> Choice | None:
+    """Choose how to run a bundle that has parts to choose from."""
+    if not bundle.approximates:  # as nearly always: nothing is imported for it
+        return None
+    from .choice import choose
+
+    return choose(bundle, config, max_kld)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgeinfer.bench import Case, bytes_per_token
 from edgeinfer.bundle import Bundle, read_statistics
 from edgeinfer.cli.neurons import neurons_object
 from edgeinfer.config import Recipe, RuntimeConfig
@@ -134,6 +135,17 @@ def test_statistics_say_how_much_masks_choose(model: Path) -> None:
         found = read_statistics(bundle)
         assert found is not None and found.densities(True) == pytest.approx([0.5] * 3, abs=0.01)
         assert replace(found, chosen=()).densities(True) == found.densities(False)
+
+
+@pytest.mark.parametrize("mode", ["off", "exact", "predict"])
+def test_bench_counts_the_bytes_that_the_estimator_counts(model: Path, mode: str) -> None:
+    recipe = Recipe().sparse(mode)
+    with session(model, ctx=64, recipe=recipe) as opened:
+        counted = bytes_per_token(opened, Case("tg", 1, 0))
+        whole = opened.program.bytes_read
+    traffic = describe(model, recipe=recipe).traffic("int8")
+    assert counted == pytest.approx(estimate(PLAIN, traffic, 1).bytes_per_token, rel=0.01)
+    assert (counted < 0.9 * whole) == (mode != "off")
 
 
 def opened(path: Path, recipe: Recipe, profile: DeviceProfile,

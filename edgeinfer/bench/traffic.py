@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..graph import NeuronDown, NeuronGated
 from ..kernels import abi
 from .results import GENERATE, Case
 
 if TYPE_CHECKING:
+    from ..graph import Op
     from ..runtime import Record, Session
 
 
@@ -22,13 +24,25 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
     """Bytes that a record reads during a whole test: weights with their scales, and KV.
 
     A prompt reads the weights once a chunk (those of the head only in the last one), and the KV before and in each
-    chunk once. Rows of the embedding and activations are left out.
+    chunk once. Rows of the embedding and activations are left out, and of sparse FFNs what tokens like those of the
+    bundle's statistics leave out.
     """
     generating, op = case.kind == GENERATE, record.op
     ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case)
     if op and op.kv and not op.kv.stores and not record.step:
         return float(sum(op.kv.read_bytes(session.config.kv, case.depth + end) for end in ends))
-    return float(record.bytes_read * (1 if _last_walk_only(record) and not generating else len(ends)))
+    share = _live(session, op) if generating else 1.0
+    return float(record.bytes_read * share * (1 if _last_walk_only(record) and not generating else len(ends)))
+
+
+def _live(session: Session, op: Op | None) -> float:
+    """Share of an FFN's rows by neuron that a decoded token reads."""
+    if session.sparse is None or op is None or op.layer is None or not isinstance(op, NeuronGated | NeuronDown):
+        return 1.0
+    mode, density = session.sparse.layers()[op.layer]
+    if mode == "exact" and isinstance(op, NeuronGated):  # all gates
+        return (1 + density) / 2
+    return density if mode in ("exact", "predict") else 1.0
 
 
 def record_operations(session: Session, case: Case, record: Record) -> float:
