@@ -21,6 +21,7 @@ from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_grou
 
 from .ffn import Ffn, Parts, parts
 from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
+from .refine import refine
 
 PRICES = 10.0 ** np.arange(-2.5, -6.1, -0.25)
 """From the one that leaves out most; the harm of all neurons of a token is 1."""
@@ -28,11 +29,11 @@ USUAL = 1e-4
 """The price at which ranks are compared."""
 RANK_STEP = 2 * PREDICTOR_TYPE.group_size
 """Columns of the outer matrix are stored in pairs of groups."""
-SAMPLE_TOKENS = 4096
-"""Rows kept of each layer for thresholds."""
-COMPARED_TOKENS = 1024
-"""Of these, how many compare ranks."""
-MEMORY_BYTES = 2 << 30
+SAMPLE_TOKENS, TRAINED_TOKENS = 4096, 8192
+"""Rows kept of each layer for thresholds, and of low-rank predictors before these for training."""
+COMPARED_TOKENS, COMPARED_NEURONS = 1024, 1024
+"""Of these, how many compare ranks, and by about how many neurons of a layer."""
+MEMORY_BYTES = 3 << 30
 """Most that captured rows and covariances take at a time; layers are captured in groups."""
 Told = Callable[[str, int, int, str], None]
 Visits = Mapping[Op, Sequence[Visit]]
@@ -71,14 +72,25 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     if along and not factors:
         capture(session, ids, along, progress=lambda done, total, _: told("capture", done, total, "activity"))
     made: dict[int, tuple[Predictor, NDArray[np.float32]]] = {}
-    for layer in _captured(session, bundle, networks, ids, SAMPLE_TOKENS, told):
-        gate = layer.weights.gate
-        one = _one(kind, gate, factors[len(made)] if factors else None)
+    rows = SAMPLE_TOKENS + (TRAINED_TOKENS if factors else 0)
+    for layer in _captured(session, bundle, networks, ids, rows, told):
+        gate, own = layer.weights.gate, factors[len(made)] if factors else None
+        if own and len(layer.x) >= 2 * SAMPLE_TOKENS:
+            layer, own = _refined(layer, own)
+        one = _one(kind, gate, own)
         scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
         harm = harm_of(layer.f, layer.weights.down)
         made[layer.ffn.layer] = one, thresholds(scores, harm, PRICES, kind == "threshold")
         told("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
     return _by_layer(bundle.config.num_hidden_layers, kind, made)
+
+
+def _refined(layer: _Layer, closed: tuple[Floats, Floats]) -> tuple[_Layer, tuple[Floats, Floats]]:
+    """Train a layer's factors on its first rows; return its other rows, and the factors that cost less on these."""
+    harm = harm_of(layer.f, layer.weights.down)[:-SAMPLE_TOKENS]
+    trained = refine(*closed, layer.x[:-SAMPLE_TOKENS], harm, USUAL)
+    rest = layer._replace(x=layer.x[-SAMPLE_TOKENS:], f=layer.f[-SAMPLE_TOKENS:])
+    return rest, min((trained, closed), key=lambda factors: _cost(factors, factors[0].shape[1], rest))
 
 
 def _by_layer(layers: int, kind: str, made: dict[int, tuple[Predictor, NDArray[np.float32]]]) -> Fitted:
@@ -91,12 +103,12 @@ def _by_layer(layers: int, kind: str, made: dict[int, tuple[Predictor, NDArray[n
     return Fitted(Predictor(kind, one.rank, **arrays), tuple(made[i][1] if i in made else none for i in range(layers)))
 
 
-def least_share(kind: str, rank: int | None, ffn: Ffn, ffn_bytes: int) -> float:
-    """Return the bytes of the smallest predictor of a kind, over those of the FFN."""
-    rank, hidden = rank or RANK_STEP, ffn.x.width
+def least_bytes(kind: str, rank: int | None, ffn: Ffn) -> int:
+    """Return the bytes of the smallest predictor of a kind for a layer."""
+    rank, hidden = rank or min(RANK_STEP, ffn.x.width), ffn.x.width
     matrices = {"sign": ffn.neurons * hidden // 8, "threshold": 0,
                 "lowrank": PREDICTOR_TYPE.nbytes((rank, hidden)) + PREDICTOR_TYPE.nbytes((ffn.neurons, rank))}
-    return (matrices[kind] + 4 * ffn.neurons) / ffn_bytes
+    return matrices[kind] + 4 * ffn.neurons
 
 
 def check_rank(rank: int | None, kind: str, hidden: int) -> None:
@@ -164,12 +176,20 @@ def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Se
                                          for ffn in group}
         if group is groups[-1]:
             visits |= {op: list(more) for op, more in left.items()}
-        capture(session, ids if whole else ids[:tokens], visits,
+        capture(session, ids if whole else _spread(ids, tokens, session.plan.request.ctx), visits,
                 progress=lambda done, total, _, where=where: told("capture", done, total, where))  # type: ignore[misc]
         for ffn in group:
             x, f = kept.pop(ffn.op)
             mean = squares[ffn.op].pop().mean if whole else np.zeros((0, 0), np.float32)
             yield _Layer(ffn, parts(bundle, ffn), x.rows, f.rows, mean)
+
+
+def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
+    """Some windows of a text, as far apart as they can be."""
+    windows = [ids[first : first + window] for first in range(0, len(ids), window)]
+    n = -(-tokens // window)
+    some = [windows[i * len(windows) // n] for i in range(n)] if n < len(windows) else windows
+    return [token for one in some for token in one][:tokens]
 
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
@@ -192,10 +212,12 @@ def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Seq
 def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
     """Neurons a token, those that the predictor's bytes and the harm are worth included, at the usual price."""
     outer, inner = factors
-    gate = layer.weights.gate
-    one = _one("lowrank", gate, (outer[:, :rank], inner[:rank]))
+    step = max(1, len(outer) // COMPARED_NEURONS)  # they lie in order of heat: every n-th are like all
+    gate = layer.weights.gate[::step]
+    one = _one("lowrank", gate, (outer[::step, :rank], inner[:rank]))
     scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
-    harm = harm_of(layer.f, layer.weights.down)
+    harm = harm_of(layer.f, layer.weights.down)[:, ::step]
     chosen = scores > thresholds(scores, harm, np.array([USUAL]))[0]
     neuron = 3 * PREDICTOR_TYPE.bytes_of(gate.shape[1]) / 2  # about, of a model in 4 bits
-    return float(chosen.sum(axis=1).mean() + harm[~chosen].sum() / len(layer.x) / USUAL + one.nbytes / neuron)
+    computed = len(outer) / len(gate) * (np.count_nonzero(chosen) + harm[~chosen].sum() / USUAL) / len(layer.x)
+    return float(computed + least_bytes("lowrank", rank, layer.ffn) / neuron)

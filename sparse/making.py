@@ -27,10 +27,10 @@ from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
-from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain
+from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
 
 from .ffn import Ffn, ffns, parts, stored_bytes
-from .fitting import Fitted, Told, check_rank, choose, fit, least_share
+from .fitting import Fitted, Told, check_rank, choose, fit, least_bytes
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
@@ -68,6 +68,8 @@ class Sparsified:
     enabled: bool
     """Whether the divergence is within the bound."""
     max_kld: float
+    time: tuple[float, str]
+    """Of the FFNs of a decoded token in memory, over those of the same model in tiles, dense; by whose curves."""
     dense: tuple[int, ...] = ()
     """Layers in tiles, without a predictor: leaving out neurons would not make them faster."""
 
@@ -148,8 +150,10 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         shutil.rmtree(work)
     nbytes = sum(whole.types[weight.name].nbytes(weight.shape) for weight in whole.weights if weight.kind == "ffn")
     share = read_bytes_share(predictor, sum(tallies, Tally()), nbytes)
+    time = predicted_time(predictor.kind, [one.read_share for one in tallies],
+                          predictor.nbytes * len(networks) / len(moved) / nbytes, dense)
     return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, added.relative,
-                      kld_of(result) <= max_kld, max_kld, tuple(dense))
+                      kld_of(result) <= max_kld, max_kld, time, tuple(dense))
 
 
 def kld_of(result: Evaluation) -> float:
@@ -268,7 +272,7 @@ def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn]
         return []
     densities = [float(one.counts.mean()) / one.tokens for one in fired]
     weight = next(weight for weight in graph.weights if weight.kind == "ffn")
-    predictor = least_share(kind, rank, networks[0], graph.types[weight.name].nbytes(weight.shape))
+    predictor = least_bytes(kind, rank, networks[0]) / graph.types[weight.name].nbytes(weight.shape)
     found, basis = dense_layers(densities, predictor)
     if len(found) == len(networks):
         shown = ", ".join(f"{density:.0%}" for density in densities[:8]) + (", ..." if len(densities) > 8 else "")

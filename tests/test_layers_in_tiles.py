@@ -14,7 +14,7 @@ from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import Gated, NeuronGated
 from edgeinfer.memory_planner import Planner, Request
 from edgeinfer.offload import placer
-from edgeinfer.runtime import decide, dense_layers
+from edgeinfer.runtime import SparseFfn, decide, dense_layers, predicted_time
 from edgeinfer.sparse import sparsify
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         report = sparsify(tiles, root / "sparse", STREAM, threads=1, max_kld=0.5)
         assert report.dense == tuple(DENSE)
         assert report.layers[0].read_share == 1 and report.layers[1].read_share < 1
-        assert report.against_source.divergence and report.read_share > 0.5
+        assert report.against_source.divergence and report.read_share > 0.5 and report.time[0] > 0.5
         other = sparsify(neurons, root / "converted", STREAM, threads=1, kind="sign", in_tiles=lambda: tiles)
         assert other.dense == tuple(DENSE) and other.down_error == 0
     return root
@@ -112,6 +112,14 @@ def test_curves_say_which_layers_are_dense() -> None:
     assert dense_layers(densities, 0.95, measured(0.9, 0.3, 0.9))[0] == [0, 1, 2]
     found, basis = dense_layers(densities, 0.06, measured(0.3, 0.99, 0.9))
     assert found == [] and basis == "the curves measured on plain"
+
+
+def test_time_is_that_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.runtime.fallback._local", lambda: measured(0.5, 0.8, 0.9))
+    assert predicted_time("lowrank", [0.1, 1.0], 0.06, {1})[0] == pytest.approx((0.1 / 0.5 + 0.06 + 1) / 2)
+    assert predicted_time("threshold", [0.6], 0.0, ())[0] == pytest.approx((1 + 2 * 0.6) / 3 / 0.8)
+    gates = SparseFfn("predict", ("predict", "tiles"), ((1.0, 0.6), (1.0, 1.0)), 0.0, "these curves", "threshold")
+    assert gates.layers() == (("exact", 0.6), ("tiles", 1.0))  # a threshold reads all gates
 
 
 def test_decisions_leave_these_layers_alone(made: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from edgeinfer.bundle import Predictor
 from edgeinfer.sparse import low_rank, scorer, sign_scores, thresholds
+from edgeinfer.sparse.fitting import _spread, harm_of
 from edgeinfer.sparse.predictors import ALWAYS, pack_matrix, pack_signs, rounded, unpack_matrix
+from edgeinfer.sparse.refine import refine
 
 RNG = np.random.default_rng(3)
 
@@ -83,3 +85,30 @@ def test_thresholds_leave_out_what_is_not_worth_its_harm(one: bool) -> None:
             best = max(worth(price, column, damage, t) for t in (ALWAYS, *column))
             assert worth(price, column, damage, found[i, j]) == pytest.approx(best, rel=1e-5)
     assert np.all(np.diff(found, axis=0) <= 0)  # a lower price leaves out less
+
+
+def test_training_costs_less_than_the_closed_form_and_repeats_itself() -> None:
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((6144, 48)) * np.geomspace(3, 0.3, 48)).astype(np.float32)
+    gate, up = (rng.standard_normal((96, 48)).astype(np.float32) for _ in range(2))
+    gate[::2] *= 3  # half of the neurons have large gates and hardly ever fire, of the others a tenth does
+    scores = x @ gate.T
+    f = np.maximum(scores - np.where(np.arange(96) % 2, 1.3, 3.5) * scores.std(axis=0), 0) * (x @ up.T)
+    harm, price = harm_of(f, up), 2e-3
+
+    def cost(outer: np.ndarray, inner: np.ndarray) -> float:
+        """Neurons computed and the harm of others, of tokens that were not trained on."""
+        found = rounded(x[4096:] @ inner.T) @ outer.T
+        chosen = found > thresholds(found, harm[4096:], np.array([price]))[0]
+        return float(chosen.sum() + harm[4096:][~chosen].sum() / price)
+
+    closed = low_rank(gate, x.T @ x / len(x), 12)
+    trained = refine(*closed, x[:4096], harm[:4096], price)
+    assert cost(*trained) < 0.97 * cost(*closed)
+    again = refine(*closed, x[:4096], harm[:4096], price)
+    assert all(np.array_equal(a, b) for a, b in zip(trained, again, strict=True))
+
+
+def test_a_sample_comes_from_the_whole_text() -> None:
+    assert _spread(range(100), 30, 10) == [*range(10), *range(30, 40), *range(60, 70)]
+    assert _spread(range(25), 22, 10) == list(range(22)) and _spread(range(7), 30, 10) == list(range(7))

@@ -41,6 +41,7 @@ JSON_FIELDS = {
         "max_kld": "the bound",
         "enabled": "whether `run` may use the predictor by itself",
         "reason": "why, or by how much the bound was missed",
+        "relative_time": "predicted time of a decoded token's FFNs in memory over that of the model in tiles, dense",
         "dense_layers": "numbers of the layers that stay in tiles, because there dense is faster",
         "screen": "with --head, and then with `destination`, `max_kld` and the two below alone: `rank`, `share` of the "
                   "head that is computed, `bytes`",
@@ -182,6 +183,7 @@ def report_object(made: Sparsified) -> dict[str, Any]:
         "perplexity": made.result.perplexity, "perplexity_dense": divergence.reference_perplexity,
         "tokens": made.result.tokens, "source_kld": before.kld_mean, "down_error": made.down_error,
         "max_kld": made.max_kld, "enabled": made.enabled, "reason": made.reason, "dense_layers": list(made.dense),
+        "relative_time": made.time[0],
     }
 
 
@@ -194,6 +196,8 @@ def _print(made: Sparsified) -> None:
     rank = f" of rank {made.predictor.rank}" if made.predictor.rank else ""
     print(f"{made.destination}: {made.predictor.kind} predictor{rank}; a token reads {made.read_share:.1%} of the "
           "FFNs' bytes, predictor included.")
+    print(f"By {made.time[1]} its FFNs, in memory, take {made.time[0]:.2f} times as long as dense ones in tiles"
+          f"{'; a dense bundle is faster' if made.time[0] > 1 else ''}.")
     if made.dense:
         print(f"In tiles, because dense is faster there: layer{'s' * (len(made.dense) > 1)} "
               f"{', '.join(map(str, made.dense))}.")

@@ -7,7 +7,7 @@ from edgeinfer.lazy import lazily
 if TYPE_CHECKING:
     from .calibration import Covariance, Firing, Largest, Rows, capture, in_groups
     from .executor import Executor
-    from .fallback import SparseFfn, decide, dense_layers, everywhere
+    from .fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
     from .lowering import Lowering, lower, rows
     from .memory import allocate
     from .planning import PlannedRun, plan_run
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "PlannedRun", "Program", "Record", "Rows",
            "Session", "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide",
-           "dense_layers", "everywhere", "in_groups", "lower", "open_plain", "plan_run", "rows"]
+           "dense_layers", "everywhere", "in_groups", "lower", "open_plain", "plan_run", "predicted_time",
+           "rows"]
 __getattr__ = lazily(__name__, {
-    "executor": "Executor", "fallback": "SparseFfn decide dense_layers everywhere", "lowering": "Lowering lower rows",
+    "executor": "Executor", "fallback": "SparseFfn decide dense_layers everywhere predicted_time",
+    "lowering": "Lowering lower rows",
     "program": "Program Record", "planning": "PlannedRun plan_run", "session": "Session",
     "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",

@@ -6,7 +6,7 @@ by density (the device's profile), before the graph is made: the recipe then nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,25 @@ def dense_layers(densities: Sequence[float], predictor: float,
     found = [i for i, density in enumerate(densities)
              if fastest(profile, modes, dict.fromkeys(modes, density), predictor) == "tiles"]
     return found, _basis(profile)
+
+
+def predicted_time(kind: str, chosen: Sequence[float], predictor: float,
+                   in_tiles: Collection[int]) -> tuple[float, str]:
+    """Return what FFNs with a predictor take over the time of the same in tiles, dense, and by whose curves.
+
+    Parameters
+    ----------
+    kind : of the predictor
+    chosen : share of each layer's neurons that it names
+    predictor : its bytes over those of the FFNs by neuron
+    in_tiles : layers without one
+    """
+    from ..devices import relative_time
+
+    profile, mode = _local(), "exact" if kind == "threshold" else "predict"
+    times = [relative_time(profile, "tiles" if i in in_tiles else mode, share, predictor)
+             for i, share in enumerate(chosen)]
+    return sum(times) / len(times), _basis(profile)
 
 
 def everywhere(recipe: Recipe) -> Recipe:
