@@ -54,7 +54,8 @@ class Fitted:
 
 
 def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
-        rank: int | None = None, told: Told = lambda *_: None, along: Visits | None = None) -> Fitted:
+        rank: int | None = None, epochs: int = 0, told: Told = lambda *_: None,
+        along: Visits | None = None) -> Fitted:
     """Make a predictor from what a text does to the activations.
 
     Parameters
@@ -64,19 +65,21 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     kind : {'sign', 'lowrank', 'threshold'}
     rank : int, optional
         Of a low-rank predictor; by default the one that costs least, its own bytes and those of the neurons together.
+    epochs : of training a low-rank predictor, where the text has tokens enough
     told : called with (stage, done, total, item)
     along : other statistics to take of the whole text
     """
     check_rank(rank, kind, bundle.config.hidden_size)
+    check_epochs(epochs, kind)
     factors = _factors(session, bundle, networks, ids, rank, told, along or {}) if kind == "lowrank" else []
     if along and not factors:
         capture(session, ids, along, progress=lambda done, total, _: told("capture", done, total, "activity"))
     made: dict[int, tuple[Predictor, NDArray[np.float32]]] = {}
-    rows = SAMPLE_TOKENS + (TRAINED_TOKENS if factors else 0)
+    rows = SAMPLE_TOKENS + (TRAINED_TOKENS if factors and epochs else 0)
     for layer in _captured(session, bundle, networks, ids, rows, told):
         gate, own = layer.weights.gate, factors[len(made)] if factors else None
-        if own and len(layer.x) >= 2 * SAMPLE_TOKENS:
-            layer, own = _refined(layer, own)
+        if own and epochs and len(layer.x) >= 2 * SAMPLE_TOKENS:
+            layer, own = _refined(layer, own, epochs)
         one = _one(kind, gate, own)
         scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
         harm = harm_of(layer.f, layer.weights.down)
@@ -85,10 +88,10 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
     return _by_layer(bundle.config.num_hidden_layers, kind, made)
 
 
-def _refined(layer: _Layer, closed: tuple[Floats, Floats]) -> tuple[_Layer, tuple[Floats, Floats]]:
+def _refined(layer: _Layer, closed: tuple[Floats, Floats], epochs: int) -> tuple[_Layer, tuple[Floats, Floats]]:
     """Train a layer's factors on its first rows; return its other rows, and the factors that cost less on these."""
     harm = harm_of(layer.f, layer.weights.down)[:-SAMPLE_TOKENS]
-    trained = refine(*closed, layer.x[:-SAMPLE_TOKENS], harm, USUAL)
+    trained = refine(*closed, layer.x[:-SAMPLE_TOKENS], harm, USUAL, epochs)
     rest = layer._replace(x=layer.x[-SAMPLE_TOKENS:], f=layer.f[-SAMPLE_TOKENS:])
     return rest, min((trained, closed), key=lambda factors: _cost(factors, factors[0].shape[1], rest))
 
@@ -109,6 +112,14 @@ def least_bytes(kind: str, rank: int | None, ffn: Ffn) -> int:
     matrices = {"sign": ffn.neurons * hidden // 8, "threshold": 0,
                 "lowrank": PREDICTOR_TYPE.nbytes((rank, hidden)) + PREDICTOR_TYPE.nbytes((ffn.neurons, rank))}
     return matrices[kind] + 4 * ffn.neurons
+
+
+def check_epochs(epochs: int, kind: str) -> None:
+    """Refuse training of what has nothing to train."""
+    if epochs and kind != "lowrank":
+        raise UsageError(f"epochs is {epochs}, but a {kind} predictor is not trained; leave it out, or take lowrank.")
+    if not 0 <= epochs <= 100:
+        raise UsageError(f"epochs is {epochs}; it must be from 0 to 100.")
 
 
 def check_rank(rank: int | None, kind: str, hidden: int) -> None:

@@ -30,7 +30,7 @@ from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurem
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
 
 from .ffn import Ffn, ffns, parts, stored_bytes
-from .fitting import Fitted, Told, check_rank, choose, fit, least_bytes
+from .fitting import Fitted, Told, check_epochs, check_rank, choose, fit, least_bytes
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
@@ -83,8 +83,9 @@ class Sparsified:
 
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
-             max_kld: float = MAX_KLD, rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-             told: Told = lambda *_: None, in_tiles: Callable[[], Bundle] | None = None) -> Sparsified:
+             max_kld: float = MAX_KLD, rank: int | None = None, epochs: int = 0, threads: int | None = None,
+             overwrite: bool = False, told: Told = lambda *_: None,
+             in_tiles: Callable[[], Bundle] | None = None) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
 
     Layers of which so many neurons fire that dense they are faster stay in tiles.
@@ -96,7 +97,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     stream : the text's tokens: the last part measures the result, the part before chooses the price, the rest fits
     kind : {'sign', 'lowrank', 'threshold'}, by default lowrank where neurons are exactly 0, else threshold
     max_kld : bound of the divergence
-    rank : as for `fit`
+    rank, epochs : as for `fit`
     told : called with (stage, done, total, item)
     in_tiles : gives the source with FFNs in tiles, where it has them by neuron; without it none of these is stored so
 
@@ -118,6 +119,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     networks = ffns(build_graph(source.config, expected_types(source.types)))
     kind = _kind(kind, networks)
     check_rank(rank, kind, source.config.hidden_size)
+    check_epochs(epochs, kind)
     whole = graph = neuron_graph(source, networks)  # which refuses what cannot be stored so
     fitting, choosing, measuring = cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
@@ -140,7 +142,8 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         session, reference = (open_source(stack, work, source, threads, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         activity = _Activity(maker.networks)
-        fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, told=told, along=activity.visits)
+        fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs, told=told,
+                     along=activity.visits)
         predictor = fitted.at(maker.price(fitted, choosing, max_kld, told))
         result, tallies = maker.measure(predictor, measuring)
         tallies = maker.of_layers(tallies, activity)

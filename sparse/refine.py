@@ -11,7 +11,7 @@ import numpy as np
 
 from .predictors import Floats, rounded
 
-EPOCHS, BATCH, SEED = 3, 256, 1
+BATCH, SEED = 256, 1
 STEP = 0.04
 """Of the mean magnitude of a matrix, at the beginning; it falls to 0 along a cosine."""
 HEAVIEST = 6.0
@@ -21,7 +21,7 @@ STEEPNESS = 3.0
 DECAY = (0.9, 0.99)
 
 
-def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float) -> tuple[Floats, Floats]:
+def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float, epochs: int) -> tuple[Floats, Floats]:
     """Return the matrices after training.
 
     Parameters
@@ -32,6 +32,8 @@ def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float) 
         As for `thresholds`.
     price : float
         The harm that computing one neuron for one token is worth.
+    epochs : int
+        Passes over the tokens.
     """
     rng, tokens = np.random.default_rng(SEED), len(x)
     worth = harm > price
@@ -41,8 +43,8 @@ def refine(outer: Floats, inner: Floats, x: Floats, harm: Floats, price: float) 
     slope = np.float32(STEEPNESS) / (some.std(axis=0) + np.float32(1e-6))
     weights = [outer.copy(), inner.copy(), thresholds]
     sizes = [float(np.abs(outer).mean()), float(np.abs(inner).mean()), float(1 / slope.mean())]
-    optimiser = _Adam(weights, sizes, EPOCHS * -(-tokens // BATCH))
-    for _ in range(EPOCHS):
+    optimiser = _Adam(weights, sizes, epochs * -(-tokens // BATCH))
+    for _ in range(epochs):
         order = rng.permutation(tokens)
         for first in range(0, tokens, BATCH):
             at = order[first : first + BATCH]

@@ -103,9 +103,9 @@ def test_training_costs_less_than_the_closed_form_and_repeats_itself() -> None:
         return float(chosen.sum() + harm[4096:][~chosen].sum() / price)
 
     closed = low_rank(gate, x.T @ x / len(x), 12)
-    trained = refine(*closed, x[:4096], harm[:4096], price)
+    trained = refine(*closed, x[:4096], harm[:4096], price, 3)
     assert cost(*trained) < 0.97 * cost(*closed)
-    again = refine(*closed, x[:4096], harm[:4096], price)
+    again = refine(*closed, x[:4096], harm[:4096], price, 3)
     assert all(np.array_equal(a, b) for a, b in zip(trained, again, strict=True))
 
 

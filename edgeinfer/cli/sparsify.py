@@ -75,6 +75,9 @@ def sparsify(
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Of a lowrank predictor.  [default: what costs the fewest bytes]")
     ] = None,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", help="Train a lowrank predictor; for small ranks and text of many kinds.")
+    ] = 0,
     head: Annotated[
         bool, typer.Option("--head", help="Screen the output head instead, and leave everything else as it is.")
     ] = False,
@@ -102,6 +105,8 @@ def sparsify(
         raise UsageError(f"--predictor is {predictor!r}; choose one of {', '.join(PREDICTORS)}.")
     if head and predictor is not None:
         raise UsageError(f"--head leaves the FFNs as they are, and --predictor {predictor} is about these; give one.")
+    if head and epochs:
+        raise UsageError(f"--head leaves the FFNs as they are, and --epochs {epochs} is about these; give one.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
     from ..evaluate import token_stream
@@ -120,7 +125,7 @@ def sparsify(
         if head:
             _report_screen(screen_head(bundle, destination, stream, **asked), json)
             return
-        made = make(bundle, destination, stream, kind=predictor, in_tiles=in_tiles, **asked)
+        made = make(bundle, destination, stream, kind=predictor, epochs=epochs, in_tiles=in_tiles, **asked)
     if json:
         print_json(report_object(made))
     else:
