@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -22,11 +22,16 @@ from typing import NamedTuple
 import numpy as np
 from storage_reads import kernel_threads
 
-from edgeinfer.bundle import Bundle, read_statistics
+from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.describe import describe
+from edgeinfer.devices import estimate, local_profile
+from edgeinfer.errors import BudgetError
+from edgeinfer.memory_planner import READ_BYTES, MemoryPlan
 from edgeinfer.offload import placer, predict
 from edgeinfer.runtime import Session
-from edgeinfer.runtime.slots import READERS
+from edgeinfer.runtime.slots import READERS as SCATTERED_READERS
+from edgeinfer.runtime.stream import READERS
 
 CTX, PROMPT, WARM_UP = 512, 32, 16
 
@@ -49,7 +54,7 @@ class Reading(NamedTuple):
 
 
 def measure(session: Session, tokens: int, rounds: int, warm_up: int = WARM_UP) -> Reading:
-    """Take the time of prompts and tokens; each round begins where the last one ended."""
+    """Take the time of prompts and tokens, of which none comes again; each round begins where the last one ended."""
     ids = iter(np.random.default_rng(1).integers(3, session.model.vocab_size, 10 * CTX).tolist())
     sequence, found = session.new_sequence(), []
 
@@ -75,13 +80,90 @@ def measure(session: Session, tokens: int, rounds: int, warm_up: int = WARM_UP) 
     return Reading(*map(median, zip(*found, strict=True)))
 
 
-def scattered(session: Session, path: Path, nbytes: int, seconds: float = 0.5) -> float:
-    """Return GB/s of the readers' threads on their own, at places of the file in no order."""
+def disk(session: Session, path: Path, nbytes: int, seconds: float = 0.5) -> tuple[float, float]:
+    """Return GB/s of the readers' threads on their own: at places of a file in no order, and in order."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    order = np.random.default_rng(2).permutation(os.fstat(file).st_size // nbytes - 1) * nbytes
-    found = kernel_threads(session.executor.kernels, session.executor.pool)(file, READERS, order, nbytes, seconds)
+    size, read = os.fstat(file).st_size, kernel_threads(session.executor.kernels, session.executor.pool)
+    order = np.random.default_rng(2).permutation(size // nbytes - 1) * nbytes
+    found = (read(file, SCATTERED_READERS, order, nbytes, seconds),
+             read(file, READERS, np.arange(0, size - READ_BYTES + 1, READ_BYTES), READ_BYTES, seconds))
     os.close(file)
     return found
+
+
+class Machine(NamedTuple):
+    """What predictions rest on."""
+
+    seconds: float
+    """Of a token with all in memory: with the predictor."""
+    dense: float
+    """The same without, all neurons computed as exact runs do."""
+    storage: Callable[[float], float]
+    """GB/s of scattered reads of so many bytes."""
+    in_order: float
+
+
+def predicted(plan: MemoryPlan, statistics: Statistics | None, machine: Machine) -> tuple[float, float, float]:
+    """Return tokens/s of a plan: with an empty cache, with one of independent tokens, with all in memory."""
+    if not plan.cold:
+        own = max(machine.dense, plan.streamed_bytes / machine.in_order / 1e9)
+        return (1 / own,) * 3
+    assert statistics
+    empty, alone = (predict(plan.cold, statistics, machine.seconds, machine.storage, hits) for hits in (0.0, None))
+    return 1 / empty.seconds, 1 / alone.seconds, 1 / machine.seconds
+
+
+def profiled(path: Path) -> Machine | None:
+    """Return what `run` predicts with: this machine's profile, at the beginning of a context."""
+    profile = local_profile()
+    if profile is None or not profile.storage_random or not profile.storage_sequential_gbs:
+        return None
+    found = [1 / estimate(profile, describe(path, recipe=Recipe().sparse(mode)).traffic("int8")).decode_tok_per_s
+             for mode in ("predict", "exact")]
+    return Machine(*found, lambda nbytes: profile.storage_random.at(round(nbytes)), profile.storage_sequential_gbs)
+
+
+def speeds(found: Sequence[float]) -> str:
+    return " / ".join(f"{speed:.2f}" for speed in dict.fromkeys(found))
+
+
+def row(asked: argparse.Namespace, bundle: Bundle, budget: int, whole: Machine) -> Iterator[str]:
+    """Measure a budget: streamed by an exact run, and hot and cold, where these fit."""
+    statistics, known = read_statistics(bundle), profiled(asked.bundle)
+
+    def expected(plan: MemoryPlan, gbs: tuple[float, float]) -> Iterator[str]:
+        yield speeds(predicted(plan, statistics, whole._replace(storage=lambda _: gbs[0], in_order=gbs[1])))
+        yield speeds(predicted(plan, statistics, known)) if known else "-"
+
+    for mode in asked.modes.split(","):
+        try:
+            session = Session(Bundle.open(asked.bundle), config(asked.threads, budget, mode), place=placer(bundle))
+        except BudgetError:
+            yield f"{mode}: does not fit"
+            continue
+        with closing(session):
+            plan, cold = session.plan, session.plan.cold
+            if (mode == "exact") != bool(plan.parts):
+                yield f"{mode}: {'streamed' if plan.parts else 'all in memory'}"
+                continue
+            file, size = ("cold.bin", cold.cluster_bytes) if cold else ("weights.bin", 1 << 13)
+            gbs = disk(session, asked.bundle / file, size)
+            if plan.parts:
+                took, nbytes = measure(session, 2, asked.rounds, 1), session.executor.stream.bytes_per_walk
+                own = [f"{len(plan.parts)} layers streamed", f"{nbytes / 1e6:.0f}", f"{1 / took.token:.2f}"]
+            else:
+                took = measure(session, asked.tokens, asked.rounds)
+                nbytes, hit_rate, waited = watch(session, asked.tokens)
+                own = [f"hot {sum(cold.hot) / cold.neurons / len(cold.hot):.0%}, slots {cold.slots}",
+                       f"{nbytes / 1e6:.1f}", f"{1 / took.token:.2f}", f"hits {hit_rate:.0%}, "
+                       f"independent {predict(cold, statistics, 1, lambda _: 1).hit_rate:.0%}",
+                       f"waiting {waited / took.token:.0%}", f"cache emptied: {1 / took.empty:.2f}, "
+                       f"{predict(cold, statistics, 1, lambda _: 1, 0.0).flash_bytes / 1e6:.0f} MB"]
+            again = disk(session, asked.bundle / file, size)
+            gbs = ((gbs[0] + again[0]) / 2, (gbs[1] + again[1]) / 2)
+            beside, before = expected(plan, gbs)
+            yield " | ".join([*own, f"prompt {1 / took.prompt:.0f}", f"disk {gbs[0]:.3f}, {gbs[1]:.3f}",
+                              f"predicted {beside}", f"by profile {before}"])
 
 
 def main() -> None:
@@ -89,40 +171,29 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("bundle", type=Path)
     options.add_argument("--shares", default="0.3,0.5,0.7")
+    options.add_argument("--of", choices=("ffn", "model"), default="ffn")
+    options.add_argument("--modes", default="predict,exact")
     options.add_argument("--tokens", type=int, default=24)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--threads", type=int, default=2)
     asked = options.parse_args()
     bundle = Bundle.open(asked.bundle)
-    statistics = read_statistics(bundle)
     ffn = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
-    with closing(Session(Bundle.open(asked.bundle), config(asked.threads))) as session:
-        needs, whole = session.plan.total_bytes, measure(session, asked.tokens, asked.rounds)
-    print(f"all in memory: {1 / whole.token:.1f} tokens/s, {1000 * whole.token:.1f} ms, prompt {1 / whole.prompt:.0f} "
-          f"tokens/s; plan {needs / 1e6:.0f} MB, of it FFNs {ffn / 1e6:.0f}")
-    print("| FFN bytes | plan, MB | hot | slots | hit rate | MB a token | tokens/s | waiting | no cache: MB a token | "
-          "GB/s | tokens/s | predicted | prompt, tokens/s | streamed: MB a token | tokens/s | prompt | ratio | "
-          "empty cache |\n" + "|---" * 18 + "|")
+    times = {}
+    for mode in ("predict", "exact"):
+        with closing(Session(Bundle.open(asked.bundle), config(asked.threads, None, mode))) as session:
+            if mode == "predict":
+                needs = session.plan.total_bytes
+            times[mode] = measure(session, 8, 2, 2)
+            print(f"all in memory, {mode}: {1 / times[mode].token:.2f} tokens/s, prompt {1 / times[mode].prompt:.0f}, "
+                  f"plan {session.plan.total_bytes / 1e6:.0f} MB, of it FFNs {ffn / 1e6:.0f}", flush=True)
+    whole = Machine(times["predict"].token, times["exact"].token, lambda _: 1.0, 1.0)
+    if known := profiled(asked.bundle):
+        print(f"by profile: {1 / known.seconds:.2f}, {1 / known.dense:.2f}")
     for share in map(float, asked.shares.split(",")):
-        budget = needs - round((1 - share) * ffn)
-        with closing(Session(Bundle.open(asked.bundle), config(asked.threads, budget, "exact"))) as session:
-            streamed, walk = measure(session, 2, 1 + asked.rounds // 2, 1), session.executor.stream.bytes_per_walk
-        limited = config(asked.threads, budget)
-        with closing(Session(Bundle.open(asked.bundle), limited, place=placer(bundle))) as session:
-            plan = session.plan.cold
-            assert plan and statistics
-            gbs = scattered(session, asked.bundle / "cold.bin", plan.cluster_bytes)
-            took = measure(session, asked.tokens, asked.rounds)
-            nbytes, hit_rate, waited = watch(session, asked.tokens)
-            expected = predict(plan, statistics, whole.token, lambda _, gbs=gbs: gbs, hit_rate=0.0)
-            row = [f"{share:.0%}", f"{session.plan.total_bytes / 1e6:.0f}",
-                   f"{sum(plan.hot) / plan.neurons / len(plan.hot):.0%}", str(plan.slots), f"{hit_rate:.0%}",
-                   f"{nbytes / 1e6:.1f}", f"{1 / took.token:.1f}", f"{waited / took.token:.0%}",
-                   f"{expected.flash_bytes / 1e6:.1f}", f"{gbs:.2f}", f"{1 / took.empty:.1f}",
-                   f"{1 / expected.seconds:.1f}", f"{1 / took.prompt:.0f}", f"{walk / 1e6:.0f}",
-                   f"{1 / streamed.token:.2f}", f"{1 / streamed.prompt:.0f}", f"{streamed.token / took.token:.1f}",
-                   f"{streamed.token / took.empty:.1f}"]
-        print("| " + " | ".join(row) + " |", flush=True)
+        budget = round(share * needs) if asked.of == "model" else needs - round((1 - share) * ffn)
+        for line in row(asked, bundle, budget, whole):
+            print(f"| {share:.0%} | {budget / 1e6:.0f} | {line} |", flush=True)
 
 
 def watch(session: Session, tokens: int) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 POLL_S = 0.01
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _places() -> Iterator[tuple[Path, int]]:
 
 def _try(place: tuple[Path, int]) -> ControlGroup | None:
     parent, version = place
-    path = parent / f"edgeinfer-{os.getpid()}"
+    path = parent / f"edgeinfer-{os.getpid()}-{next(_numbers)}"
     try:
         path.mkdir()
     except OSError:

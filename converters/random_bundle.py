@@ -33,7 +33,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import layouts
 
 from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
-from .random_neurons import Neurons, Sparsity, random_codes
+from .random_neurons import APART, Neurons, Sparsity, random_codes
 
 SHAPES: dict[str, ModelConfig] = {
     name: replace(read_config(shape.config), bos_token_id=1, eos_token_ids=(2,))
@@ -129,6 +129,8 @@ def random_bytes(
         shape = (min(step, n_rows - start), cols)
         if stored.quantised:
             codes, scales = random_codes(rng, shape, stored)
+            if neurons.sparse and weight.kind == "embedding":
+                scales *= np.float16(APART * np.sqrt(cols))
             yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
         else:
             values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))

@@ -8,6 +8,10 @@ thresholds let it choose the share of neurons asked for:
 * ``lowrank``: gates are the rounded product of its two matrices, so that its scores are what the gates give; chosen
   neurons fire. That is the dearest case: of those that do not fire only the gate is read.
 * ``sign``: signs of the stored gates. They say less of a random gate, so that few of the chosen neurons fire.
+
+The embedding is so large (`APART`) that tokens stay apart in all layers. Else the average over the context, which
+attention adds, would soon be most of every token, nearly the same neurons would fire for all of them, and a cache of
+neurons would hit where that of a real model does not.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ DRAWN_SIZE = 1.05
 """Deviation of the weights that `random_codes` draws, times sqrt(columns)."""
 STATISTICS_TOKENS = 1 << 20
 """Tokens that the firing rates are counted of."""
+APART = 8.0
+"""Root mean square of an embedding's values; a layer adds values of 1 at most."""
 GRID = 1024
 """Points of the normal distribution at which skew is integrated."""
 

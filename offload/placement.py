@@ -22,8 +22,9 @@ from edgeinfer.graph import NeuronGated
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
 
 Floats = NDArray[np.float64]
-TOKENS_KEPT = 4
-"""Tokens whose cold neurons the cache holds, beside what a prompt needs: neighbours share many (docs/offload.md)."""
+TOKENS_KEPT = 2
+"""Tokens whose cold neurons the cache holds, beside what a prompt needs: with less than one it holds nothing when a
+layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/offload.md)."""
 MOST_CACHE = 0.25
 """Of the memory that is left for neurons, at most this share goes to the cache for that."""
 

@@ -47,6 +47,18 @@ def test_neurons_fire_as_often_as_asked(tmp_path: Path, weights: str, density: f
         assert abs(counted.mean() - density) < 0.005 and abs(counted[:350].sum() / counted.sum() - skew) < 0.01
 
 
+def test_each_neuron_fires_as_often_as_its_statistics_say(tmp_path: Path) -> None:
+    """Tokens do not grow alike from layer to layer, so that a cache hits as the rates let expect."""
+    write_random_bundle(replace(SMALL, num_hidden_layers=8), tmp_path / "m", ffn_layout="neuron",
+                        sparsity=Sparsity(0.1, 0.9))
+    fired, _ = rates(tmp_path / "m", "exact")
+    with Bundle.open(tmp_path / "m") as bundle:
+        statistics = read_statistics(bundle)
+        assert statistics is not None
+        off = np.abs(fired - np.array(statistics.fired) / statistics.tokens).mean(axis=1)
+    assert off.max() < 0.03, off
+
+
 @pytest.mark.parametrize(("kind", "rank", "mask"), [("lowrank", 64, None), ("lowrank", 64, 0.25), ("sign", 0, 0.2)])
 def test_masks_choose_the_share_asked_for(tmp_path: Path, kind: str, rank: int, mask: float | None) -> None:
     sparsity = Sparsity(0.1, 0.8, kind, rank, mask)

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
@@ -22,6 +24,7 @@ class EdgeInfer:
         self._runner: Runner | None = None
         self._probe: Any = None
         self._path, self._threads, self._base = "", 1, 0
+        self._random = np.random.default_rng(1)
 
     def load(self, path: str, threads: int) -> dict[str, Any]:
         import edgeinfer
@@ -30,14 +33,18 @@ class EdgeInfer:
         self._path, self._threads, self._base = path, threads, peak_rss_bytes() or 0
         return {"version": edgeinfer.__version__}
 
-    def context(self, ctx: int, kv: str = "int8") -> dict[str, Any]:
+    def context(self, ctx: int, kv: str = "int8", budget: int | None = None, sparse: str = "exact") -> dict[str, Any]:
         from edgeinfer.bundle import Bundle
-        from edgeinfer.config import RuntimeConfig
+        from edgeinfer.config import Recipe, RuntimeConfig
+        from edgeinfer.offload import placer
         from edgeinfer.runtime import Session
 
         self._close()
         began = time.perf_counter()
-        session = Session(Bundle.open(self._path), RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads))
+        bundle = Bundle.open(self._path)
+        config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget,
+                               recipe=Recipe().sparse(sparse))
+        session = Session(bundle, config, place=placer(bundle))
         load_ms = 1000 * (time.perf_counter() - began)
         sequence = session.new_sequence()
 
@@ -47,7 +54,7 @@ class EdgeInfer:
             else:
                 session.prefill(sequence, ids)
 
-        self._session = session
+        self._session, self._sequence = session, sequence
         self._runner = Runner(session.model.vocab_size, process, lambda n: session.truncate(sequence, n))
         return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes}
 
@@ -57,6 +64,29 @@ class EdgeInfer:
         case = Case(kind, tokens, depth)
         return {**self._runner.run(kind, tokens, depth), "bytes_per_token": bytes_per_token(self._session, case),
                 "operations_per_token": operations_per_token(self._session, case)}
+
+    def decode(self, tokens: int, empty: bool = False, repeats: float = 0.0) -> dict[str, Any]:
+        """Take the time of decoding tokens in no order, a new sequence for each call, after one that does not count.
+
+        Parameters
+        ----------
+        tokens : int
+        empty : bool
+            Empty the cache of cold neurons before each token.
+        repeats : float
+            Share of the tokens that are the one before again: these want the same neurons.
+        """
+        session, times, token = self._session, [], 0
+        session.truncate(self._sequence, 0)
+        for i in range(tokens + 1):
+            if not i or self._random.random() >= repeats:
+                token = int(self._random.integers(3, session.model.vocab_size))
+            if empty:
+                session.executor.stream.forget()
+            began = time.perf_counter()
+            session.decode([self._sequence], [token])
+            times.append(time.perf_counter() - began)
+        return {"seconds": times[1:]}
 
     def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
         return self._runner.run_for(kind, tokens, at, seconds)
@@ -85,5 +115,5 @@ class EdgeInfer:
 
 if __name__ == "__main__":
     worker = EdgeInfer()
-    names = ("load", "context", "run", "run_for", "memory", "first_token", "probe")
+    names = ("load", "context", "run", "decode", "run_for", "memory", "first_token", "probe")
     serve({name: getattr(worker, name) for name in names})

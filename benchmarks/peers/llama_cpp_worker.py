@@ -21,7 +21,8 @@ class LlamaCpp:
         self._runner: Runner | None = None
         self._threads = self._base = self._vocab_size = 0
 
-    def load(self, path: str, threads: int) -> dict[str, Any]:
+    def load(self, path: str, threads: int, mapped: bool = False) -> dict[str, Any]:
+        """Open a model; `mapped` leaves all weights in pages of the file: rearranged, they would be memory taken."""
         import llama_cpp as lib
 
         self._base, self._threads = peak_rss_bytes() or 0, threads
@@ -29,6 +30,12 @@ class LlamaCpp:
         lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
         parameters = lib.llama_model_default_params()
+        if mapped:
+            parameters.use_extra_bufts = False
+            if hasattr(parameters, "load_mode"):
+                parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+            else:  # as it was before 2026
+                parameters.use_mmap = True
         began = time.perf_counter()
         self._model = lib.llama_model_load_from_file(path.encode(), parameters)
         if not self._model:
@@ -76,6 +83,16 @@ class LlamaCpp:
     def run(self, kind: str, tokens: int, depth: int) -> dict[str, Any]:
         return self._runner.run(kind, tokens, depth)
 
+    def decode(self, tokens: int) -> dict[str, Any]:
+        """Take the time of decoding tokens in a new sequence, after one that does not count."""
+        self._truncate(0)
+        times = []
+        for token in token_ids(self._vocab_size, tokens + 1):
+            began = time.perf_counter()
+            self._process([token])
+            times.append(time.perf_counter() - began)
+        return {"seconds": times[1:]}
+
     def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
         return self._runner.run_for(kind, tokens, at, seconds)
 
@@ -91,4 +108,5 @@ class LlamaCpp:
 
 if __name__ == "__main__":
     worker = LlamaCpp()
-    serve({name: getattr(worker, name) for name in ("load", "context", "run", "run_for", "memory", "first_token")})
+    names = ("load", "context", "run", "decode", "run_for", "memory", "first_token")
+    serve({name: getattr(worker, name) for name in names})

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -30,14 +31,16 @@ class Worker:
     command : list of str
     timeout : float
         Most seconds for an answer, unless a request says otherwise.
+    join : callable, optional
+        Called in the child before the command begins, such as `ControlGroup.join` of benchmarks/outside.py.
     """
 
-    def __init__(self, name: str, command: list[str], timeout: float = 1800):
+    def __init__(self, name: str, command: list[str], timeout: float = 1800, join: Callable[[], None] | None = None):
         self.name, self._timeout = name, timeout
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until close)
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                             stderr=self._errors, encoding="utf-8")
+                                             stderr=self._errors, encoding="utf-8", preexec_fn=join)
         except OSError as error:
             self._errors.close()
             raise WorkerError(f"{name} cannot be started ({command[0]}: {error.strerror}).") from None
