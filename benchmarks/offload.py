@@ -20,6 +20,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from storage_reads import kernel_threads
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
@@ -33,7 +34,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime.slots import READERS as SCATTERED_READERS
 from edgeinfer.runtime.stream import READERS
 
-CTX, PROMPT, WARM_UP = 512, 32, 16
+CTX, PROMPT, WARM_UP = 512, 32, 8
 
 
 def config(threads: int, budget: int | None = None, mode: str = "predict") -> RuntimeConfig:
@@ -43,19 +44,26 @@ def config(threads: int, budget: int | None = None, mode: str = "predict") -> Ru
 
 
 class Reading(NamedTuple):
-    """Seconds, medians of rounds."""
+    """Of tokens, medians of rounds."""
 
     prompt: float
-    """Of a token of a prompt."""
+    """Seconds of one of a prompt."""
     token: float
     """Of a decoded one."""
     empty: float
     """Of one that finds an empty cache; nan without one."""
+    waited: float
+    """Of `token`, for storage."""
+    missed: float
+    """Clusters read for a decoded one, and"""
+    wanted: float
+    """those that it wanted."""
 
 
 def measure(session: Session, tokens: int, rounds: int, warm_up: int = WARM_UP) -> Reading:
     """Take the time of prompts and tokens, of which none comes again; each round begins where the last one ended."""
-    ids = iter(np.random.default_rng(1).integers(3, session.model.vocab_size, 10 * CTX).tolist())
+    ids, executor = iter(np.random.default_rng(1).integers(3, session.model.vocab_size, 10 * CTX).tolist()), \
+        session.executor
     sequence, found = session.new_sequence(), []
 
     def seconds(work: Callable[[], object], n: int) -> float:
@@ -67,15 +75,19 @@ def measure(session: Session, tokens: int, rounds: int, warm_up: int = WARM_UP) 
     def step() -> None:
         session.decode([sequence], [next(ids)])
 
+    def counts() -> NDArray[np.int64]:
+        return np.array([executor.waited_ns, *(executor.stream.hits[:0:-1] if session.plan.cold else (0, 0))])
+
     for _ in range(rounds):
         session.truncate(sequence, 0)
         prompt = seconds(lambda: session.prefill(sequence, [next(ids) for _ in range(PROMPT)]), 1) / PROMPT
         seconds(step, warm_up)
-        token, empty = seconds(step, tokens), []
+        before = counts()
+        token, empty, own = seconds(step, tokens), [], (counts() - before) / tokens
         for _ in range(tokens if session.plan.cold else 0):
-            session.executor.stream.forget()
+            executor.stream.forget()
             empty.append(seconds(step, 1))
-        found.append((prompt, token, median(empty) if empty else np.nan))
+        found.append((prompt, token, median(empty) if empty else np.nan, own[0] / 1e9, own[1], own[1] + own[2]))
     session.release(sequence)
     return Reading(*map(median, zip(*found, strict=True)))
 
@@ -153,11 +165,11 @@ def row(asked: argparse.Namespace, bundle: Bundle, budget: int, whole: Machine) 
                 own = [f"{len(plan.parts)} layers streamed", f"{nbytes / 1e6:.0f}", f"{1 / took.token:.2f}"]
             else:
                 took = measure(session, asked.tokens, asked.rounds)
-                nbytes, hit_rate, waited = watch(session, asked.tokens)
                 own = [f"hot {sum(cold.hot) / cold.neurons / len(cold.hot):.0%}, slots {cold.slots}",
-                       f"{nbytes / 1e6:.1f}", f"{1 / took.token:.2f}", f"hits {hit_rate:.0%}, "
+                       f"{took.missed * cold.cluster_bytes / 1e6:.1f}", f"{1 / took.token:.2f}",
+                       f"hits {1 - took.missed / took.wanted:.0%}, "
                        f"independent {predict(cold, statistics, 1, lambda _: 1).hit_rate:.0%}",
-                       f"waiting {waited / took.token:.0%}", f"cache emptied: {1 / took.empty:.2f}, "
+                       f"waiting {took.waited / took.token:.0%}", f"cache emptied: {1 / took.empty:.2f}, "
                        f"{predict(cold, statistics, 1, lambda _: 1, 0.0).flash_bytes / 1e6:.0f} MB"]
             again = disk(session, asked.bundle / file, size)
             gbs = ((gbs[0] + again[0]) / 2, (gbs[1] + again[1]) / 2)
@@ -184,7 +196,7 @@ def main() -> None:
         with closing(Session(Bundle.open(asked.bundle), config(asked.threads, None, mode))) as session:
             if mode == "predict":
                 needs = session.plan.total_bytes
-            times[mode] = measure(session, 8, 2, 2)
+            times[mode] = measure(session, 6, 2, 1)
             print(f"all in memory, {mode}: {1 / times[mode].token:.2f} tokens/s, prompt {1 / times[mode].prompt:.0f}, "
                   f"plan {session.plan.total_bytes / 1e6:.0f} MB, of it FFNs {ffn / 1e6:.0f}", flush=True)
     whole = Machine(times["predict"].token, times["exact"].token, lambda _: 1.0, 1.0)
@@ -194,20 +206,6 @@ def main() -> None:
         budget = round(share * needs) if asked.of == "model" else needs - round((1 - share) * ffn)
         for line in row(asked, bundle, budget, whole):
             print(f"| {share:.0%} | {budget / 1e6:.0f} | {line} |", flush=True)
-
-
-def watch(session: Session, tokens: int) -> tuple[float, float, float]:
-    """Return for a token with a warm cache bytes read, hit rate and seconds spent waiting."""
-    ids, sequence, reading = np.random.default_rng(3), session.new_sequence(), session.executor.stream
-    session.prefill(sequence, [3, 4, 5])
-    for i in range(WARM_UP + tokens):
-        if i == WARM_UP:
-            before, waited = reading.hits, session.executor.waited_ns
-        session.decode([sequence], [int(ids.integers(3, session.model.vocab_size))])
-    _, hits, misses = (b - a for a, b in zip(before, reading.hits, strict=True))
-    waited = (session.executor.waited_ns - waited) / 1e9
-    session.release(sequence)
-    return misses * session.plan.cold.cluster_bytes / tokens, hits / (hits + misses), waited / tokens
 
 
 if __name__ == "__main__":
