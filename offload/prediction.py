@@ -33,9 +33,10 @@ def predict(plan: ColdPlan, statistics: Statistics, seconds_in_memory: float,
     """Return what a token costs.
 
     Neurons count as independent of each other and of the tokens before: then a cache that forgets what was not wanted
-    for some time t holds a cluster of rate r with probability 1 - exp(-r t), and t is what fills the slots (Che et al.,
-    Hierarchical Web Caching Systems, 2002). Neighbouring tokens that share neurons make the rate higher than said. The
-    reads of a layer follow its mask and hide behind its resident neurons alone, so time adds up.
+    for t tokens holds a cluster of rate r with probability 1 - (1 - r)^t, and t is what fills the slots (Che et al.,
+    Hierarchical Web Caching Systems, 2002). Layers take turns, so a cache of less than one token's clusters has lost
+    a layer's when its turn comes again. Neighbouring tokens that share neurons make the rate higher than said. The reads
+    of a layer follow its mask and hide behind its resident neurons alone, so time adds up.
 
     Parameters
     ----------
@@ -59,13 +60,15 @@ def predict(plan: ColdPlan, statistics: Statistics, seconds_in_memory: float,
 def _missed(rates: Floats, slots: int) -> float:
     if len(rates) <= slots:
         return 0.0
-    low, high = 0.0, 1.0
+    if slots <= rates.sum():
+        return float(rates.sum())
+    low, high = 1.0, 2.0
     while _held(rates, high) < slots and high < LONGEST:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _held(rates, middle) < slots else (low, middle)
-    return float((rates * np.exp(-rates * low)).sum())
+    return float((rates * (1 - rates) ** low).sum())
 
 
 def cluster_rates(plan: ColdPlan, statistics: Statistics) -> Floats:
@@ -83,4 +86,4 @@ def _cold(plan: ColdPlan, hot: int) -> int:
 
 
 def _held(rates: Floats, time: float) -> float:
-    return float((1 - np.exp(-rates * time)).sum())
+    return float((1 - (1 - rates) ** time).sum())

@@ -111,13 +111,14 @@ def test_heat_comes_from_statistics(q4: Path) -> None:
     assert Heat.of(None, ColdPlan.of(opened.graph, COLD, 1)).cold(COLD) == 4 * 328
 
 
-def test_what_a_placement_is_said_to_read_is_what_chance_reads() -> None:
-    """Against tokens drawn with the rates of the statistics, each on its own."""
-    rng, slots = np.random.default_rng(2), 500
-    rates = [np.sort(rng.beta(0.5, 5, 328))[::-1] for _ in range(4)]
+@pytest.mark.parametrize("slots", [1000, 200, 60])
+def test_what_a_placement_is_said_to_read_is_what_chance_reads(slots: int) -> None:
+    """Against tokens drawn with the rates of the statistics, each on its own; 60 slots hold less than one wants."""
+    rng = np.random.default_rng(2)
+    rates = [np.sort(rng.beta(0.5, 5, 328))[::-1] for _ in range(8)]
     statistics = Statistics(10**6, tuple((rate * 10**6).astype(np.int64) for rate in rates), (), ())
-    plan = ColdPlan((64, 0, 128, 328), 328, 4000, slots)
-    cache = reference.Cache(*(np.full(n, -1, np.int32) for n in (4 * 328, slots)), np.zeros(slots, np.int32),
+    plan = ColdPlan((64, 0, 128, 328) * 2, 328, 4000, slots)
+    cache = reference.Cache(*(np.full(n, -1, np.int32) for n in (8 * 328, slots)), np.zeros(slots, np.int32),
                             np.zeros(slots, np.int64), np.zeros(8, np.int64))
     wanted = missed = 0
     for step in range(150):
@@ -128,12 +129,13 @@ def test_what_a_placement_is_said_to_read_is_what_chance_reads() -> None:
                 wanted, missed = wanted + len(clusters), missed + len(missing)
     found = predict(plan, statistics, 0.01, lambda nbytes: 0.5)
     assert found.wanted == pytest.approx(wanted / 100, rel=0.05)
-    assert found.hit_rate > 0.5 and found.hit_rate == pytest.approx(1 - missed / wanted, abs=0.07)
+    assert found.hit_rate == pytest.approx(1 - missed / wanted, abs=0.07)
+    assert (found.hit_rate > 0.5) == (slots == 1000) and (found.hit_rate == 0) == (slots == 60)
     assert found.flash_bytes == pytest.approx(found.wanted * (1 - found.hit_rate) * plan.cluster_bytes)
     assert found.seconds == pytest.approx(0.01 + found.flash_bytes / 0.5e9)
     empty = predict(plan, statistics, 0.01, lambda nbytes: 0.5, hit_rate=0.0)
     assert empty.flash_bytes == found.wanted * plan.cluster_bytes
-    assert predict(replace(plan, slots=900), statistics, 0.01, lambda nbytes: 0.5) == (found.wanted, 1.0, 0.0, 0.01)
+    assert predict(replace(plan, slots=1800), statistics, 0.01, lambda nbytes: 0.5) == (found.wanted, 1.0, 0.0, 0.01)
     several = replace(plan, neuron_bytes=1000)  # four neurons a cluster, so fewer clusters are wanted
     assert found.wanted / 4 < predict(several, statistics, 0.01, lambda nbytes: 0.5).wanted < found.wanted
 
