@@ -118,6 +118,8 @@ def main() -> None:
         for _ in range(asked.rounds):
             for name, (side, tokens, how) in found.items():
                 rounds.setdefault(name, []).append(side.tokens(tokens, **how))
+                took, nbytes = rounds[name][-1]
+                print(f"{name}: {1000 * took:.0f} ms, {nbytes / 1e6:.1f} MB a token", flush=True)
         peaks = {name: side.ask("memory")["peak_rss_bytes"] for name, (side, _, _) in found.items()}
     ways = list(found)[:3]
     print(f"limit and budget {limit / 1e6:.0f} MB\n| side | tokens/s | rounds, ms a token | MB read a token | peak, MB "
