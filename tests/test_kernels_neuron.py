@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import abi
+from edgeinfer.kernels.ops.neuron_batch import AREAS
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED, fill
 from edgeinfer.kernels.reference import TWINS, Expected
 from edgeinfer.quant import layouts
@@ -300,3 +301,14 @@ def test_a_threshold_takes_small_activations_of_decoded_tokens_for_zero(dtype: s
             assert 0 < kept[0].mean() < 0.9
             if tokens > 1:
                 assert np.array_equal(some[1], whole[1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_tokens_that_are_not_there_are_zeros(isa: str) -> None:
+    """They are multiplied too: denormal numbers where their x would lie made two tokens cost more than four."""
+    ffn = random_ffn(np.random.default_rng(3), "q4", 32, 17, 288, 2)
+    ffn.bench.array(ffn.scratch_place, np.uint8, (ffn.scratch,))[:] = 1
+    ffn.gated(isa, keep=True)
+    n = (4 if "avx512" in isa else 2) * abi.neuron_lines(288, 32, "q4") * 256
+    x = ffn.bench.array(ffn.scratch_place + AREAS, np.int32, (n // 4,))
+    assert (x != 0x01010101).all() and (x[: n // 8] != 0).any()

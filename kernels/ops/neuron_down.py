@@ -10,8 +10,18 @@ from ..abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_
 from ..parameters import NEURON_DOWN
 from ..registry import kernel
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
-from ..vector.simd import div_i64, f32_from_bits, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16, store_i64
-from .neuron_ffn import Tokens, column_at, open_ffn
+from ..vector.simd import (
+    div_i64,
+    f32_from_bits,
+    load_f32,
+    load_f32x16,
+    load_i64,
+    splat_f32,
+    store_f32,
+    store_f32x16,
+    store_i64,
+)
+from .neuron_ffn import Tokens, column_at, fetch, open_ffn
 from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
 
 # A thread's scratch: sums of a block, totals, factors of a batch, addresses of a block's live columns, their values.
@@ -38,6 +48,13 @@ def find(ffn, tokens, scratch, first, end):
 
 
 @inline
+def fetch_ahead(ffn, scratch, begin, m, at, nbytes):
+    """Ask for a piece of each column of the batch that begins with the found column `begin`, of m."""
+    for k in range(begin, min(begin + NEURON_BATCH, m)):
+        fetch(load_i64(scratch + FOUND + 8 * k) + at, nbytes)
+
+
+@inline
 def finish(ffn, column, y, out):
     """Store 16 outputs from `column` on, with bias and residual."""
     if ffn.bias:
@@ -51,18 +68,23 @@ def finish(ffn, column, y, out):
 def outputs(form, ffn, tokens, scratch, first, stop, out):
     """Put the outputs of lines first .. stop for some tokens, the first of which has them at `out`."""
     stride, totals = 4 * form.columns * (stop - first), scratch + TOTALS
+    scales, scale_bytes = ffn.codes + div_i64(8 * first, ffn.each), div_i64(8 * (stop - first), ffn.each) + 64
     zero(totals, TOKENS * stride)
     end = 0
     while end < ffn.neurons:
         start, end = end, min(end + parameter(ffn.rec, NEURON_DOWN.block), ffn.neurons)
         m = find(ffn, tokens, scratch, start, end)
         zero(scratch, TOKENS * stride)
+        fetch_ahead(ffn, scratch, 0, m, scales, scale_bytes)
+        fetch_ahead(ffn, scratch, 0, m, 64 * first, 64 * (stop - first))
         for begin in range(0, m, NEURON_BATCH):
+            fetch_ahead(ffn, scratch, begin + NEURON_BATCH, m, scales, scale_bytes)
             columns = Columns(scratch + FOUND + 8 * begin, scratch + VALUES + 4 * TOKENS * begin,
                               min(NEURON_BATCH, m - begin), scratch + FACTORS, FACTOR_BYTES)
             multiply(ffn, columns, TOKENS, first, stop)
             for line in range(first, stop):
                 at = line - first
+                fetch_ahead(ffn, scratch, begin + NEURON_BATCH, m, 64 * line, 1)
                 form.add(ffn, columns, line, columns.factors + 16 * at, scratch + 4 * form.columns * at, stride)
         for at in range(0, TOKENS * stride, 64):
             store_f32x16(totals + at, load_f32x16(totals + at) + load_f32x16(scratch + at))

@@ -93,6 +93,8 @@ def several(form, ffn, areas, ctx, f, tokens, n_threads):
     chunk = min(NEURON_CLAIM, max(chunk, min(MANY_CHUNKS * chunk, div_i64(ffn.neurons, n_threads) + 1)))
     x, numbers, before = operand(ffn.rec, ctx, 1), areas.scratch + NUMBERS, parameter(ffn.rec, NEURON_GATED.before)
     start, last = before + claim(ctx) * chunk, ffn.neurons - parameter(ffn.rec, NEURON_GATED.behind)
+    if tokens < TOKENS:  # tokens that are not there are multiplied too, and what lies there may be denormal: slow
+        zero(areas.x, TOKENS * ffn.lines * form.x_bytes)
     while start < last:
         end = min(start + chunk, last)
         for t in range(0, tokens, TOKENS):
