@@ -44,6 +44,8 @@ FLAG_THRESHOLD = 64
 """neuron_gated: operand 3 is one float; for tokens of role ROLE_DECODE activations that are no larger count as 0."""
 FLAG_DENSE = 32
 """neuron kernels: rows and columns of dead neurons are read and computed too."""
+FLAG_EARLY = 128
+"""neuron_resolve: it stands before the layer's attention and only asks for what a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
 FUSED_QUANTISE, FUSED_NORM = 1, 2
@@ -247,7 +249,11 @@ COLD_HAND, COLD_EPOCH = 0, 8
 """Where the clock's hand stands; records of `neuron_resolve` so far."""
 COLD_HITS, COLD_MISSES = 16, 24
 """Clusters that decoded tokens wanted and that were there, or not there."""
+COLD_EARLY = 32
+"""1 + first ticket of the layer whose early record holds its tickets, until its other record lets go; 0 = none."""
 COLD_BYTES = 64
+COLD_PARTS = 4
+"""Tickets of a layer: its cold neurons are computed in so many parts, or fewer, while those behind are read."""
 COLD_USES = 3
 """Most uses that are counted of a slot."""
 

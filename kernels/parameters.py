@@ -167,11 +167,13 @@ class _NeuronResolve(NamedTuple):
     most: int
     """Clusters that are read together at most."""
     part: int
-    """Number of the layer's ticket."""
+    """Number of the layer's first ticket, of abi.COLD_PARTS."""
     rows: int
     """Which count gives the tokens."""
     mask_stride: int
     """Bytes from one token's mask to the next."""
+    span: int
+    """Cold neurons of a part."""
 
 
 class _NeuronMask(NamedTuple):
@@ -274,7 +276,7 @@ ROPE = _Rope(*range(9))
 ATTENTION = _Attention(*range(13))
 NEURON_GATED = _NeuronGated(*range(23))
 NEURON_DOWN = _NeuronDown(*range(14))
-NEURON_RESOLVE = _NeuronResolve(*range(11))
+NEURON_RESOLVE = _NeuronResolve(*range(12))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
 SCREEN = _Screen(*range(17))

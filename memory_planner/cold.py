@@ -53,6 +53,11 @@ class ColdPlan:
         hot = self.hot[layer]
         return self.clusters - (hot >> self.shift) if hot < self.neurons else 0
 
+    def part_neurons(self, layer: int) -> int:
+        """Cold neurons of a part of a layer, which are computed by a record of their own: whole blocks."""
+        blocks = -(-(self.neurons - self.hot[layer]) // self.block)
+        return max(1, -(-blocks // abi.COLD_PARTS)) * self.block
+
     @property
     def least_slots(self) -> int:
         """With fewer a prompt, which computes all neurons of a layer, could not be walked."""
@@ -95,8 +100,8 @@ class ColdPlan:
 
     @property
     def queue_bytes(self) -> int:
-        """Of what readers are told: pieces, of which no more are under way than there are slots, and layers."""
-        return abi.PIECE_BYTES * self.slots + abi.PART_BYTES * len(self.hot)
+        """Of what readers are told: pieces, of which no more are under way than there are slots, and parts."""
+        return abi.PIECE_BYTES * self.slots + abi.PART_BYTES * abi.COLD_PARTS * len(self.hot)
 
 
 def masked(graph: Graph) -> list[NeuronGated]:

@@ -179,7 +179,8 @@ class _Weights:
         """Of the records and tables that streaming needs."""
         pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
         streamed = len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
-        return streamed + (self.cold.queue_bytes + 2 * abi.RECORD_BYTES * len(self.cold.hot) if self.cold else 0)
+        records = (2 + abi.COLD_PARTS) * abi.RECORD_BYTES
+        return streamed + (self.cold.queue_bytes + records * len(self.cold.hot) if self.cold else 0)
 
 
 class Planner:

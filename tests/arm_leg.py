@@ -25,8 +25,8 @@ from edgeinfer.kernels import LADDER, Isa, cache_directory, choose
 from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
+from tests.offloaded import MIXED, OPTIONS, made, offloaded
 from tests.sessions import logits_of, session, tokens, write_model
-from tests.test_offload import MIXED, OPTIONS, made, offloaded
 from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}

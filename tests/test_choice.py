@@ -18,7 +18,7 @@ from edgeinfer.offload import placer
 from edgeinfer.quality import Measurement, Setting, measured_identity, of_run, remember
 from edgeinfer.runtime import plan_run
 from tests.command_line import edgeinfer
-from tests.test_offload import CONFIG, made
+from tests.offloaded import CONFIG, made
 
 WIDE = replace(CONFIG, vocab_size=300, intermediate_size=4096)
 LOOSE = RuntimeConfig(ctx=256, threads=1, prefill_chunk=48)

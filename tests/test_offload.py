@@ -1,18 +1,11 @@
-"""Hot and cold neurons: what stays in memory, the same bits for every budget, and faults of the storage."""
+"""Hot and cold neurons: what stays in memory, and the same bits for every budget."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,30 +14,27 @@ from edgeinfer.bundle import COLD_FILE, Bundle, BundleWriter, Statistics, read_c
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
-from edgeinfer.errors import BudgetError, BundleError, CancelledError, EdgeInferError
+from edgeinfer.errors import BudgetError, BundleError, EdgeInferError
 from edgeinfer.kernels import abi, reference
-from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request
+from edgeinfer.memory_planner import ColdPlan
 from edgeinfer.offload import Heat, choose, placer, predict
-from edgeinfer.runner import DECODE, PROMPT, Cancellation, Segment
+from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
-from edgeinfer.runtime import readers as readers_module
 from tests.command_line import edgeinfer
-from tests.sessions import TINY, logits_of, session, tokens
-from tests.test_streaming import Pread, cancelled_twice, host, real, watched  # noqa: F401
-
-CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers=4, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=32)
-"""Six blocks of neurons, the last one of 8; eight neurons in a cluster."""
-WIDE = replace(CONFIG, hidden_size=704, num_attention_heads=22, num_hidden_layers=2)
-"""One neuron in a cluster."""
-IDS = tokens(70)
-OPTIONS: dict[str, Any] = {"prefill_chunk": 48, "ctx": 256, "recipe": Recipe().sparse("predict")}
-COLD, MIXED, HOT = (0, 0, 0, 0), (64, 0, 128, 328), (320, 328, 328, 256)
-
-
-def made(path: Path, config: Any = CONFIG, weights: str = "q4") -> Path:
-    write_random_bundle(config, path, weights, ffn_layout="neuron", sparsity=Sparsity(0.3, 0.8, "sign"))
-    return path
+from tests.offloaded import (
+    COLD,
+    CONFIG,
+    HOT,
+    IDS,
+    MIXED,
+    OPTIONS,
+    WIDE,
+    made,
+    offloaded,
+    resident,
+)
+from tests.sessions import logits_of, session
+from tests.test_streaming import watched
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +48,6 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     weights, config = request.param
     config = replace(config, num_attention_heads=config.hidden_size // 32)
     return made(tmp_path_factory.mktemp("cold") / "m", config, weights)
-
-
-def placed(hot: tuple[int, ...], more: int = 0) -> Callable[[Planner, Request, int], MemoryPlan]:
-    """Keeps so many neurons of each layer, and as many slots as it must and some more."""
-    def place(planner: Planner, request: Request, budget: int) -> MemoryPlan:
-        slots = ColdPlan.of(planner.graph, hot, 0).least_slots + more
-        return planner.plan(replace(request, homes=(("*", "resident"),), hot=hot, slots=slots))
-
-    return place
-
-
-@contextmanager
-def offloaded(path: Path, hot: tuple[int, ...] = MIXED, more: int = 3, **options: Any) -> Iterator[Session]:
-    config = RuntimeConfig(**{"threads": 1, "budget_bytes": 1, **OPTIONS, **options})
-    opened = Session(Bundle.open(path), config, place=placed(hot, more))
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def resident(path: Path, **options: Any) -> np.ndarray:
-    with session(path, **{**OPTIONS, **options}) as opened:
-        assert opened.plan.cold is None
-        return logits_of(opened, IDS, 12)
 
 
 # -- what stays --------------------------------------------------------------------------------------------------------
@@ -237,7 +202,7 @@ def test_ranges_of_records_begin_before_what_they_need(q4: Path) -> None:
     want = resident(q4)
     with offloaded(q4, MIXED) as opened:
         n, sequence = len(opened.program.records), opened.new_sequence()
-        found = next(i for i, record in enumerate(opened.program.records) if record.kernel == "neuron_resolve")
+        found = next(i for i, record in enumerate(opened.program.records) if record.label.startswith("find"))
         opened.reserve(sequence, 40)
         segment = Segment(sequence, IDS[:40])
         opened.walk_range(segment, 0, found + 2)
@@ -251,170 +216,38 @@ def test_ranges_of_records_begin_before_what_they_need(q4: Path) -> None:
             opened.walk_range(Segment(sequence, IDS[:1]), found + 1, n)
 
 
-# -- faults: a clear error or a slower run, never wrong tokens, never a hang ------------------------------------------
-
-
-def copied(q4: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(q4, tmp_path / "m"))
-
-
-def flip(file: Path, at: int) -> None:
-    with open(file, "r+b") as handle:
-        handle.seek(at)
-        byte = handle.read(1)[0]
-        handle.seek(at)
-        handle.write(bytes([byte ^ 4]))
-
-
-def test_a_file_that_is_missing_or_short(q4: Path, tmp_path: Path) -> None:
-    path = copied(q4, tmp_path)
-    os.truncate(path / COLD_FILE, 100_000)
-    with pytest.raises(BundleError, match=r"cold\.bin"):
-        Bundle.open(path)
-    (path / COLD_FILE).unlink()
-    with pytest.raises(BundleError, match=r"its file cold\.bin is missing"):
-        Bundle.open(path)
-
-
-def test_a_bit_that_flips(q4: Path, tmp_path: Path) -> None:
-    path = copied(q4, tmp_path)
-    with Bundle.open(path) as bundle:
-        cold = read_cold(bundle)
-    assert cold
-    flip(path / COLD_FILE, cold.offsets[2] + 5 * cold.nbytes + 17)
-    with Bundle.open(path) as bundle:
-        with pytest.raises(BundleError, match=r"cold\.bin: neurons 40 to 47 of layer 2 are damaged: their checksum"):
-            bundle.verify()
-        bundle.check_contents()  # whoever reads no cold neurons can go on
-    with pytest.raises(BundleError, match=r"file 'cold\.bin' is damaged"), offloaded(path):
-        pass
-
-
-def test_a_bit_that_flips_on_the_way(q4: Path, host: Callable[[Pread], None],  # noqa: F811
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of reads that are not what was written the debug mode alone knows."""
-    def flipping(file: int, to: int, length: int, offset: int) -> int:
-        got = real(file, to, length, offset)
-        reference.view.memory(to, np.uint8, (1,))[0] ^= 1
-        return got
-
-    host(flipping)
-    monkeypatch.setenv("EDGEINFER_CHECK", "1")
-    with offloaded(q4, COLD) as opened, pytest.raises(BundleError, match=r"neurons \d+ to \d+ of layer 0 are damaged"):
-        watched(lambda: opened.prefill(opened.new_sequence(), IDS[:3]))
-
-
-def test_a_slow_disk_makes_a_slow_run(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
-    def slow(*call: int) -> int:
-        time.sleep(1e-3)
-        return real(*call)
-
+def test_a_prompt_asks_for_a_layers_neurons_before_its_attention(q4: Path) -> None:
+    """Walks may end behind such a record: the next one begins anew, or goes on there."""
     want = resident(q4)
-    host(slow)
-    with offloaded(q4, COLD, 0) as opened:
-        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
-        assert opened.executor.waited_ns > 20e6  # of 13 walks over 4 layers, each at least 1 ms
-
-
-def test_a_read_that_is_cut_short_is_repeated(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
-    calls: list[tuple[int, ...]] = []
-
-    def torn(file: int, to: int, length: int, offset: int) -> int:
-        """Nothing, then half of it, then all."""
-        calls.append((to, offset))
-        got = real(file, to, length, offset)
-        return (-1, got // 8192 * 4096, got)[(calls.count((to, offset)) - 1) % 3]
-
-    want = resident(q4)
-    host(torn)
-    with offloaded(q4, MIXED) as opened:
-        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
-
-
-def test_an_error_ends_the_walk_and_the_next_one_is_right(q4: Path,
-                                                          host: Callable[[Pread], None]) -> None:  # noqa: F811
-    bad: list[bool] = []
-    host(lambda *call: -1 if bad else real(*call))
-    want = resident(q4)
-    with offloaded(q4, MIXED, 0, threads=2) as opened:
-        sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        bad.append(True)
-        for _ in range(2):
-            with pytest.raises(BundleError, match=r"cold.bin could not be read at byte .*, and could when"):
-                for token in IDS[58:]:
-                    watched(lambda token=token: opened.decode([sequence], [token]))
-        bad.clear()
-        opened.truncate(sequence, 58)
+    with offloaded(q4, MIXED, 0) as opened:
+        n, sequence, reading = len(opened.program.records), opened.new_sequence(), opened.executor.stream
+        early = [i for i, record in enumerate(opened.program.records) if record.label.startswith("ask for")]
+        cold = [sum(1 for record in opened.program.records if record.ticket is not None and record.op.layer == layer)
+                for layer in range(4)]
+        assert len(early) == 3 and cold == [3, 3, 4, 0]  # a layer's cold blocks in at most four records
+        opened.reserve(sequence, 40)
+        segment = Segment(sequence, IDS[:40])
+        for stop in early:
+            before = reading.bytes_read
+            watched(lambda stop=stop: opened.walk_range(segment, 0, stop + 1))
+            watched(lambda: opened.walk_range(segment, 0, 0))  # waits for what is under way
+            assert reading.bytes_read > before
+        watched(lambda: opened.walk_range(segment, 0, early[-1] + 1))
+        watched(lambda: opened.walk_range(segment, early[-1] + 1, n))
+        opened.append(sequence, IDS[:40])
+        opened.prefill(sequence, IDS[40:58])
         got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
         assert (np.stack(got) == want[1:]).all()
 
 
-def test_a_file_that_is_cut_or_written_to_in_mid_run(q4: Path, tmp_path: Path) -> None:
-    path = copied(q4, tmp_path)
-    with offloaded(path, COLD, 0) as opened:
-        sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        flip(path / COLD_FILE, 50_000)
-        with pytest.raises(BundleError, match="was changed while it was in use; convert or copy the model again"):
-            watched(lambda: opened.decode([sequence], IDS[58:59]))
-        os.truncate(path / COLD_FILE, 90_000)
-        with pytest.raises(BundleError, match=r"ends at byte 90000.*cut it short|was changed while it was in use"):
-            for token in IDS[58:]:
-                watched(lambda token=token: opened.decode([sequence], [token]))
-        assert len(sequence.tokens) == 58
-
-
-@pytest.mark.parametrize("another", [False, True])
-def test_a_file_whose_name_goes_to_another_is_read_to_the_end(q4: Path, tmp_path: Path, another: bool) -> None:
-    path, want = copied(q4, tmp_path), resident(q4)
-    with offloaded(path, COLD, 0) as opened:
-        (path / COLD_FILE).unlink()
-        if another:
-            (path / COLD_FILE).write_bytes(bytes(1000))
-        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
-
-
-def test_a_file_that_is_replaced_after_its_check(q4: Path, tmp_path: Path) -> None:
-    path = copied(q4, tmp_path)
-    bundle = Bundle.open(path)
-    (path / COLD_FILE).rename(path / "old")
-    shutil.copy(path / "old", path / COLD_FILE)
-    with pytest.raises(BundleError, match="was changed while it was in use"):
-        Session(bundle, RuntimeConfig(threads=1, budget_bytes=1, **OPTIONS), place=placed(MIXED))
-    bundle.close()
-
-
-def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[Pread], None],  # noqa: F811
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled in the wait for neurons, and in the wait for what a cancelled walk has left; closed meanwhile."""
-    answers = threading.Event()
-
-    def stuck(*call: int) -> int:
-        answers.wait()
-        return real(*call)
-
-    host(stuck)
-    want = resident(q4)
-    monkeypatch.setattr(readers_module, "END_SECONDS", 0.05)
-    with offloaded(q4, MIXED, 0, threads=2) as opened:
-        answers.set()
-        sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        answers.clear()
-        cancelled_twice(opened, sequence, IDS[58:])
-        answers.set()
-        opened.truncate(sequence, 58)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
-        assert (np.stack(got) == want[1:]).all()
-        answers.clear()
-        cancel = Cancellation()
-        threading.Timer(0.1, cancel.cancel).start()
-        with pytest.raises(CancelledError):
-            watched(lambda: opened.walk([Segment(sequence, IDS[:30], [0])], cancel))
-        watched(opened.close)
-        assert readers_module._stuck
-    answers.set()
+def test_a_prompt_takes_slots_in_their_order() -> None:
+    """So what follows in the file follows in memory, and is read together, however the slots were used before."""
+    cache = reference.Cache(*(np.full(n, -1, np.int32) for n in (60, 20)), np.zeros(20, np.int32),
+                            np.zeros(20, np.int64), np.zeros(8, np.int64))
+    for wanted in (range(20, 40), [22, 25, 31], [25]):
+        reference.resolve(cache, np.array(wanted))
+    assert reference.resolve(cache, np.arange(40, 60), prompt=True) == list(range(40, 60))
+    assert (np.diff(cache.table[40:60]) % 20 == 1).all()
 
 
 def test_run_says_what_it_reads(tmp_path: Path) -> None:

@@ -99,12 +99,19 @@ class Lowering:
         """Lower all operations, in their order; behind the last that reads a streamed part its buffer is released."""
         records: list[Record] = []
         last = {part: i for i, op in enumerate(self.graph.ops) if (part := self.part(op)) is not None}
+        early = self._early()
         for i, op in enumerate(self.graph.ops):
+            if op.layer in early:
+                records.append(_resolve(early.pop(op.layer), self, early=True))
             records += lower(op, self)
             if (part := self.part(op)) is not None and last[part] == i:
                 records.append(Record(RELEASE_KERNEL, f"release {', '.join(self.plan.parts[part])}",
                                       parameters=tuple(fill(RELEASE, part=part)), ticket=part))
         return Program(tuple(records))
+
+    def _early(self) -> dict[int | None, NeuronGated]:
+        """FFNs with cold neurons, by their layers: a prompt has them read from the layer's beginning on."""
+        return {op.layer: op for op in self.graph.ops if isinstance(op, NeuronGated) and self.n_cold(op)}
 
     def part(self, op: Op) -> int | None:
         """Return the number of the streamed part whose weights an operation reads, or None."""
@@ -273,18 +280,20 @@ def _slots(op: NeuronGated | NeuronDown, at: Lowering) -> list[Operand]:
             at.cold(0, plan.slots * plan.cluster_bytes)]
 
 
-def _resolve(op: NeuronGated, at: Lowering) -> Record:
-    """The record that finds a layer's cold neurons, and has those read that are missing."""
+def _resolve(op: NeuronGated, at: Lowering, early: bool = False) -> Record:
+    """The record that finds a layer's cold neurons, and has those read that are missing; an `early` one for prompts."""
     plan, layer, stride = at.plan.cold, op.layer or 0, at.stride(op.mask) if op.mask else 0
     assert plan
     parameters = fill(NEURON_RESOLVE, neurons=plan.neurons, hot=plan.hot[layer], shift=plan.shift,
                       cluster_bytes=plan.cluster_bytes, slots=plan.slots, base=plan.clusters * layer,
-                      unit=at.cold_units[layer], most=max(1, READ_BYTES // plan.cluster_bytes), part=layer,
-                      rows=rows(op.out), mask_stride=stride)
+                      unit=at.cold_units[layer], most=max(1, READ_BYTES // plan.cluster_bytes),
+                      part=abi.COLD_PARTS * layer, rows=rows(op.out), mask_stride=stride,
+                      span=plan.part_neurons(layer))
     operands = [at.at(op.mask), *_slots(op, at), at.cold(plan.owners, 4 * plan.slots),
                 at.cold(plan.uses, 4 * plan.slots), at.cold(plan.stamps, 8 * plan.slots),
                 at.cold(plan.words, abi.COLD_BYTES)]
-    return at.record(op, RESOLVE_KERNEL, operands, parameters, abi.FLAG_MASK, step=1, label=f"find {op.weight.name}")
+    flags, when, verb = (abi.FLAG_EARLY, (abi.COUNT_SEVERAL,), "ask for") if early else (0, (), "find")
+    return at.record(op, RESOLVE_KERNEL, operands, parameters, flags, when, 1, f"{verb} {op.weight.name}")
 
 
 def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
@@ -307,11 +316,16 @@ def _(op: NeuronGated, at: Lowering) -> list[Record]:
         return at.record(op, op.kernels(at.types, at.kv)[0], operands, fill(NEURON_GATED, **given, **part), flags,
                          step=step, label=label, ticket=ticket)
 
-    if not (cold := at.n_cold(op)):
+    if not at.n_cold(op) or not at.plan.cold:
         return [gated(0)]
-    hot = op.weight.shape[0] - cold
-    resident = [gated(0, behind=cold)] if hot else []
-    return [_resolve(op, at), *resident, gated(2 if hot else 0, f"  {cold} cold neurons", op.layer or 0, before=hot)]
+    layer, neurons = op.layer or 0, op.weight.shape[0]
+    hot, span = at.plan.cold.hot[layer], at.plan.cold.part_neurons(layer)
+    found = [_resolve(op, at), *([gated(0, behind=neurons - hot)] if hot else [])]
+    for part, first in enumerate(range(hot, neurons, span)):
+        n = min(span, neurons - first)
+        found.append(gated(2 if first else 0, f"  {n} cold neurons", abi.COLD_PARTS * layer + part, before=first,
+                           behind=neurons - first - n))
+    return found
 
 
 @lower.register

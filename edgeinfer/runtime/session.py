@@ -302,7 +302,8 @@ class Session(Runner):
         executor, state, plan = self.executor, self.bundle.state(cold.path.name), self.plan.cold
         assert plan
         records = self.program.records
-        found = [i for i, record in enumerate(records) if record.kernel == RESOLVE_KERNEL]
+        found = [i for i, record in enumerate(records)
+                 if record.kernel == RESOLVE_KERNEL and not record.flags & abi.FLAG_EARLY]
         ranges = [(i + 1, next(j for j in range(i, len(records)) if isinstance(records[j].op, NeuronDown)) + 1)
                   for i in found]
         executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,

@@ -24,6 +24,7 @@ from .readers import NAP_SECONDS, Readers
 RESOLVE_KERNEL = "neuron_resolve"
 READERS = 8
 """Threads that read: a disk answers scattered reads of a few KiB faster where it has several at a time."""
+_EARLY, _LEFT = abi.COLD_EARLY >> 3, abi.PART_LEFT >> 3
 _FAILED, _NEXT, _RELEASED = (offset >> 3 for offset in (abi.STREAM_FAILED, abi.STREAM_NEXT, abi.STREAM_RELEASED))
 
 
@@ -68,7 +69,7 @@ class Slots(Readers):
         self._owners = self._at(plan.owners, plan.slots, np.int32)
         self._stamps = self._at(plan.stamps, plan.slots, np.int64)
         self._own = self._at(plan.words, abi.COLD_BYTES // 8, np.int64)
-        parts = np.zeros((len(plan.hot), abi.PART_BYTES // 8), np.int64)
+        parts = np.zeros((abi.COLD_PARTS * len(plan.hot), abi.PART_BYTES // 8), np.int64)
         super().__init__(READERS, file, state, np.zeros((plan.slots, abi.PIECE_BYTES // 8), np.int64), parts, tickets,
                          region, kernels, ctx, queue=True)
         self._forget()
@@ -89,28 +90,45 @@ class Slots(Readers):
         Raises `EdgeInferError` where the walk begins within an FFN whose neurons it has not asked for.
         """
         self.walks += 1
-        if first != self._stopped and any(begin <= first < end for begin, end in self._ranges):
+        continues = first == self._stopped
+        if not continues and any(begin <= first < end for begin, end in self._ranges):
             raise EdgeInferError(f"Record {first} computes with neurons that an earlier one has read; let the walk "
                                  f"begin before that one, or where the last one has ended ({self._stopped}).")
         self._stop, self._stopped = stop, -1
         self._decoded += 0 if first else int(self._counts[(abi.CTX_COUNTS >> 3) + abi.COUNT_DECODED])
-        pending = self._tickets[: len(self._parts)]
-        while not pending.all() and not self._words[_FAILED] and not ended():
+        while self._under_way(continues) and not self._words[_FAILED] and not ended():
             time.sleep(NAP_SECONDS)
-        if self._words[_FAILED] and self._park(ended):
-            self._forget()
+        if self._words[_FAILED]:
+            if self._park(ended):
+                self._forget()
+        elif not continues and not self._under_way(continues):  # no record will let go what an early one holds
+            held = self._held()
+            self._parts[held, _LEFT], self._tickets[held], self._own[_EARLY] = 0, 1, 0
 
     def came(self, ticket: int) -> None:
-        """Compare the checksums of all clusters that the last record has found; raises `BundleError`."""
-        epoch = self._own[abi.COLD_EPOCH >> 3]
+        """Compare the checksums of all clusters of a part that the last record has found; raises `BundleError`."""
+        epoch, plan = self._own[abi.COLD_EPOCH >> 3], self.plan
         for slot in np.flatnonzero((self._stamps == epoch) & (self._owners >= 0)):
-            layer, cluster = divmod(int(self._owners[slot]), self.plan.clusters)
-            self._cold.check(layer, cluster, self._slots[slot].tobytes())
+            layer, cluster = divmod(int(self._owners[slot]), plan.clusters)
+            part = max(0, (cluster << plan.shift) - plan.hot[layer]) // plan.part_neurons(layer)
+            if abi.COLD_PARTS * layer + part == ticket:
+                self._cold.check(layer, cluster, self._slots[slot].tobytes())
 
     def check(self, failed: bool) -> None:
         """Say what went wrong with a walk that has ended, as `Readers.check`."""
         super().check(failed)
         self._stopped = self._stop
+
+    def _held(self) -> slice:
+        """The parts of the layer whose early record has asked for neurons, and whose other record did not run."""
+        first = int(self._own[_EARLY]) - 1
+        return slice(first, first + abi.COLD_PARTS) if first >= 0 else slice(0, 0)
+
+    def _under_way(self, continues: bool) -> bool:
+        """Whether reads are left; those of a held layer are waited for later by a walk that `continues`."""
+        held, tickets = self._held(), self._tickets[: len(self._parts)].copy()
+        tickets[held] = 1
+        return not tickets.all() or (not continues and bool((self._parts[held, _LEFT] > 1).any()))
 
     def _at(self, offset: int, n: int, kind: Any) -> NDArray[Any]:
         return self._region[offset : offset + n * np.dtype(kind).itemsize].view(kind)
@@ -121,5 +139,6 @@ class Slots(Readers):
         self._region[self.plan.uses : self.plan.words] = 0
         self._parts[:] = 0
         self._tickets[: len(self._parts)] = 1
+        self._own[_EARLY] = 0
         self._words[_NEXT] = self._words[_RELEASED] = self._words[_FAILED] = 0
         self._set_state(abi.STREAM_RUNS)

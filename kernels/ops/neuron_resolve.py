@@ -2,20 +2,27 @@
 
 `neuron_resolve` stands behind a layer's mask. It looks up the cluster of each cold neuron that one of the walk's
 tokens computes (a prompt's tokens compute all), takes a slot for each that is missing, and posts the reads; the layer's
-resident neurons are computed meanwhile, and the record over the cold ones waits for the layer's ticket. One thread does
-it: there are a hundred or so clusters.
+resident neurons are computed meanwhile. The cold ones are computed by COLD_PARTS records, each of which waits for its
+part's ticket, so that the first parts are computed while the last are read. One thread does it: there are a hundred or
+so clusters.
+
+With FLAG_EARLY it stands before the layer's attention and posts a prompt's reads, which are all that are missing. The
+two records share an epoch and the hold on the tickets, and what is computed is the later one's to say.
 
 Replacement is a clock: its hand passes over slots, takes 1 from the count of uses of each, and takes the first slot
 that had none left. A new cluster begins with none, so that what is wanted once gives way to what is wanted often.
+Prompts take slots in their order, whatever their uses: layer by layer they need nearly all, and reads stay large.
 
 Why nothing is computed with a neuron that is not there, and none is overwritten while it is used:
 
 * A slot that this record has stamped with its epoch is not taken in the same epoch; the next one begins in the next
   layer, when all threads have passed the barrier behind this one's last record. There are slots for all cold clusters
   of a layer.
-* The layer's PART_LEFT counts reads under way, and 1 more while they are posted: so no reader redeems the ticket
-  before the last one was posted. The ticket becomes 0 only when no read of the layer is under way: the record that
-  waited for it has run, or `Slots.begin` (edgeinfer/runtime/slots.py) has waited.
+* PART_LEFT counts a part's reads under way, and 1 more while they are posted, from the early record (COLD_EARLY) to
+  the end of the other: so no reader redeems a ticket before the last one was posted, and a cluster that the early
+  record has posted is waited for like any other. A ticket becomes 0 only when no read of its part is under way: the
+  record that waited for it has run, or `Slots.begin` (edgeinfer/runtime/slots.py) has waited, which also ends the hold
+  of a walk that ended between the two records.
 * After a read that failed every pending ticket says so; this record looks for that behind its own ticket, so that one
   of the two sees the other. `begin` then forgets all slots.
 
@@ -30,14 +37,16 @@ reference/neuron_resolve.py.
 from __future__ import annotations
 
 from ..abi import (
+    COLD_EARLY,
     COLD_EPOCH,
     COLD_HAND,
     COLD_HITS,
     COLD_MISSES,
+    COLD_PARTS,
     COLD_USES,
     COUNT_DECODED,
     CTX_STREAM,
-    FLAG_MASK,
+    FLAG_EARLY,
     PART_BYTES,
     PART_LEFT,
     PIECE_BYTES,
@@ -58,7 +67,7 @@ from ..abi import (
 from ..parameters import NEURON_RESOLVE
 from ..registry import kernel
 from ..vector.record import count, flags, inline, operand, outlined, parameter
-from ..vector.simd import load_i32, load_i64, store_i32, store_i64, trailing_zeros
+from ..vector.simd import div_i64, load_i32, load_i64, store_i32, store_i64, trailing_zeros
 from ..vector.targets import atomic_add, atomic_load, atomic_store
 from .stream import redeem
 from .walk import change
@@ -104,14 +113,14 @@ def pin(rec, ctx, masks, tokens, epoch):
 
 
 @inline
-def victim(rec, ctx, epoch):
+def victim(rec, ctx, masks, epoch):
     """Return the slot that the clock's hand takes, -1 where all are stamped with this epoch."""
     uses, stamps, words = operand(rec, ctx, 4), operand(rec, ctx, 5), operand(rec, ctx, 6)
     slots, hand, found = parameter(rec, NEURON_RESOLVE.slots), load_i64(words + COLD_HAND), -1
     turns = (COLD_USES + 2) * slots
     while found < 0 and turns > 0:
         if load_i64(stamps + 8 * hand) < epoch:
-            left = load_i32(uses + 4 * hand)
+            left = load_i32(uses + 4 * hand) if masks else 0
             store_i32(uses + 4 * hand, max(left - 1, 0))
             found = hand if left == 0 else -1
         hand = hand + 1 if hand + 1 < slots else 0
@@ -121,10 +130,10 @@ def victim(rec, ctx, epoch):
 
 
 @inline
-def replace(rec, ctx, cluster, epoch):
+def replace(rec, ctx, masks, cluster, epoch):
     """Give a missing cluster a slot, which another one may lose; return it."""
     table, owners, base = operand(rec, ctx, 1), operand(rec, ctx, 3), parameter(rec, NEURON_RESOLVE.base)
-    slot = victim(rec, ctx, epoch)
+    slot = victim(rec, ctx, masks, epoch)
     if slot >= 0:
         owner = load_i32(owners + 4 * slot)
         if owner >= 0:
@@ -136,9 +145,16 @@ def replace(rec, ctx, cluster, epoch):
 
 
 @inline
+def part_of(rec, cluster):
+    """Return the number of the ticket for which the record waits that computes a cluster's first cold neuron."""
+    behind = (cluster << parameter(rec, NEURON_RESOLVE.shift)) - parameter(rec, NEURON_RESOLVE.hot)
+    return parameter(rec, NEURON_RESOLVE.part) + div_i64(max(behind, 0), parameter(rec, NEURON_RESOLVE.span))
+
+
+@inline
 def post(rec, ctx, stream, cluster, slot, n):
     """Let readers bring n clusters, which follow each other, into as many slots."""
-    nbytes, part = parameter(rec, NEURON_RESOLVE.cluster_bytes), parameter(rec, NEURON_RESOLVE.part)
+    nbytes, part = parameter(rec, NEURON_RESOLVE.cluster_bytes), part_of(rec, cluster)
     posted = load_i64(stream + STREAM_RELEASED)
     piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (posted % load_i64(stream + STREAM_N_PIECES))
     store_i64(piece + PIECE_OFFSET, parameter(rec, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes)
@@ -162,10 +178,11 @@ def fill(rec, ctx, stream, masks, tokens, epoch):
             bits &= ~(together << at)
             cluster = (64 * word + at) >> shift
             if load_i32(table + 4 * cluster) < 0:
-                slot = replace(rec, ctx, cluster, epoch)
+                slot = replace(rec, ctx, masks, cluster, epoch)
                 if slot < 0:
                     return False
-                if n and (cluster != first + n or slot != to + n or n == most):
+                if n and (cluster != first + n or slot != to + n or n == most
+                          or part_of(rec, cluster) != part_of(rec, first)):
                     post(rec, ctx, stream, first, to, n)
                     n = 0
                 if n == 0:
@@ -176,20 +193,39 @@ def fill(rec, ctx, stream, masks, tokens, epoch):
     return True
 
 
+@inline
+def hold(rec, stream):
+    """Let no reader redeem the layer's tickets from now on."""
+    for part in range(parameter(rec, NEURON_RESOLVE.part), parameter(rec, NEURON_RESOLVE.part) + COLD_PARTS):
+        atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
+        atomic_store(load_i64(stream + STREAM_TICKETS) + 8 * part, 0)
+
+
+@inline
+def let_go(rec, ctx, stream):
+    """Redeem the tickets of parts of which nothing is under way; after a read that failed nothing will come."""
+    for part in range(parameter(rec, NEURON_RESOLVE.part), parameter(rec, NEURON_RESOLVE.part) + COLD_PARTS):
+        ticket = load_i64(stream + STREAM_TICKETS) + 8 * part
+        if atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, -1) == 1:
+            redeem(ctx, ticket, 1)
+        if atomic_load(stream + STREAM_FAILED):
+            redeem(ctx, ticket, -1)
+
+
 @kernel("neuron_resolve")
 def neuron_resolve(rec, ctx, tid, n_threads):
     """Find the clusters that this walk wants of a layer, and have those read that are missing."""
-    if tid:
+    tokens, early = count(ctx, parameter(rec, NEURON_RESOLVE.rows)), flags(rec) & FLAG_EARLY
+    masks = operand(rec, ctx, 0) if count(ctx, COUNT_DECODED) == tokens else 0
+    if tid or (early and masks):
         return 0
-    tokens, words, stream = count(ctx, parameter(rec, NEURON_RESOLVE.rows)), operand(rec, ctx, 6), \
-        load_i64(ctx + CTX_STREAM)
-    masks = operand(rec, ctx, 0) if flags(rec) & FLAG_MASK and count(ctx, COUNT_DECODED) == tokens else 0
-    part = parameter(rec, NEURON_RESOLVE.part)
-    left = load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT
-    ticket, epoch = load_i64(stream + STREAM_TICKETS) + 8 * part, load_i64(words + COLD_EPOCH) + 1
+    words, stream = operand(rec, ctx, 6), load_i64(ctx + CTX_STREAM)
+    held, layer = load_i64(words + COLD_EARLY), parameter(rec, NEURON_RESOLVE.part) + 1
+    epoch = load_i64(words + COLD_EPOCH) + (0 if held == layer else 1)
     store_i64(words + COLD_EPOCH, epoch)
-    atomic_add(left, 1)
-    atomic_store(ticket, 0)
+    store_i64(words + COLD_EARLY, layer if early else 0)
+    if held != layer:
+        hold(rec, stream)
     hits, missing = pin(rec, ctx, masks, tokens, epoch)
     status = 0
     if missing:
@@ -198,8 +234,6 @@ def neuron_resolve(rec, ctx, tid, n_threads):
     if masks:
         store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)
         store_i64(words + COLD_MISSES, load_i64(words + COLD_MISSES) + missing)
-    if atomic_add(left, -1) == 1:
-        redeem(ctx, ticket, 1)
-    if atomic_load(stream + STREAM_FAILED):
-        redeem(ctx, ticket, -1)
+    if early == 0:
+        let_go(rec, ctx, stream)
     return status

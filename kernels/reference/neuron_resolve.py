@@ -26,9 +26,12 @@ class Cache(NamedTuple):
     """COLD_*, one after the other."""
 
 
-def resolve(cache: Cache, wanted: NDArray[np.int64]) -> list[int]:
-    """Give wanted clusters slots by the clock's rule; return those that have to be read, in their order."""
-    hand, epoch = int(cache.words[abi.COLD_HAND // 8]), int(cache.words[abi.COLD_EPOCH // 8]) + 1
+def resolve(cache: Cache, wanted: NDArray[np.int64], prompt: bool = False, held: bool = False) -> list[int]:
+    """Give wanted clusters slots by the clock's rule; return those that have to be read, in their order.
+
+    A `prompt` takes slots in their order. Where an early record has `held` the tickets, its epoch goes on.
+    """
+    hand, epoch = int(cache.words[abi.COLD_HAND // 8]), int(cache.words[abi.COLD_EPOCH // 8]) + (not held)
     there = cache.table[wanted][cache.table[wanted] >= 0]
     cache.stamps[there] = epoch
     cache.uses[there] = np.minimum(cache.uses[there] + 1, abi.COLD_USES)
@@ -37,8 +40,9 @@ def resolve(cache: Cache, wanted: NDArray[np.int64]) -> list[int]:
         while True:
             slot, hand = hand, (hand + 1) % len(cache.owners)
             if cache.stamps[slot] < epoch:
-                cache.uses[slot] -= 1
-                if cache.uses[slot] < 0:
+                left = 0 if prompt else cache.uses[slot]
+                cache.uses[slot] = max(left - 1, 0)
+                if left == 0:
                     break
         if cache.owners[slot] >= 0:
             cache.table[cache.owners[slot]] = -1
@@ -51,7 +55,7 @@ def wanted_clusters(view: RecordView, p: Any) -> NDArray[np.int64]:
     """Clusters of the layer that have a cold neuron which one of the tokens computes; a prompt's compute all."""
     tokens = view.count(p.rows)
     chosen: NDArray[np.bool_] = np.ones(p.neurons, bool)
-    if view.flags & abi.FLAG_MASK and view.count(abi.COUNT_DECODED) == tokens:
+    if view.count(abi.COUNT_DECODED) == tokens:
         masks = view.array(0, np.uint8, (tokens, -(-p.neurons // 8)), (p.mask_stride, 1))
         chosen[:] = np.unpackbits(masks, axis=1, bitorder="little")[:, : p.neurons].any(axis=0)
     chosen[: p.hot] = False
@@ -62,23 +66,26 @@ def wanted_clusters(view: RecordView, p: Any) -> NDArray[np.int64]:
 def resolve_twin(view: RecordView) -> list[Expected]:
     """The twin of ``neuron_resolve``: readers change nothing of what it compares."""
     p = view.parameters(NEURON_RESOLVE)
+    early, decoded = bool(view.flags & abi.FLAG_EARLY), view.count(abi.COUNT_DECODED) == view.count(p.rows)
+    if early and decoded:
+        return []
     owners = view.array(3, np.int32, (p.slots,))
     clusters = -(-p.neurons // (1 << p.shift))
     live = Cache(view.array(1, np.int32, (clusters,)), owners, view.array(4, np.int32, (p.slots,)),
                  view.array(5, np.int64, (p.slots,)), view.array(6, np.int64, (abi.COLD_BYTES // 8,)))
-    held = owners[owners >= 0] - p.base  # other layers' clusters may lose their slots
-    first, last = min(0, int(held.min(initial=0))), max(clusters, int(held.max(initial=0)) + 1)
+    held_slots = owners[owners >= 0] - p.base  # other layers' clusters may lose their slots
+    first, last = min(0, int(held_slots.min(initial=0))), max(clusters, int(held_slots.max(initial=0)) + 1)
     table = memory(view.address(1) + 4 * first, np.int32, (last - first,))
     at = p.base + first
     cache = Cache(table.copy(), np.where(live.owners < 0, -1, live.owners - at).astype(np.int32), live.uses.copy(),
                   live.stamps.copy(), live.words.copy())
-    wanted = wanted_clusters(view, p) - first
-    decoded = bool(view.flags & abi.FLAG_MASK) and view.count(abi.COUNT_DECODED) == view.count(p.rows)
-    missing = resolve(cache, wanted)
+    wanted, words = wanted_clusters(view, p) - first, cache.words
+    missing = resolve(cache, wanted, not decoded, int(words[abi.COLD_EARLY // 8]) == p.part + 1)
+    words[abi.COLD_EARLY // 8] = p.part + 1 if early else 0
     if decoded:
-        cache.words[abi.COLD_HITS // 8] += len(wanted) - len(missing)
-        cache.words[abi.COLD_MISSES // 8] += len(missing)
+        words[abi.COLD_HITS // 8] += len(wanted) - len(missing)
+        words[abi.COLD_MISSES // 8] += len(missing)
     cache.owners[cache.owners >= 0] += at
     return [Expected("table", table, cache.table), Expected("owners", live.owners, cache.owners),
             Expected("uses", live.uses, cache.uses), Expected("stamps", live.stamps, cache.stamps),
-            Expected("words", live.words, cache.words)]
+            Expected("words", live.words, words)]
