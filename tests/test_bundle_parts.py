@@ -22,9 +22,11 @@ from edgeinfer.bundle import (
     weights_identity,
 )
 from edgeinfer.bundle.arrays import open_arrays, pack_arrays
-from edgeinfer.config import Recipe
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
+from edgeinfer.describe import describe
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.runtime import plan_run
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, session
 
@@ -223,3 +225,15 @@ def test_info_names_the_predictor(plain: Path, tmp_path: Path) -> None:
     assert edgeinfer("info", path, "--json").json["predictor"] == {"kind": "lowrank", "rank": 5, "bytes": made.nbytes}
     assert "predictor     lowrank of rank 5" in edgeinfer("info", path).out
     assert edgeinfer("info", plain, "--json").json["predictor"] is None
+
+
+def test_only_a_run_looks_through_a_predictor(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What describes a model, perhaps beside a run, would bring all pages of its predictor into memory."""
+    path = bundle_with(plain, tmp_path / "m", lambda weights: b"".join(predictor().pack(weights)))
+    looked: list[object] = []
+    monkeypatch.setattr("edgeinfer.bundle.parts.check_scales", lambda *args: looked.append(args))
+    recipe = Recipe().sparse("predict")
+    assert describe(path, recipe=recipe).sparse and not looked
+    with Bundle.open(path) as bundle:
+        plan_run(bundle, RuntimeConfig(ctx=64, recipe=recipe))
+    assert looked

@@ -106,8 +106,14 @@ def weights_identity(tensors: Iterable[TensorEntry]) -> str:
     return hashlib.sha256(json.dumps([[entry.name, entry.sha256] for entry in tensors]).encode()).hexdigest()
 
 
-def read_predictor(bundle: Bundle) -> Predictor | None:
+def read_predictor(bundle: Bundle, contents: bool = True) -> Predictor | None:
     """Return a bundle's predictor, its arrays mapped, or None where it has none.
+
+    Parameters
+    ----------
+    bundle : Bundle
+    contents : bool
+        Look through its matrices, which brings all their pages into memory; else only at their shapes.
 
     Raises
     ------
@@ -121,6 +127,8 @@ def read_predictor(bundle: Bundle) -> Predictor | None:
     shapes = _predictor_shapes(kind, rank, bundle.config)
     by_neuron = neuron_layers(bundle.header.tensors)
     made = Predictor(kind, rank, **layers_of(bundle.config, arrays, shapes, where, by_neuron))
+    if not contents:
+        return made
     if any((signs[..., -1:] >> np.uint64(bundle.config.hidden_size % 64)).any() for signs in made.signs) \
             and bundle.config.hidden_size % 64:
         raise BundleError(f"{where} has signs behind the model's last column; make it again.")

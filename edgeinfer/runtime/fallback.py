@@ -77,7 +77,8 @@ class SparseFfn:
         return {"mode": self.mode, "layers": layers, "basis": self.basis, "said": self.sentence()}
 
 
-def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None) -> tuple[Recipe, SparseFfn | None]:
+def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
+           contents: bool = True) -> tuple[Recipe, SparseFfn | None]:
     """Return the recipe with the bundle's predictor and the layers that fall back, and how the FFNs run.
 
     The latter is None where all FFNs are in tiles. A step `sparse` that names such layers itself (or none) is left as
@@ -89,6 +90,8 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
     bundle : Bundle
     profile : DeviceProfile, optional
         Whose curves decide; by default this machine's, and those of docs/neuron.md where it was not probed.
+    contents : bool
+        As for `read_predictor`.
 
     Raises
     ------
@@ -106,7 +109,7 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None)
     settings = dict(step.settings)
     mode = str(settings.get("mode", "exact" if relu else "off"))
     statistics = read_statistics(bundle) if mode != "off" and step in recipe.steps else None
-    predictor = read_predictor(bundle) if mode == "predict" else None
+    predictor = read_predictor(bundle, contents) if mode == "predict" else None
     share, kind = (predictor.nbytes / ffn_bytes, predictor.kind) if predictor else (0.0, "")
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
