@@ -80,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as stack:
         programs: list[Program] = []
         for name, path, mode in wanted:
-            config = RuntimeConfig(ctx=512, threads=given.threads, recipe=everywhere(Recipe().sparse(mode)))
+            config = RuntimeConfig(ctx=512, threads=given.threads, mmap=False,
+                                   recipe=everywhere(Recipe().sparse(mode)))
             session = Session(Bundle.open(path), config, host=programs[0].session if programs else None)
             stack.callback(session.close)
             programs.append(Program(name, session, mode))
