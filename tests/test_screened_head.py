@@ -24,6 +24,7 @@ from edgeinfer.quality import MAX_KLD, Setting, enabled, find, read_quality
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.sparse import screen_head
+from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.sessions import session, write_model
 from tests.test_sparse_predict import with_predictor
@@ -287,6 +288,22 @@ def test_a_screen_that_does_not_belong_is_refused(path: Path, tmp_path: Path) ->
     other = with_screen(demo_path(), tmp_path / "other", lambda s: s, "0" * 64)
     with pytest.raises(BundleError, match="was made for other weights; make it again"), Bundle.open(other) as bundle:
         read_screen(bundle)
+
+
+def test_a_checkpoint_keeps_its_ffns_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, layouts = tmp_path / "text.txt", []
+
+    def look(bundle: Bundle, *_: Any, **__: Any) -> None:
+        layouts.append({kind.layout for kind in bundle.types.values()})
+        raise UsageError("Seen.")
+
+    text.write_text("a crow sat on the tree", encoding="utf-8")
+    monkeypatch.setattr("edgeinfer.sparse.screen_head", look)
+    monkeypatch.setattr("edgeinfer.sparse.sparsify", look)
+    for more in (["--head"], []):
+        assert edgeinfer("sparsify", make_checkpoint(tmp_path / "source"), tmp_path / "m", "--text", text,
+                         *more).sentence == "Seen."
+    assert layouts == [{"tile16", "plain"}, {"tile16", "plain", "neuron"}]
 
 
 def test_what_cannot_be_screened_is_refused(path: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ STAGES = {
     "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
+        "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
 IN_BYTES = ("download", "convert", "verify", "write", "load")

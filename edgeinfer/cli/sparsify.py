@@ -116,7 +116,7 @@ def sparsify(
 
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
-        bundle, in_tiles = _open(stack, source, destination, progress)
+        bundle, in_tiles = _open(stack, source, destination, "tile16" if head else "neuron", progress)
         tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
         content = read_text(file, text, MOST_TOKENS * tokenizer.bytes_per_token())
         stream = token_stream(tokenizer, content, max_tokens=MOST_TOKENS)
@@ -149,9 +149,9 @@ def _report_screen(made: Screened, json: bool) -> None:
         print(f"{reason}; the largest logit is the same for {one['same_top']:.2%} of {one['tokens']} tokens.")
 
 
-def _open(stack: ExitStack, source: str, destination: Path,
+def _open(stack: ExitStack, source: str, destination: Path, layout: str,
           progress: ProgressLine) -> tuple[Bundle, Callable[[], Bundle] | None]:
-    """Open a bundle, or what a checkpoint is converted to, which is there until the stack is closed.
+    """Open a bundle, or what a checkpoint is converted to, with its FFNs in a layout, until the stack is closed.
 
     Of a checkpoint also what converts it with its FFNs in tiles.
     """
@@ -172,7 +172,7 @@ def _open(stack: ExitStack, source: str, destination: Path,
         convert(checkpoint, folder / layout, ffn_layout=layout, progress=partial(progress, "convert"))
         return stack.enter_context(Bundle.open(folder / layout))
 
-    return converted("neuron"), partial(converted, "tile16")
+    return converted(layout), partial(converted, "tile16")
 
 
 def report_object(made: Sparsified) -> dict[str, Any]:
