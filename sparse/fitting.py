@@ -130,8 +130,8 @@ def check_rank(rank: int | None, kind: str, hidden: int) -> None:
         raise UsageError(f"rank is {rank}; it must be from 1 to hidden_size, {hidden}.")
 
 
-def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> tuple[int, bool]:
-    """Return the highest price whose divergence is within the target, and whether there is one; else the lowest."""
+def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: float) -> int:
+    """Return the highest price whose divergence is within the target; the lowest where none is."""
     low, high = 0, len(PRICES)  # from `high` on all are known to be within, below `low` none
     while low < high:
         middle = (low + high) // 2
@@ -139,7 +139,7 @@ def choose(fitted: Fitted, divergence: Callable[[Predictor], float], target: flo
             high = middle
         else:
             low = middle + 1
-    return min(high, len(PRICES) - 1), high < len(PRICES)
+    return min(high, len(PRICES) - 1)
 
 
 def harm_of(f: Floats, down: Floats) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
                       source=source.header.source) as writer, ExitStack() as stack:
         stored = [(graph.types[weight.name], weight.shape) for weight in graph.weights]
         writer.reserve(2 * sum(kind.nbytes(shape) for kind, shape in stored) + cold_bytes(stored))
-        before = open_source(stack, source.path, source, threads)
+        before = open_source(stack, source.path, source, threads, told)
         fired = _activity(before, fitting.ids[:ORDER_TOKENS], told)
         dense = _dense(kind, rank, fired, networks, graph)
         tiles = source if not networks[0].by_neuron else in_tiles() if in_tiles and dense else None
@@ -139,7 +140,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         added = write_by_neuron(source, moved, graph, orders, work,
                                 lambda done, total, name: told("write", done, total, name), tiles)
         bundle = stack.enter_context(Bundle.open(work))
-        session, reference = (open_source(stack, work, source, threads, before) for _ in range(2))
+        session, reference = (open_source(stack, work, source, threads, told, before) for _ in range(2))
         maker = _Maker(session, reference, bundle, ffns(session.graph))
         activity = _Activity(maker.networks)
         fitted = fit(session, bundle, maker.by_neuron, fitting.ids, kind, rank=rank, epochs=epochs, told=told,
@@ -165,12 +166,13 @@ def kld_of(result: Evaluation) -> float:
     return result.divergence.kld_mean
 
 
-def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None,
+def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: Told,
                 host: Session | None = None) -> Session:
     """A session whose activations can be read, closed by the stack."""
     window = min(WINDOW, source.config.max_position_embeddings)
     window -= window % OUTPUTS if window > OUTPUTS else 0  # no walk of a single token is left over
-    session = open_plain(path, window, None if host else threads, host=host, outputs=OUTPUTS)
+    session = open_plain(path, window, None if host else threads, host=host, outputs=OUTPUTS,
+                         loading=partial(told, "load"), progress=partial(told, "compile"))
     stack.callback(session.close)
     return session
 
@@ -232,7 +234,7 @@ class _Maker:
             told("price", len(tried), 4, f"KLD {tried[-1]:.4f}")
             return tried[-1]
 
-        return choose(fitted, divergence, max_kld)[0]
+        return choose(fitted, divergence, max_kld)
 
     def store(self, writer: BundleWriter, predictor: Predictor, statistics: Statistics, result: Evaluation,
               ids: tuple[int, ...]) -> None:

@@ -16,7 +16,6 @@ from edgeinfer.graph import place_of_head
 from edgeinfer.quality import (
     MAX_KLD,
     QUALITY_FILE,
-    Measurement,
     Setting,
     measured_identity,
     measurement,
@@ -68,8 +67,8 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
     fitting, _, measuring = cut(stream)
     with BundleWriter(destination, source.config, source.header.quantisation, overwrite=overwrite,
                       source=source.header.source) as writer, ExitStack() as stack:
-        writer.reserve(2 * source.weights_bytes)
-        session = open_source(stack, source.path, source, threads)
+        writer.reserve(2 * (source.weights_bytes + sum(entry.nbytes for entry in source.header.files)))
+        session = open_source(stack, source.path, source, threads, told)
         screen = make_screen(session, source, fitting.ids, rank=rank, told=told)
         work = writer.folder / "work"
         with BundleWriter(work, source.config, source.header.quantisation, source=source.header.source) as copy:
@@ -77,10 +76,11 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
         results = _measure(work, measuring, session, told)
         stack.close()
         with Bundle.open(work) as made:
-            known = [_measurement(one, made, measuring, session) for one in results]
             weights = measured_identity(made)
         before = measured_identity(source)
-        known = [replace(one, weights=weights) for one in read_quality(source) if one.weights == before] + known
+        known = [replace(one, weights=weights) for one in read_quality(source) if one.weights == before]
+        known += [measurement(setting, result, weights, protocol=PROTOCOL, ids=measuring.ids, isa=session.isa)
+                  for setting, result in results]
         _write(writer, source, screen)
         writer.add_file(QUALITY_FILE, to_json(known), "quality")
         shutil.rmtree(work)
@@ -116,8 +116,3 @@ def _measure(path: Path, stream: Stream, host: Session, told: Told) -> list[tupl
                               progress=lambda done, total, _: told("measure", done, total, "tokens"))
             results.append((Setting.of_run(RuntimeConfig(kv=host.config.kv, recipe=recipe)), result))
     return results
-
-
-def _measurement(one: tuple[Setting, Evaluation], made: Bundle, stream: Stream, session: Session) -> Measurement:
-    setting, result = one
-    return measurement(setting, result, measured_identity(made), protocol=PROTOCOL, ids=stream.ids, isa=session.isa)

@@ -136,7 +136,7 @@ def test_the_highest_price_within_the_bound_is_chosen() -> None:
             return 0.01 if i >= within else 0.02
 
         fitted = Numbered(None, choices)  # type: ignore[arg-type]
-        assert choose(fitted, divergence, 0.01) == (min(within, len(PRICES) - 1), within < len(PRICES))  # type: ignore[arg-type]
+        assert choose(fitted, divergence, 0.01) == min(within, len(PRICES) - 1)  # type: ignore[arg-type]
 
 
 class Numbered(Fitted):
@@ -186,6 +186,19 @@ def test_dense_models_and_other_types_are_refused(bundles: Path, tmp_path: Path,
     write_random_bundle(MODEL, tmp_path / "f32", "f32")
     made = edgeinfer("sparsify", tmp_path / "f32", tmp_path / "none", "--text", bundles / "text.txt")
     assert made.code == 1 and "are f32, and neurons are stored apart in q4 or int8 only" in made.err
+
+
+def test_kernels_that_compile_are_told_of(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int, str]] = []
+
+    def compiles(*_: Any, progress: Callable[[int, int, str], None], **__: Any) -> None:
+        progress(1, 40, "linear")
+        raise CancelledError("Enough.")
+
+    monkeypatch.setattr("edgeinfer.sparse.making.open_plain", compiles)
+    with Bundle.open(bundles / "neuron") as source, pytest.raises(CancelledError):
+        sparsify(source, tmp_path / "made", STREAM, told=lambda *what: told.append(what))
+    assert told == [("compile", 1, 40, "linear")]
 
 
 @pytest.mark.parametrize("stage", ["capture", "write", "factors", "thresholds", "price"])
