@@ -6,7 +6,7 @@ layers are streamed by the runtime alone (stream.py). It may import the runtime 
 never edgeinfer.sparse.
 """
 
-from .placement import Heat, choose, hot_and_cold, placer
+from .placement import Heat, choose, placer
 from .prediction import Prediction, predict
 
-__all__ = ["Heat", "Prediction", "choose", "hot_and_cold", "placer", "predict"]
+__all__ = ["Heat", "Prediction", "choose", "placer", "predict"]

@@ -102,8 +102,9 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
         slots = max(least, min(round(kept), int(MOST_CACHE * room) // empty.cluster_bytes))
         hot = choose(heat, (room - slots * (empty.cluster_bytes + 64)) // empty.neuron_bytes)
         chosen = replace(empty, hot=hot, slots=slots)
-        if slots >= chosen.least_slots and min(hot) < empty.neurons and planned(hot, slots).total_bytes <= budget:
-            best = planned(hot, slots)
+        if slots >= chosen.least_slots and min(hot) < empty.neurons \
+                and (plan := planned(hot, slots)).total_bytes <= budget:
+            best = plan
         least, kept = chosen.least_slots, TOKENS_KEPT * heat.cold(hot) / (1 << empty.shift)
     return best
 

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from .fitting import PRICES, Fitted, choose, fit
     from .head import make_screen
     from .making import MOST_TOKENS, Sparsified, sparsify
-    from .predictors import low_rank, scorer, sign_scores, thresholds
+    from .predictors import low_rank, scorer, thresholds
     from .screened import Screened, screen_head
     from .simulate import Tally, predicted, read_bytes_share
 
 __all__ = ["MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose", "ffns", "fit",
-           "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head", "sign_scores",
-           "sparsify", "thresholds"]
+           "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head", "sparsify",
+           "thresholds"]
 __getattr__ = lazily(__name__, {
     "ffn": "Ffn ffns parts", "fitting": "PRICES Fitted choose fit",
-    "predictors": "low_rank scorer sign_scores thresholds", "simulate": "Tally predicted read_bytes_share",
+    "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
     "making": "MOST_TOKENS Sparsified sparsify", "head": "make_screen", "screened": "Screened screen_head",
 })

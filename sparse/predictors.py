@@ -41,12 +41,6 @@ def pack_signs(gate: Floats) -> NDArray[np.uint64]:
     return np.packbits(padded, axis=1, bitorder="little").view("<u8")
 
 
-def sign_scores(x: Floats, signs: NDArray[np.uint64]) -> Floats:
-    """Return hidden_size - 2 popcount(signs of x XOR signs), by its definition; `scorer` has a faster way to it."""
-    differ = np.bitwise_count(pack_signs(x)[:, None] ^ signs[None]).sum(axis=2, dtype=np.int64)
-    return (x.shape[1] - 2 * differ).astype(np.float32)
-
-
 def low_rank(gate: Floats, covariance: Floats, rank: int) -> tuple[Floats, Floats]:
     """Return outer (neurons, rank) and inner (rank, hidden_size), the most important directions first.
 

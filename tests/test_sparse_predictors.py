@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Predictor
-from edgeinfer.sparse import low_rank, scorer, sign_scores, thresholds
+from edgeinfer.sparse import low_rank, scorer, thresholds
 from edgeinfer.sparse.fitting import _spread, harm_of
 from edgeinfer.sparse.predictors import ALWAYS, pack_matrix, pack_signs, rounded, unpack_matrix
 from edgeinfer.sparse.refine import refine
@@ -25,7 +25,6 @@ def test_signs_are_counted_as_they_are_packed(hidden: int) -> None:
     signs = pack_signs(gate)
     assert signs.shape == (20, -(-hidden // 64)) and signs.dtype == np.uint64
     scores = scorer(Predictor("sign", 0, signs=(signs,)), 0, gate, "relu")(x)
-    assert np.array_equal(scores, sign_scores(x, signs))
     by_hand = [[sum(1 if (a < 0) == (b < 0) else -1 for a, b in zip(row, w, strict=True)) for w in gate] for row in x]
     assert np.array_equal(scores, by_hand)
 

@@ -63,14 +63,14 @@ def test_statistics_are_those_of_numpy_whatever_the_chunk(path: Path) -> None:
         ffn = ffns(opened.graph)[1]
         width = ffn.x.width
         fired, largest, rows, whole = Firing(ffn.f), Largest(ffn.f), Rows(ffn.x, 1000), Covariance(ffn.x)
-        kept, live = Rows(ffn.f, 1000), Rows(ffn.f, 30, bool)
+        kept, few = Rows(ffn.f, 1000), Rows(ffn.f, 30)
         blocks = [Covariance(ffn.x, range(a, min(a + 16, width))) for a in range(0, width, 16)]
         done: list[int] = []
-        capture(opened, IDS, {ffn.op: [fired, largest, rows, kept, live, whole, *blocks]},
+        capture(opened, IDS, {ffn.op: [fired, largest, rows, kept, few, whole, *blocks]},
                 progress=lambda n, total, item, done=done: done.append(n))  # type: ignore[misc]
         assert done[-1] == fired.tokens == whole.tokens == len(IDS) and len(rows.rows) == len(IDS)
         assert fired.counts.tolist() == (kept.rows != 0).sum(axis=0).tolist() and fired.counts.sum() > 0
-        assert np.array_equal(live.rows, kept.rows[:30] != 0)
+        assert np.array_equal(few.rows, kept.rows[:30])
         assert np.array_equal(largest.values, np.abs(kept.rows).max(axis=0))
         np.testing.assert_allclose(whole.mean, rows.rows.T @ rows.rows / len(IDS), rtol=1e-4, atol=1e-6)
         joined = np.concatenate([block.mean for block in blocks])

@@ -39,7 +39,6 @@ class Predictor:
 
     Arrays are by layer, those of layers in tiles empty.
 
-
     The score is, by kind: ``sign``, hidden_size minus twice the places where the signs of x and of the gate row differ;
     ``lowrank``, outer (inner x), x and inner x quantised to int8 in groups of 32; ``threshold``, the magnitude of the
     gate's activation.

@@ -106,12 +106,11 @@ class Rows:
     tensor : Tensor
     limit : int
         Most rows to keep.
-    kind : type of the kept values, or ``bool`` for whether they are not 0
     """
 
-    def __init__(self, tensor: Tensor, limit: int, kind: type = np.float32):
+    def __init__(self, tensor: Tensor, limit: int):
         self.tensor, self.filled = tensor, 0
-        self._rows: NDArray = np.zeros((limit, tensor.width), kind)
+        self._rows: NDArray[np.float32] = np.zeros((limit, tensor.width), np.float32)
 
     def __call__(self, view: View) -> None:
         """Keep rows of a walk while there is room."""
@@ -120,7 +119,7 @@ class Rows:
         self.filled += some
 
     @property
-    def rows(self) -> NDArray:
+    def rows(self) -> NDArray[np.float32]:
         """What was kept, of shape (rows, width)."""
         return self._rows[: self.filled]
 

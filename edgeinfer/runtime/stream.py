@@ -100,5 +100,3 @@ def _parts(part_of: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     last = [max(range(buffer, n, STREAM_BUFFERS)) for buffer in range(min(n, STREAM_BUFFERS))]
     behind = [STREAM_BUFFERS if i >= STREAM_BUFFERS else i + n - last[i] for i in range(n)]
     return np.ascontiguousarray(np.stack([behind, counts, counts], axis=1).astype(np.int64))
-
-
