@@ -106,25 +106,24 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) 
     known = _slower(bundle)
     plain = Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) == Recipe()
     approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else ()
-    found, refused, first = [], [], None
+    ways, refused, first = [], [], None
     for wanted in (config, *approximated):
         try:
-            way = _way(bundle, wanted, profile)
+            ways.append(_way(bundle, wanted, profile))
         except BudgetError as error:
             first = first or error
             plan: MemoryPlan = error.plan  # type: ignore[assignment]
             needs = format_size(plan.total_bytes)
             refused.append(f"{'as it is' if wanted is config else Setting.of_run(wanted)} ({needs} needed)")
-            continue
-        if way.key in known and wanted is not config:
-            flags = " ".join(f"--{step.name} {dict(step.settings)['mode']}" for step in wanted.recipe.steps
+    if first and not ways:
+        raise first
+    found = [way for way in ways if way.config is config or way.key not in known] or ways  # a slow one before none
+    for way in ways:
+        if way not in found:
+            flags = " ".join(f"--{step.name} {dict(step.settings)['mode']}" for step in way.config.recipe.steps
                              if step not in config.recipe.steps)
             refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; {flags} uses it "
                            "again")
-        else:
-            found.append(way)
-    if first and not found:
-        raise first
     found.sort(key=lambda way: -way.tok_per_s)
     return Choice(found[0], tuple(found[1:]), tuple(refused), basis, basis != ASSUMED)
 

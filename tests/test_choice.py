@@ -228,6 +228,18 @@ def test_what_reads_from_storage_is_remembered_with_its_budget(bundle: Bundle) -
     assert choose(bundle, replace(tight, budget_bytes=full - 300_000)).way.name == "sparse from flash"
 
 
+def test_what_was_slow_runs_where_nothing_else_fits(bundle: Bundle) -> None:
+    measure(bundle)
+    tight = replace(LOOSE, budget_bytes=needed(bundle) - 3_900_000)
+    with pytest.raises(BudgetError):
+        choose(bundle, tight, 0.0)
+    found = choose(bundle, tight)
+    assert found.way.name == "sparse from flash"
+    assert learn(bundle, found._replace(probed=True, others=choose(bundle, LOOSE).others), 1e-9, 16)
+    again = choose(bundle, tight)
+    assert again.way.name == "sparse from flash" and "when it was last used" not in again.sentence()
+
+
 def test_a_context_that_run_refuses_is_planned_and_described(path: Path) -> None:
     refused = edgeinfer("run", path, "abc", "-c", 5000).sentence
     planned = edgeinfer("plan", path, "-c", 5000, "--json").json
