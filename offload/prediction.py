@@ -74,15 +74,11 @@ def _missed(rates: Floats, slots: int) -> float:
 def cluster_rates(plan: ColdPlan, statistics: Statistics) -> Floats:
     """Return for each cold cluster of all layers the share of tokens that want it."""
     found = []
-    for fired, hot in zip(statistics.fired, plan.hot, strict=True):
+    for layer, (fired, hot) in enumerate(zip(statistics.fired, plan.hot, strict=True)):
         silent = np.ones(plan.clusters << plan.shift)
         silent[hot : plan.neurons] -= fired[hot:] / statistics.tokens
-        found.append(1 - silent.reshape(plan.clusters, -1).prod(axis=1)[plan.clusters - _cold(plan, hot) :])
+        found.append(1 - silent.reshape(plan.clusters, -1).prod(axis=1)[plan.clusters - plan.cold_clusters(layer) :])
     return np.concatenate(found)
-
-
-def _cold(plan: ColdPlan, hot: int) -> int:
-    return plan.clusters - (hot >> plan.shift) if hot < plan.neurons else 0
 
 
 def _held(rates: Floats, time: float) -> float:
