@@ -15,7 +15,7 @@ import pytest
 from edgeinfer.bundle import COLD_FILE, Bundle, read_cold
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BundleError, CancelledError
-from edgeinfer.kernels import reference
+from edgeinfer.kernels import abi, reference
 from edgeinfer.runner import Cancellation, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
@@ -219,5 +219,26 @@ def test_a_prompt_whose_reads_fail_or_do_not_return(q4: Path, host: Callable[[Pr
             with pytest.raises(CancelledError):
                 watched(lambda c=cancel: opened.walk([Segment(sequence, IDS[:30], [0])], c))
         answers.set()
+        opened.release(sequence)
+        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
+
+
+def test_a_walk_that_goes_on_behind_a_read_that_failed_ends(q4: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+    """What a range of records asked for and another computes with did not come, before the second one began."""
+    bad = [True]
+    host(lambda *call: -1 if bad else real(*call))
+    want = resident(q4)
+    with offloaded(q4, MIXED, 0) as opened:
+        records, sequence = opened.program.records, opened.new_sequence()
+        found = next(i for i, record in enumerate(records)
+                     if record.kernel == "neuron_resolve" and not record.label.startswith("ask for"))
+        opened.reserve(sequence, 30)
+        segment = Segment(sequence, IDS[:30], [0])
+        watched(lambda: opened.walk_range(segment, 0, found + 1))
+        while not opened.executor.stream._words[abi.STREAM_FAILED >> 3]:
+            time.sleep(0.001)
+        bad.clear()
+        with pytest.raises(BundleError, match=r"cold.bin could not be read at byte .*, and could when"):
+            watched(lambda: opened.walk_range(segment, found + 1, len(records)))
         opened.release(sequence)
         assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()

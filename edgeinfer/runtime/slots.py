@@ -85,13 +85,14 @@ class Slots(Readers):
             self._forget()
 
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
-        """Wait for reads that a walk has left which was cancelled; after one that failed, forget all slots.
+        """Wait for reads that a walk has left which was cancelled; after one that failed, forget all slots, but for a
+        walk that goes on within an FFN: it ends where it wants what did not come.
 
         Raises `EdgeInferError` where the walk begins within an FFN whose neurons it has not asked for.
         """
         self.walks += 1
-        continues = first == self._stopped
-        if not continues and any(begin <= first < end for begin, end in self._ranges):
+        continues, inside = first == self._stopped, any(begin <= first < end for begin, end in self._ranges)
+        if inside and not continues:
             raise EdgeInferError(f"Record {first} computes with neurons that an earlier one has read; let the walk "
                                  f"begin before that one, or where the last one has ended ({self._stopped}).")
         self._stop, self._stopped = stop, -1
@@ -99,7 +100,7 @@ class Slots(Readers):
         while self._under_way(continues) and not self._words[_FAILED] and not ended():
             time.sleep(NAP_SECONDS)
         if self._words[_FAILED]:
-            if self._park(ended):
+            if not inside and self._park(ended):  # else the tickets of what did not come end the walk
                 self._forget()
         elif not continues and not self._under_way(continues):  # no record will let go what an early one holds
             held = self._held()
