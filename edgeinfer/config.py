@@ -19,6 +19,8 @@ SPARSE_MODES = ("off", "exact", "predict")
 """What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
+MAX_KLD = 0.02
+"""Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
 
 

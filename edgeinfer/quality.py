@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .cache import cache_root, make_directories
+from .config import MAX_KLD as MAX_KLD
 from .config import Recipe, RuntimeConfig, Step
 from .dataclass import dataclass
 from .errors import BundleError
@@ -28,8 +29,6 @@ from .json_text import parse_json
 if TYPE_CHECKING:
     from .bundle import Bundle
 
-MAX_KLD = 0.02
-"""Mean divergence in nats up to which an approximation may be enabled by itself."""
 LEAST_TOKENS = 100
 """A mean over fewer tokens says too little to enable anything."""
 QUALITY_FILE = "quality.json"

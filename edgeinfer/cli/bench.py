@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import GROUP_SIZES, WEIGHT_TYPES, Recipe, RuntimeConfig
+from ..config import GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
@@ -105,7 +105,7 @@ def bench(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
-    max_kld: MaxKld = 0.02,
+    max_kld: MaxKld = MAX_KLD,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")

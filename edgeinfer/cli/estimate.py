@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import KV_TYPES, Recipe, RuntimeConfig
+from ..config import KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
 from . import decision, neurons
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
@@ -97,7 +97,7 @@ def estimate(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
-    max_kld: MaxKld = 0.02,
+    max_kld: MaxKld = MAX_KLD,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,

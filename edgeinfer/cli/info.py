@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import Recipe, RuntimeConfig
+from ..config import MAX_KLD, Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
@@ -59,7 +59,7 @@ def info(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
-    max_kld: MaxKld = 0.02,
+    max_kld: MaxKld = MAX_KLD,
     json: Json = False,
 ) -> None:
     """Say what is inside a bundle.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import GenerationConfig, Recipe, RuntimeConfig
+from ..config import MAX_KLD, GenerationConfig, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
@@ -55,7 +55,7 @@ def plan(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
-    max_kld: options.MaxKld = 0.02,
+    max_kld: options.MaxKld = MAX_KLD,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,

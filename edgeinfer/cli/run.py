@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import PATH, checked
-from ..config import GenerationConfig, RuntimeConfig
+from ..config import MAX_KLD, GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
 from . import options, streaming
@@ -66,7 +66,7 @@ def run(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
-    max_kld: options.MaxKld = 0.02,
+    max_kld: options.MaxKld = MAX_KLD,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,

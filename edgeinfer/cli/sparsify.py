@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import MAX_KLD
 from ..errors import UsageError
 from .eval import open_text, read_text
 from .options import Json, Threads
@@ -71,7 +72,7 @@ def sparsify(
     ] = None,
     max_kld: Annotated[
         float, typer.Option("--max-kld", metavar="NATS", help="Most divergence from the dense bundle.")
-    ] = 0.02,
+    ] = MAX_KLD,
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Of a lowrank predictor.  [default: what costs the fewest bytes]")
     ] = None,
