@@ -31,8 +31,9 @@ from edgeinfer.devices import (
 )
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.memory_planner import Planner, Request, masked
+from edgeinfer.offload import placer
 from edgeinfer.quality import Setting
-from edgeinfer.runtime import Session, decide, everywhere
+from edgeinfer.runtime import Session, decide, everywhere, plan_run
 from edgeinfer.runtime import fallback as fallback_module
 from tests.command_line import edgeinfer
 from tests.sessions import session, tokens
@@ -207,6 +208,16 @@ def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: p
         opened = Session(bundle, config, place=place)
         assert asked == [True] and opened.sparse and opened.sparse.runs == ("off",) * 3
         opened.close()
+
+
+def test_layers_of_exact_runs_fall_back_where_they_are_streamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is placed by masks there."""
+    monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
+    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=Recipe().sparse("exact"))
+    with Bundle.open(model) as bundle:
+        full = plan_run(bundle, config, placer(bundle)).plan.total_bytes
+        tight = plan_run(bundle, replace(config, budget_bytes=full - 100_000), placer(bundle))
+    assert tight.plan.streamed_bytes and tight.sparse and tight.sparse.runs == ("off",) * 3
 
 
 def test_it_is_printed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None) 
     """
     config = resolve(config, bundle.config)
     recipe, sparse, graph, planner = _graph(bundle, config.recipe)
-    if place and sparse and sparse.sentence() and not fits(planner, config):  # masks place neurons, in every layer
+    placed = place is not None and sparse is not None and sparse.mode == "predict" and sparse.sentence()
+    if placed and not fits(planner, config):  # masks place neurons, in every layer
         recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe))
     rebuild = partial(_rebuilt, bundle, recipe)
     plan, budget = fit(planner, config, rebuild, place)
