@@ -21,7 +21,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
 from tests.offloaded import COLD, IDS, MIXED, OPTIONS, made, offloaded, placed, resident
 from tests.sessions import logits_of
-from tests.test_streaming import Pread, cancelled_twice, host, real, watched  # noqa: F401
+from tests.test_streaming import Pread, cancelled_twice, decoded_after_errors, host, real, watched  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +112,8 @@ def test_an_error_ends_the_walk_and_the_next_one_is_right(q4: Path,
     host(lambda *call: -1 if bad else real(*call))
     want = resident(q4)
     with offloaded(q4, MIXED, 0, threads=2) as opened:
-        sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        bad.append(True)
-        for _ in range(2):
-            with pytest.raises(BundleError, match=r"cold.bin could not be read at byte .*, and could when"):
-                for token in IDS[58:]:
-                    watched(lambda token=token: opened.decode([sequence], [token]))
-        bad.clear()
-        opened.truncate(sequence, 58)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
-        assert (np.stack(got) == want[1:]).all()
+        match = r"cold.bin could not be read at byte .*, and could when"
+        assert (decoded_after_errors(opened, IDS[:58], IDS[58:], bad, match) == want[1:]).all()
 
 
 def test_a_file_that_is_cut_or_written_to_in_mid_run(q4: Path, tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def cancelled_twice(opened: Session, sequence: Sequence, ids: list[int]) -> None
         timer.join()
 
 
+def decoded_after_errors(opened: Session, prompt: list[int], ids: list[int], bad: list[bool], match: str) -> np.ndarray:
+    """Logits of tokens behind a prompt; before that all reads fail twice (while `bad` holds something)."""
+    sequence = opened.new_sequence()
+    opened.prefill(sequence, prompt)
+    bad.append(True)
+    for _ in range(2):
+        with pytest.raises(BundleError, match=match):
+            for token in ids:
+                watched(lambda token=token: opened.decode([sequence], [token]))
+    bad.clear()
+    opened.truncate(sequence, len(prompt))
+    return np.stack([watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in ids])
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pread], None]]:
     """Makes readers call a function in Python instead of pread; what it leaves to `real` is read."""
@@ -243,17 +257,8 @@ def test_an_error_ends_the_walk_and_the_next_one_is_right(q4: Path, host: Callab
     host(lambda *call: -1 if bad else real(*call))
     want = resident(q4)
     with streamed(q4, 7, threads=2) as opened:
-        sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:84])
-        bad.append(True)
-        for _ in range(2):
-            with pytest.raises(BundleError, match=r"could not be read at byte .*, and could when it was tried again"):
-                for token in IDS[84:]:
-                    watched(lambda token=token: opened.decode([sequence], [token]))
-        bad.clear()
-        opened.truncate(sequence, 84)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[84:]]
-        assert (np.stack(got) == want[1:]).all()
+        match = r"could not be read at byte .*, and could when it was tried again"
+        assert (decoded_after_errors(opened, IDS[:84], IDS[84:], bad, match) == want[1:]).all()
 
 
 def test_a_file_that_is_cut_in_mid_run(q4: Path, tmp_path: Path) -> None:
