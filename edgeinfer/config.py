@@ -19,6 +19,12 @@ SPARSE_MODES = ("off", "exact", "predict")
 """What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
+SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
+"""Who guesses tokens that a walk checks together: a draft model where one is given, else the text's own repetitions; nobody;
+these by name; or the model itself, cut short."""
+MOST_DRAFT_TOKENS = 63
+"""Guesses that a walk checks at most, for each text: a tree has as many tokens (kernels/abi.py, MASK_TOKENS) and one
+more."""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
@@ -168,6 +174,8 @@ class RuntimeConfig:
     """Sequences that may be alive at once (parallel samples); sizes the KV pool and the token batch."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
     """Rows of logits kept per walk; evaluation asks for more than one."""
+    draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))
+    """Guessed tokens that a walk may check for a sequence; sizes rows of logits."""
     mlock: bool = option(False, FLAG)
     """Lock the weights into memory, so that the system cannot drop them."""
     mmap: bool = option(True, FLAG)

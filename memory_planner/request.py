@@ -12,6 +12,8 @@ from .budget import default_threads
 from .plan import Request
 
 DEFAULT_CTX = 4096
+MOST_CHECKED = 16
+"""Rows of logits for guesses of several sequences together: walks of more tokens do not pay."""
 
 
 def default_ctx(model: ModelConfig) -> int:
@@ -32,14 +34,20 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
         raise RequestError(f"The context of {config.ctx} tokens is longer than the model's {longest}; lower --ctx.")
     ctx = config.ctx or default_ctx(model)
     return replace(config, ctx=ctx, threads=config.threads or default_threads(),
-                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=max(config.outputs, config.max_sequences))
+                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=_outputs(config))
 
 
 def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = None) -> Request:
     """What to plan for a configuration without open fields, with another context or KV type where given."""
     ctx = ctx or config.ctx or DEFAULT_CTX
-    outputs = max(config.outputs, config.max_sequences)
+    outputs = _outputs(config)
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
     homes = () if config.mmap else (("*", "resident"),)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
                    homes)
+
+
+def _outputs(config: RuntimeConfig) -> int:
+    """Rows of logits: one for each sequence, and with guesses one behind each of them."""
+    checked = 1 + config.draft_tokens
+    return max(config.outputs, config.max_sequences, min(config.max_sequences * checked, max(checked, MOST_CHECKED)))

@@ -6,7 +6,9 @@ chooses within its walk; otherwise, and where a row has nothing to choose from, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,16 +93,15 @@ class Sampler:
         self._key = sampling.stream_key(seed, index)
         self._position = 0
         most = (vocab_size if room is None else room) if self._penalises else 0
-        self._edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
+        edits = np.zeros(min(len(bias) + most, vocab_size), EDIT)
         self._places = {token_id: place for place, token_id in enumerate(bias)}
         """Where each token stands in the edits."""
         with np.errstate(over="ignore"):  # below what a float32 holds: forbidden
-            self._edits["token"][: len(bias)], self._edits["bias"][: len(bias)] = list(bias), list(bias.values())
-        self._tokens, self._counts = self._edits["token"], self._edits["count"]
-        self._counts[:] = _NONE
+            edits["token"][: len(bias)], edits["bias"][: len(bias)] = list(bias), list(bias.values())
+        edits["count"] = _NONE
         draw = np.zeros(abi.DRAW_BYTES >> 3, np.int64)
         draw.view(np.uint64)[abi.DRAW_KEY >> 3] = self._key
-        draw[abi.DRAW_TOP_K >> 3], draw[abi.DRAW_EDITS >> 3] = config.top_k, self._edits.ctypes.data
+        draw[abi.DRAW_TOP_K >> 3] = config.top_k
         for offset, value in (
             (abi.DRAW_TEMPERATURE, config.temperature), (abi.DRAW_TOP_P, config.top_p), (abi.DRAW_MIN_P, config.min_p),
             (abi.DRAW_REPETITION, self._penalties[0]), (abi.DRAW_PRESENCE, self._penalties[1]),
@@ -109,10 +110,44 @@ class Sampler:
             draw.view(np.float64)[offset >> 3] = value
         self._ends = np.array(sorted(ends), np.int64)
         draw[abi.DRAW_ENDS >> 3], draw[abi.DRAW_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
-        self.address = draw.ctypes.data
         draw[abi.DRAW_SCREEN >> 3] = config.logprobs is None and not bias and not self._penalises
-        self._draw = draw.data
-        self._draw[abi.DRAW_TOKEN >> 3], self._draw[_N_EDITS] = _NONE, len(bias)
+        draw[abi.DRAW_TOKEN >> 3], draw[_N_EDITS] = _NONE, len(bias)
+        self._following: list[Sampler] = []
+        self._keep(draw, edits)
+
+    def _keep(self, draw: NDArray[np.int64], edits: NDArray[Any]) -> None:
+        """Take memory that kernels read: the settings, and the tokens that have biases or penalties."""
+        draw[abi.DRAW_EDITS >> 3] = edits.ctypes.data
+        self._edits, self._tokens, self._counts = edits, edits["token"], edits["count"]
+        self.address, self._draw = draw.ctypes.data, draw.data
+
+    def following(self, guesses: Items[int]) -> list[Sampler]:
+        """Return who draws the next token, which is this sampler, and the one behind each guess, if the text goes so.
+
+        All but the first are valid until this is called again.
+        """
+        samplers = [self]
+        for place, guess in enumerate(guesses):
+            if place == len(self._following):
+                self._following.append(self.fork())
+            samplers.append(self._following[place])
+            samplers[-1]._follow(samplers[-2], guess)
+        return samplers
+
+    def fork(self) -> Sampler:
+        """Return a sampler that goes its own way from here, with the same random numbers."""
+        other = copy.copy(self)
+        other._keep(np.array(self._draw), self._edits.copy())
+        other._places, other._following = dict(self._places), []
+        return other
+
+    def _follow(self, before: Sampler, token_id: int) -> None:
+        """Become what another is behind one more token."""
+        self._position, self._draw[0] = before._position, _NONE
+        if self._penalises:
+            self._edits[: len(before._places)] = before._edits[: len(before._places)]
+            self._places = dict(before._places)
+        self._note(token_id, 1)
 
     @property
     def needs_each(self) -> bool:
