@@ -145,7 +145,8 @@ class Sampler:
         """Become what another is behind one more token."""
         self._position, self._draw[0] = before._position, _NONE
         if self._penalises:
-            self._edits[: len(before._places)] = before._edits[: len(before._places)]
+            n = len(before._places)
+            self._edits[:n], self._counts[n : n + 1] = before._edits[:n], _NONE
             self._places = dict(before._places)
         self._note(token_id, 1)
 
