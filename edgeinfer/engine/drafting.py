@@ -1,4 +1,4 @@
-"""What guesses tokens: the face of drafters (speculative decoding, arXiv 2211.17192, section 2; prompt lookup, Saxena 2023).
+"""What guesses tokens: the face of drafters (speculative decoding, arXiv 2211.17192, section 2).
 
 A drafter guesses how texts go on, the model checks all guesses in one walk, and what it would have drawn itself stays:
 a text never depends on its drafter. Trained heads that a bundle brings would be one more drafter.
@@ -63,5 +63,6 @@ class Drafter(abc.ABC):
             It was cancelled. The texts are as before, and what the drafter keeps is right.
         """
 
+    @abc.abstractmethod
     def release(self) -> None:
         """Give back what is kept for these texts. Callable twice, and at any time between two guesses."""
