@@ -20,11 +20,10 @@ SPARSE_MODES = ("off", "exact", "predict")
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
-"""Who guesses tokens that a walk checks together: a draft model where one is given, else the text's own repetitions; nobody;
-these by name; or the model itself, cut short."""
-MOST_DRAFT_TOKENS = 63
-"""Guesses that a walk checks at most, for each text: a tree has as many tokens (kernels/abi.py, MASK_TOKENS) and one
-more."""
+"""Who guesses tokens that a walk checks together: a draft model where one is given, else the text's own repetitions;
+nobody; these two by name; or the model itself, cut short."""
+MOST_DRAFT_TOKENS = 64
+"""Guesses that a walk checks for a text at most."""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
