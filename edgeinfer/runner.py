@@ -175,8 +175,7 @@ class Runner(abc.ABC):
         Notes
         -----
         After a walk over a tree the sequence holds its tokens in the order given, all branches, each in a row of its
-        own. That is no text yet: before the next walk truncate it to its length before, or behind the first of these
-        tokens if they are the chain that is kept.
+        own. That is no text yet: before the next walk `keep` one path of them, or truncate it to its length before.
         """
 
     @abc.abstractmethod
@@ -190,6 +189,27 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""
+
+    def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
+        """After a walk over a tree, go on from one of its nodes: forget all branches but the one that leads there.
+
+        Afterwards the sequence is as if it had walked these tokens as a chain, to the last bit. Where the path is how
+        the tree begins, as of every chain, nothing moves. Other sequences that share its blocks stay as they are.
+
+        Parameters
+        ----------
+        n_before : tokens before the tree, all of which stay
+        path : which of the tokens behind them stay, counted from the tree's first: a root, a child of it, and so on
+
+        Raises
+        ------
+        RequestError
+            These tokens are not there or not in their order, or a block that is shared cannot be copied because none is
+            free, or this runner cannot move what it keeps of a token. The sequence is as before.
+        """
+        if list(path) != list(range(len(path))):
+            raise RequestError(f"This model cannot keep the branch {list(path)} of a tree; walk its tokens as a chain.")
+        self.truncate(sequence, n_before + len(path))
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -83,6 +83,16 @@ def test_generation_is_driven_by_a_runner_alone() -> None:
     assert complete(Fake(), prompt, max_tokens=0).finish_reason == "length"
 
 
+def test_a_runner_that_moves_nothing_keeps_chains_alone() -> None:
+    runner = Fake()
+    sequence = runner.new_sequence()
+    runner.walk([Segment(sequence, [7, 1, 9, 2], (), DECODE)])
+    runner.keep(sequence, 1, [0, 1])
+    assert sequence.tokens == [7, 1, 9]
+    with pytest.raises(RequestError, match=r"This model cannot keep the branch \[1\] of a tree; walk its tokens as a"):
+        runner.keep(sequence, 1, [1])
+
+
 def test_scores_come_chunk_by_chunk() -> None:
     runner, ids = Fake(outputs=3), [3, 1, 4, 1, 5]
     blocks = list(runner.score(runner.new_sequence(), ids))

@@ -1,4 +1,4 @@
-"""Trees of tokens in one walk: each path has the logits of the same tokens run as a chain on a fork, bit for bit."""
+"""Trees of tokens in one walk: a path has the logits of the same tokens as a chain on a fork, and goes on like it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from edgeinfer.converters import write_random_bundle
+from edgeinfer.errors import RequestError
+from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
-from tests.sessions import TINY, WINDOWED, session, tokens
+from tests.sessions import TINY, WINDOWED, free_blocks, session, tokens
 
 MODELS = {"plain": TINY, "windowed": replace(WINDOWED, windows=(5, 0, 3)), "gqa": replace(TINY, num_key_value_heads=1)}
 BASES = (0, 1, 15, 16, 17, 250, 256, 257)
@@ -115,4 +117,119 @@ def test_twins_agree_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with session(tmp_path / "bundle", ctx=320, max_sequences=2) as running:
         sequence = prompted(running, 253, seed=1)
         rng = np.random.default_rng(1)
-        running.walk([Segment(sequence, tokens(12), (11,), DECODE, random_tree(rng, 12))])
+        parents = random_tree(rng, 12)
+        running.walk([Segment(sequence, tokens(12), (11,), DECODE, parents)])
+        running.keep(sequence, 253, nodes_to_keep(rng, parents)[1])
+        running.decode([sequence], [5])
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def stored(opened: Session, sequence: Sequence) -> list[bytes]:
+    """K, V and scales of all tokens, of each layer."""
+    model, plan, out = opened.model, opened.plan, []
+    size, n = abi.KV_ELEMENT_BYTES[plan.request.kv], 16 * abi.padded_head_dim(model.head_dim)
+    half, width = n * size, 4 if plan.request.kv == "int8" else size
+    for layer in plan.kv_layers.values() if len(sequence) else ():
+        blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
+        heads = blocks[sequence.blocks].reshape(len(sequence.blocks), model.num_key_value_heads, -1)
+        k, v, scales = np.split(heads, [half, 2 * half], axis=2)
+        for by_token in (k.reshape(*heads.shape[:2], half // width // 16, 16, width).transpose(0, 3, 1, 2, 4),
+                         v.reshape(*heads.shape[:2], 16, half // 16).transpose(0, 2, 1, 3),
+                         scales.reshape(*heads.shape[:2], scales.shape[2] // 32, 16, 2).transpose(0, 3, 1, 2, 4)):
+            out.append(by_token.reshape(16 * len(heads), *by_token.shape[2:])[: len(sequence)].tobytes())
+    return out
+
+
+def as_chain(opened: Session, sequence: Sequence, words: list[int], then: list[int]) -> tuple[list[bytes], list[bytes]]:
+    """What lies in the cache after tokens that a fork walks, and the logits of what it decodes then."""
+    fork = opened.fork(sequence)
+    if words:
+        opened.walk([Segment(fork, words, (), DECODE)])
+    found = stored(opened, fork), [opened.decode([fork], [token])[0].tobytes() for token in then]
+    opened.release(fork)
+    return found
+
+
+def nodes_to_keep(rng: np.random.Generator, parents: list[int]) -> list[list[int]]:
+    """Nothing, the longest path of a tree, and that to some other node."""
+    paths = [path_to(parents, node) for node in range(len(parents))]
+    return [[], max(paths, key=len), paths[int(rng.integers(len(paths)))]]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_path_that_is_kept_is_as_if_it_had_been_walked_alone(opened: Session, base: int) -> None:
+    """Cache and logits, with forks alive that were made before the tree and after it; those stay as they are."""
+    rng, then, held = np.random.default_rng(base), tokens(3, seed=8), free_blocks(opened)
+    for n in (9, 33):
+        parents, ids, sequence = random_tree(rng, n), tokens(n, seed=n), prompted(opened, base, seed=1)
+        before = opened.fork(sequence)
+        opened.walk([Segment(sequence, ids, (), DECODE, parents)])
+        for path in nodes_to_keep(rng, parents):
+            tree = opened.fork(sequence)
+            beside = stored(opened, before), stored(opened, sequence)
+            words = [ids[node] for node in path]
+            rows, logits = as_chain(opened, before, words, then)
+            opened.keep(tree, base, path)
+            assert tree.tokens == before.tokens + words
+            assert (len(tree.blocks), tree.decoded) == (-(-len(tree) // 16), base if path else None)
+            assert stored(opened, tree) == rows
+            assert [opened.decode([tree], [token])[0].tobytes() for token in then] == logits
+            assert (stored(opened, before), stored(opened, sequence)) == beside
+            opened.release(tree)
+        opened.release(before)
+        opened.release(sequence)
+    assert free_blocks(opened) == held
+
+
+def test_several_trees_of_a_walk_are_kept(opened: Session) -> None:
+    rng, then = np.random.default_rng(5), tokens(2, seed=3)
+    trees = [(prompted(opened, base, seed=base), random_tree(rng, n), tokens(n, seed=n)) for base, n in
+             ((10, 11), (255, 19), (31, 6))]
+    paths = [nodes_to_keep(rng, parents)[1] for _, parents, _ in trees]
+    want = [as_chain(opened, sequence, [ids[node] for node in path], then)
+            for (sequence, _, ids), path in zip(trees, paths, strict=True)]
+    opened.walk([Segment(sequence, ids, (), DECODE, parents) for sequence, parents, ids in trees])
+    for (sequence, _, ids), path in zip(trees, paths, strict=True):
+        opened.keep(sequence, len(sequence) - len(ids), path)
+    assert [stored(opened, sequence) for sequence, _, _ in trees] == [rows for rows, _ in want]
+    for step, token in enumerate(then):
+        rows = opened.decode([sequence for sequence, _, _ in trees], [token] * len(trees))
+        assert [row.tobytes() for row in rows] == [logits[step] for _, logits in want]
+    for sequence, _, _ in trees:
+        opened.release(sequence)
+
+
+def test_a_role_follows_the_tokens_that_are_kept(opened: Session) -> None:
+    """What was decoded may have gone through an approximation, and a saved sequence says so."""
+    sequence = prompted(opened, 3, seed=1)
+    opened.walk([Segment(sequence, tokens(5), (), PROMPT, [-1, -1, 0, 0, 2])])
+    opened.keep(sequence, 3, [0, 2, 4])
+    assert sequence.decoded is None
+    opened.walk([Segment(sequence, tokens(5), (), DECODE, [-1, -1, 0, 1, 1])])
+    opened.keep(sequence, 3, [1, 2, 4, 6])  # the last two of them are decoded ones
+    assert (len(sequence), sequence.decoded) == (7, 5)
+    opened.keep(sequence, 2, [1, 2])
+    assert sequence.decoded is None
+    opened.release(sequence)
+
+
+def test_what_cannot_be_kept_is_refused(opened: Session) -> None:
+    sequence = prompted(opened, 4, seed=1)
+    opened.walk([Segment(sequence, tokens(4), (), DECODE, [-1, -1, 0, 0])])
+    before = list(sequence.tokens), stored(opened, sequence)
+    for n_before, path in ((4, [4]), (4, [1, 1]), (4, [2, 0]), (4, [-1]), (9, []), (-1, [0])):
+        with pytest.raises(RequestError, match=r"Tokens .* cannot be kept; count a path from 0"):
+            opened.keep(sequence, n_before, path)
+    with pytest.raises(RequestError, match=r"The path of a segment are 'ab'|they must be integers"):
+        opened.keep(sequence, 4, "ab")  # type: ignore[arg-type]
+    fork, taken = opened.fork(sequence), opened.new_sequence()
+    opened.kv.extend(taken, 16 * free_blocks(opened))
+    taken.tokens += [0] * 16 * len(taken.blocks)
+    with pytest.raises(RequestError, match=r"KV blocks of 16 tokens are in use"):
+        opened.keep(sequence, 4, [1])  # moves a row of a block that the fork shares
+    opened.keep(fork, 4, [0])  # moves nothing
+    assert (sequence.tokens, stored(opened, sequence)) == before
+    for one in (fork, taken, sequence):
+        opened.release(one)

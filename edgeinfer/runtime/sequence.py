@@ -7,15 +7,19 @@ import io
 import json
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.checks import shown
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
 from edgeinfer.files import open_plain, replacement
+from edgeinfer.graph import KvAccess
 from edgeinfer.json_text import parse_json
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
@@ -33,13 +37,17 @@ class KVCache:
     plan : MemoryPlan
     region : uint8 array
         Memory of the region ``kv``.
+    stores : of KvAccess
+        What each layer of `plan.kv_layers` stores, in that order.
     """
 
-    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8]):
+    def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
         self.plan = plan
         self.pool = BlockPool(plan.kv_blocks)
         self._layers = [region[layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
                         for layer in plan.kv_layers.values()]
+        self._parts = [part for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3])
+                       for part in _by_row(plan, region, [access.layer for access in alike], heads, head_dim)]
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._written = bytearray(plan.kv_blocks)
 
@@ -67,15 +75,21 @@ class KVCache:
         sequence.reserved = 0
         self.trim(sequence)
         blocks, used = sequence.blocks, len(sequence.tokens)
-        if used % abi.BLOCK_TOKENS and self.pool.is_shared(shared := blocks[-1]):
+        if used % abi.BLOCK_TOKENS:
+            self._own(sequence, len(blocks) - 1)
+        for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
+            blocks.append(self._take())
+
+    def _own(self, sequence: Sequence, number: int) -> None:
+        """Copy a block of the sequence that others share."""
+        shared = sequence.blocks[number]
+        if self.pool.is_shared(shared):
             copy = self._take()
             for layer in self._layers:
                 layer[copy] = layer[shared]
-            sequence.listed = min(sequence.listed, len(blocks) - 1)
-            blocks[-1] = copy
+            sequence.listed = min(sequence.listed, number)
+            sequence.blocks[number] = copy
             self.pool.drop(shared)
-        for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
-            blocks.append(self._take())
 
     def _take(self) -> int:
         """A block of one's own; if none is free, those that no living sequence names are."""
@@ -110,6 +124,36 @@ class KVCache:
             sequence.decoded = None
         self.trim(sequence)
 
+    def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
+        """Of the tokens behind the first n keep those of a path, and move their rows together; see `Runner.keep`."""
+        self.check_own(sequence)
+        n = len(sequence.tokens) - n_before
+        if n_before < 0 or n < 0 or any(not low < high < n for low, high in pairwise((-1, *path))):
+            raise RequestError(f"Tokens {shown(path)} behind the first {n_before} of {len(sequence.tokens)} cannot be "
+                               "kept; count a path from 0, each token behind the one before.")
+        still = next((i for i, node in enumerate(path) if node != i), len(path))
+        start = n_before + still
+        if still == len(path):
+            return self.truncate(sequence, start)
+        source = n_before + np.array(path[still:], np.int64)
+        target = start + np.arange(len(source))
+        for number in sorted(set((target // abi.BLOCK_TOKENS).tolist())):
+            self._own(sequence, number)
+        tokens = [sequence.tokens[row] for row in source.tolist()]
+        if sequence.decoded is not None and sequence.decoded > start:
+            sequence.decoded = start + int(np.searchsorted(source, sequence.decoded))
+        del sequence.tokens[start:]  # an interruption leaves a sequence that ends before what moves
+        self._move(np.array(sequence.blocks), source, target)
+        sequence.tokens += tokens
+        return self.truncate(sequence, len(sequence.tokens))
+
+    def _move(self, blocks: NDArray[np.int64], source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Copy K and V of rows of a sequence to other rows, in all layers."""
+        (to, here), (since, there) = ((blocks[rows // abi.BLOCK_TOKENS], rows % abi.BLOCK_TOKENS)
+                                      for rows in (target, source))
+        for part in self._parts:
+            part[:, to, ..., here] = part[:, since, ..., there]
+
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks past the last token that is there or reserved (after a cancelled walk, too)."""
         keep = -(-(len(sequence.tokens) + sequence.reserved) // abi.BLOCK_TOKENS)
@@ -122,7 +166,7 @@ class KVCache:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._layers = []
+        self._layers, self._parts = [], []
 
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
@@ -211,6 +255,25 @@ class KVCache:
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return dict(header)
+
+
+def _by_row(plan: MemoryPlan, region: NDArray[np.uint8], layers: list[int], heads: int,
+            head_dim: int) -> Iterator[NDArray[Any]]:
+    """Views of K, V and scales of alike layers: (layers, blocks, KV heads, ..., rows of a block).
+
+    They lie behind each other at one distance, so each is one array (for the layout see `BLOCK_TOKENS`).
+    """
+    kv, first = plan.request.kv, plan.kv_layers[layers[0]]
+    element, padded = abi.KV_ELEMENT_BYTES[kv], abi.padded_head_dim(head_dim)
+    apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
+    shape = len(layers), plan.kv_blocks, heads, abi.kv_head_bytes(kv, head_dim)
+    every = np.ndarray(shape, np.uint8, region, first.offset, (apart, first.stride, shape[-1], 1))
+    half = abi.BLOCK_TOKENS * padded * element
+    word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
+    yield every[..., :half].view(word).reshape(*shape[:3], -1, abi.BLOCK_TOKENS)
+    yield every[..., half : 2 * half].view(word).reshape(*shape[:3], abi.BLOCK_TOKENS, -1).swapaxes(3, 4)
+    if 2 * half < shape[-1]:
+        yield every[..., 2 * half :].view(np.uint16).reshape(*shape[:3], 2, abi.BLOCK_TOKENS)
 
 
 def _start_digest(header: dict[str, Any]) -> Any:

@@ -105,7 +105,7 @@ class Session(Runner):
             fill_constants(self.model, self.plan, regions["constants"])
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
             self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
-            self.kv = KVCache(self.plan, regions["kv"])
+            self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores])
             self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
             self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
             self._counts: tuple[tuple[int, int], ...] = ()
@@ -137,6 +137,10 @@ class Session(Runner):
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
         """Forget all tokens but the first n."""
         self.kv.truncate(sequence, n_tokens)
+
+    def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
+        """Keep one path of a tree; see `Runner.keep`."""
+        self.kv.keep(sequence, n_before, integers("path", path))
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write the sequence's tokens and KV blocks to a file (prompt cache)."""
