@@ -27,38 +27,52 @@ starts anew at every page and lags behind; with this a token of 1.1B takes 1/1.1
 
 
 @inline
-def _ask(address):
-    prefetch(address + AHEAD)
-
-
-@inline
-def _leave(address):
+def _leave(address, far, tile_bytes):
     return
 
 
-def _asking(n):
-    """What asks for the line that comes AHEAD bytes after an address, where it is not read for several tokens."""
-    return _ask if n == 1 else _leave
+def _asking(m):
+    """What asks for the lines of m row tiles that come `far` bytes behind an address."""
+
+    @inline
+    def ask(address, far, tile_bytes):
+        prefetch(address + far)
+        if m > 1:
+            prefetch(address + far + tile_bytes)
+
+    return ask
+
+
+def _distance(m, record_bytes):
+    """How far ahead m row tiles ask: near their ends for the next m, which begin behind the last of them."""
+    near = AHEAD // record_bytes
+
+    @inline
+    def distance(left, tile_bytes):
+        return AHEAD + (m - 1) * tile_bytes if m > 1 and left <= near else AHEAD
+
+    return distance
 
 
 def product_q4(group, m, n, alone=False):
     """Product of m row tiles with n tokens; `alone`: what follows in memory may not be wanted."""
-    lines, ask = group // 8, _leave if alone else _asking(n)
+    lines, ask, distance = group // 8, _leave if alone else _asking(m), _distance(m, 16 * group + 64)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_products(m, n)
-        for _r in range(records):
+        for r in range(records):
+            far = distance(records - r, tile_bytes)
             for part in range(2):
                 ints = start_q4(m, n, offsets)
                 for line in range(lines):
-                    ask(w + 64 * (part * lines + line))
+                    ask(w + 64 * (part * lines + line), far, tile_bytes)
                     ints = dot_q4(ints, load_lines(m, w + 64 * (part * lines + line), tile_bytes), x)
                     x += 8 * n
                 acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
                 scales += 4 * n
                 offsets += 4 * n
-            ask(w + 128 * lines)
+            ask(w + 128 * lines, far, tile_bytes)
             w += 128 * lines + 64
         return in_rows(acc)
 
@@ -67,24 +81,25 @@ def product_q4(group, m, n, alone=False):
 
 def product_int8(group, m, n, alone=False):
     """As `product_q4`."""
-    lines, ask = group // 4, _leave if alone else _asking(n)
+    lines, ask, distance = group // 4, _leave if alone else _asking(m), _distance(m, 32 * group + 64)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_products(m, n)
-        for _r in range(records):
+        for r in range(records):
+            far = distance(records - r, tile_bytes)
             for part in range(2):
                 ints = start_int8(m, n, offsets)
                 for pair in range(lines // 2):
                     line = w + 64 * (part * lines + 2 * pair)
-                    ask(line)
-                    ask(line + 64)
+                    ask(line, far, tile_bytes)
+                    ask(line + 64, far, tile_bytes)
                     ints = dot_int8(ints, load_lines(m, line, tile_bytes), load_lines(m, line + 64, tile_bytes), x)
                     x += 8 * n
                 acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
                 scales += 4 * n
                 offsets += 4 * n
-            ask(w + 128 * lines)
+            ask(w + 128 * lines, far, tile_bytes)
             w += 128 * lines + 64
         return in_rows(acc)
 
@@ -92,13 +107,13 @@ def product_int8(group, m, n, alone=False):
 
 
 def _product_f16(group, m, n):
-    ask = _asking(n)
+    ask = _asking(1)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_tile(n)
         for _r in range(records):
-            ask(w)
+            ask(w, AHEAD, 0)
             acc = fma_splat(acc, load_f16x16(w), x, stride)
             acc = fma_splat(acc, load_f16x16(w + 32), x + 4, stride)
             w += 64
@@ -109,13 +124,13 @@ def _product_f16(group, m, n):
 
 
 def _product_f32(group, m, n):
-    ask = _asking(n)
+    ask = _asking(1)
 
     @inline
     def product(w, tile_bytes, records, x, stride, scales, offsets):
         acc = zero_tile(n)
         for _r in range(records):
-            ask(w)
+            ask(w, AHEAD, 0)
             acc = fma_splat(acc, load_f32x16(w), x, stride)
             w += 64
             x += 4
