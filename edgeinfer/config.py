@@ -27,6 +27,19 @@ MOST_DRAFT_TOKENS = 64
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
+BEAMS = integer(1, 16, "from 2 to 16, or 1 for no beam search")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "seed")
+"""Options of a request that beam search has no use for."""
+
+
+def _end(value: Any) -> bool | str:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise ValueError
+    return value
+
+
+_ENDS = Rule("True, False or 'never'", _end)
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,39 @@ class GenerationConfig:
     logprobs: int | None = option(None, integer(0, 100, "from 0 to 100"))
     """Report the log-probability of each token and of this many most likely alternatives (0 = the token only)."""
     n: int = option(1, integer(1, 64, "from 1 to 64"))
-    """Independent samples of one prompt; they share the prompt's KV blocks."""
+    """Independent samples of one prompt, or best results of beam search; they share the prompt's KV blocks."""
+    beams: int = option(1, BEAMS)
+    """Continuations that beam search carries on side by side, 2 to 16; nothing is sampled then. 1 is no such search."""
+    length_penalty: float = option(1.0, number(lambda x: -10 <= x <= 10, "from -10 to 10"))
+    """Of beams: the sum of log-probabilities is divided by the number of tokens to this power, so that above 0 longer
+    texts gain; 0 compares the sums."""
+    early_stopping: bool | str = option(False, _ENDS)
+    """When a beam search ends before its beams do: True as soon as there are as many results as beams; False when the
+    best beam, at its length now, is no better than the worst of them; "never" when it cannot become better either."""
     ignore_eos: bool = option(False, FLAG)
     """Go on after an end-of-text token (for measurements)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_beams(self)
+
+
+def _check_beams(config: GenerationConfig) -> None:
+    """Refuse settings that contradict each other: a beam search samples nothing, and all else has no beams."""
+    default = {one.name: one.default for one in fields(config)}
+    if config.beams == 1:
+        for name in ("length_penalty", "early_stopping"):
+            if (value := getattr(config, name)) != default[name]:
+                raise UsageError(f"{name} is {value}, and without beam search it means nothing; give beams, 2 to 16.")
+        return
+    for name in SAMPLING:
+        value = getattr(config, name)
+        if value != default[name] and not (name == "temperature" and value == 0):
+            raise UsageError(f"{name} is {value}, and beam search takes the likeliest texts instead of sampling; leave "
+                             f"{name} out, or beams.")
+    if config.n > config.beams:
+        raise UsageError(f"n is {config.n}, and a search with {config.beams} beams has as many results; lower n or "
+                         "raise beams.")
 
 
 def from_options(kind: type, options: dict[str, Any]) -> Any:
@@ -170,7 +210,10 @@ class RuntimeConfig:
     prefill_chunk: int = option(256, integer(1, 4096, "from 1 to 4096"))
     """Most prompt tokens processed in one walk of the program."""
     max_sequences: int = option(1, integer(1, 64, "from 1 to 64"))
-    """Sequences that may be alive at once (parallel samples); sizes the KV pool and the token batch."""
+    """Sequences that may be alive at once (parallel samples, beams); sizes the KV pool and the token batch."""
+    own_tokens: int | None = option(None, integer(1, _INF, "1 or more"))
+    """Tokens that each of several sequences may have of its own behind the prompt that all share, of which the KV pool
+    then has room for one; None is a whole context for each."""
     outputs: int = option(1, integer(1, 4096, "from 1 to 4096"))
     """Rows of logits kept per walk; evaluation asks for more than one."""
     draft_tokens: int = option(0, integer(0, MOST_DRAFT_TOKENS, f"from 0 to {MOST_DRAFT_TOKENS}"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, Rule, checked, shown, whole
-from .config import GenerationConfig, Recipe, RuntimeConfig, from_options
+from .config import BEAMS, GenerationConfig, Recipe, RuntimeConfig, from_options
 from .errors import RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
@@ -53,6 +54,11 @@ class LLM:
         Most prompt tokens processed at a time; by default 256.
     max_sequences : int, optional
         Samples of one prompt that may be generated together (the option `n` of requests); by default 1.
+    own_tokens : int, optional
+        Tokens that each of several sequences may have of its own behind the prompt that all share: the KV pool has room
+        for one such prompt. By default each may fill the context; with `beams` it is 256.
+    beams : int, optional
+        Beams of a search (the option `beams` of requests): as many sequences; by default 1.
     mlock : bool, optional
         Lock the weights into memory, so that the system cannot drop them when others need memory.
     mmap : bool, optional
@@ -112,6 +118,8 @@ class LLM:
         threads: int | None = None,
         prefill_chunk: int | None = None,
         max_sequences: int | None = None,
+        own_tokens: int | None = None,
+        beams: int | None = None,
         mlock: bool | None = None,
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
@@ -125,10 +133,13 @@ class LLM:
             passes = (passes or Recipe()).sparse(sparse).head(head)
         settings: dict[str, Any] = {  # of which each may be None, whatever its type
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
-            "mlock": mlock, "mmap": mmap, "recipe": passes,
+            "own_tokens": own_tokens, "mlock": mlock, "mmap": mmap, "recipe": passes,
             "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
         config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
+        if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
+            config = replace(config, max_sequences=max(config.max_sequences, beams),
+                             own_tokens=config.own_tokens or GenerationConfig.max_tokens)
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
@@ -287,7 +298,7 @@ class LLM:
 
     def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request:
         """Check a request; nothing runs before its first step."""
-        from .engine import Generation, Request
+        from .engine import BeamSearch, Generation, Request
 
         options = dict(options)
         reuse, cache = options.pop("reuse", None), options.pop("prompt_cache", None)
@@ -295,13 +306,18 @@ class LLM:
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._queue.check_open()
-        generation = Generation(self._queue.runner, self._tokenizer, ids, config, self._eos_ids)
+        kind = BeamSearch if config.beams > 1 else Generation
+        generation = kind(self._queue.runner, self._tokenizer, ids, config, self._eos_ids)
         return Request(self._queue, generation, reuse, cache)
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from .engine import Stream
 
-        if from_options(GenerationConfig, {"n": options.get("n")}).n != 1:
+        asked = from_options(GenerationConfig, {name: options.get(name) for name in ("n", "beams")})
+        if asked.beams != 1:
+            raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is "
+                               "known at the end; use complete.")
+        if asked.n != 1:
             raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
         return Stream(self._request(ids, options))
 

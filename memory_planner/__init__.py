@@ -1,7 +1,7 @@
 """Where every byte lives: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
 
 from .alternatives import Alternative, Place, alternatives, cold, fit, fits, largest_ctx, refusal, streaming
-from .blocks import BlockPool
+from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations
@@ -12,4 +12,4 @@ from .stream_layers import stream
 __all__ = ["PAGE_BYTES", "READ_BYTES", "SPLIT_TOKENS", "STREAM_BUFFERS", "Alternative", "BlockPool", "ColdPlan",
            "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
            "cold", "default_ctx", "default_threads", "fit", "fits", "largest_ctx", "masked", "place_activations",
-           "process_budget", "refusal", "resolve", "scratch", "stream", "streaming", "to_request"]
+           "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "stream", "streaming", "to_request"]

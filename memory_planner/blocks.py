@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgeinfer.errors import RequestError
+from edgeinfer.kernels import abi
+
+
+def shared_blocks(prompt: int, own: int, sequences: int) -> int:
+    """Return how many blocks sequences need that share a prompt and get up to `own` tokens each.
+
+    Full blocks of the prompt exist once; of the one that it ends in each has a copy. A sequence's last token is never
+    written.
+    """
+    whole, rest = divmod(prompt, abi.BLOCK_TOKENS)
+    return whole + (sequences if own > 1 else 1) * -(-(rest + max(own - 1, 0)) // abi.BLOCK_TOKENS)
 
 
 class BlockPool:
@@ -36,7 +47,7 @@ class BlockPool:
         """
         if not self._free:
             raise RequestError(f"All {self.n_blocks} KV blocks of 16 tokens are in use; open the model with a larger "
-                               "ctx or more max_sequences, or release a sequence.")
+                               "ctx, more max_sequences or own_tokens, or release a sequence.")
         block = self._free.pop()
         self._holders[block] = 1
         return block

@@ -12,6 +12,7 @@ from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up
 
+from .blocks import shared_blocks
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations, row_stride
 
@@ -47,6 +48,18 @@ class Request:
     """Resident neurons of each layer's FFN, where masks leave others to be read when they are wanted; none: all."""
     slots: int = 0
     """Clusters of other neurons that are kept."""
+    own_tokens: int | None = None
+    """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks that the sequences may hold together."""
+        if self.sequences > 1 and self.own_tokens is not None:
+            own = min(self.own_tokens, self.ctx)
+            prompt = round_up(self.ctx - own + 1, abi.BLOCK_TOKENS) - 1  # that ends in the middle of a block
+            return shared_blocks(prompt, own, self.sequences)
+        copies = 1 if self.sequences > 1 else 0  # of last blocks that sequences share
+        return self.sequences * (-(-self.ctx // abi.BLOCK_TOKENS) + copies)
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
@@ -219,8 +232,7 @@ class Planner:
             self._weights[homes] = self._place_weights(request)
         weights = self._weights[homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
-        copies = 1 if request.sequences > 1 else 0  # of last blocks that sequences share
-        kv_blocks = request.sequences * (per_sequence + copies)
+        kv_blocks = request.kv_blocks
         kv_layers, kv_bytes = place_kv(self._stores, request.kv, kv_blocks)
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
@@ -234,10 +246,13 @@ class Planner:
         tables += abi.RECORD_BYTES * self._records[request.kv]
         tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + 4 * per_sequence)
         tables += weights.table_bytes
+        several = request.sequences > 1 and request.own_tokens is not None
+        held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
         block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (
             *self._weight_regions(request, weights),
-            Region("kv", kv_bytes + 64, f"{request.kv}, {kv_blocks} blocks x {len(kv_layers)} layers x {block} bytes"),
+            Region("kv", kv_bytes + 64,
+                   f"{request.kv}, {kv_blocks} blocks{held} x {len(kv_layers)} layers x {block} bytes"),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),

@@ -44,7 +44,7 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
     homes = () if config.mmap else (("*", "resident"),)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
-                   homes)
+                   homes, own_tokens=config.own_tokens)
 
 
 def _outputs(config: RuntimeConfig) -> int:

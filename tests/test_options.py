@@ -71,11 +71,15 @@ GENERATION: dict[str, Callable[[Any], bool]] = {
     "top_p": decimal(lambda p: 0 < p <= 1), "min_p": decimal(lambda p: 0 <= p <= 1),
     "repetition_penalty": decimal(lambda x: x > 0), "presence_penalty": decimal(math.isfinite),
     "frequency_penalty": decimal(math.isfinite), "logit_bias": biases, "seed": whole(0, 2**63 - 1), "stop": texts,
-    "logprobs": whole(0, 100), "n": whole(1, 64), "ignore_eos": lambda value: type(value) is bool,
+    "logprobs": whole(0, 100), "n": whole(1, 64), "beams": whole(1, 16),
+    "length_penalty": decimal(lambda x: -10 <= x <= 10),
+    "early_stopping": lambda value: type(value) is bool or (isinstance(value, str) and value == "never"),
+    "ignore_eos": lambda value: type(value) is bool,
 }
 RUNTIME: dict[str, Callable[[Any], bool]] = {
     "ctx": whole(1), "kv": lambda value: False, "threads": whole(1, 256), "budget": whole(1, 2**63 - 1),
-    "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "mlock": lambda value: type(value) is bool,
+    "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
+    "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
 }
 
@@ -112,7 +116,8 @@ def test_the_tables_are_complete() -> None:
 def test_every_option_of_a_request(llm: LLM, name: str) -> None:
     named = {"n": "n is", "max_tokens": "max_tokens"}.get(name, name)
     for value in VALUES:
-        options = {"max_tokens": 2, "seed": 1, name: value}
+        search = {"beams": 2} if name in ("length_penalty", "early_stopping") else {}
+        options = {"max_tokens": 2, **({} if search or name == "beams" else {"seed": 1}), **search, name: value}
         good = GENERATION[name](plain(value))
         if good and name == "n" and value != 1:
             named_here = "samples were asked for"
@@ -127,9 +132,9 @@ def test_every_setting_of_a_model(name: str) -> None:
         good = RUNTIME.get(name, whole(1, 4096))(plain(value))
         if name == "recipe" and isinstance(value, str) and value.isidentifier():
             continue  # the name of a pass, which the model's graph is asked for
-        if name in ("budget", "progress", "recipe") and not good:
+        if name in ("budget", "progress", "recipe", "beams") and not good:
             outcome(lambda value=value: LLM("no-such-model", **{name: value}), name, value, good)
-        elif name not in ("budget", "progress", "recipe"):
+        elif name not in ("budget", "progress", "recipe", "beams"):
             outcome(lambda value=value: RuntimeConfig(**{name: value}), name, value, good)
 
 
@@ -165,7 +170,7 @@ def test_none_is_the_default_everywhere(llm: LLM) -> None:
         PROMPT, temperature=0, max_tokens=8)
     assert GenerationConfig(**dict.fromkeys(GENERATION)) == GenerationConfig()
     settings = {**dict.fromkeys(RUNTIME), "budget_bytes": None, "outputs": None}
-    for name in ("budget", "progress"):
+    for name in ("budget", "progress", "beams"):
         del settings[name]
     assert RuntimeConfig(**settings) == RuntimeConfig()
     with LLM("demo", **{**dict.fromkeys(RUNTIME), "ctx": 32}) as model:

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
+    from .beams import BeamSearch
     from .completion import Choice, Completion, TokenLogprob
     from .generation import Generation, too_long
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
 
-__all__ = ["Choice", "Completion", "Generation", "Request", "RequestQueue", "Sampled", "Sampler", "Stream",
-           "TokenLogprob", "too_long"]
+__all__ = ["BeamSearch", "Choice", "Completion", "Generation", "Request", "RequestQueue", "Sampled", "Sampler",
+           "Stream", "TokenLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
-    "completion": "Choice Completion TokenLogprob", "generation": "Generation too_long",
+    "beams": "BeamSearch", "completion": "Choice Completion TokenLogprob", "generation": "Generation too_long",
     "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler",
 })

@@ -21,7 +21,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the samples of a request."""
+    """One of the samples of a request, or of the best beams."""
 
     index: int
     text: str
@@ -32,11 +32,14 @@ class Choice:
     """stop (end token or stop string), length (max_tokens or a full context) or cancelled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each of `token_ids`, if asked for."""
+    score: float | None = None
+    """Of a beam: the sum of the tokens' log-probabilities, the end token's too, over their number to the power of
+    `length_penalty`; None for samples."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The outcome of a request. Text, tokens and finish reason are those of the first sample."""
+    """The outcome of a request. Text, tokens and finish reason are those of the first sample, or of the best beam."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -57,4 +60,9 @@ class Completion:
     """What the random choices started from; the same seed gives the same text."""
     logprobs: tuple[TokenLogprob, ...] | None
     choices: tuple[Choice, ...] = field(repr=False)
-    """All samples."""
+    """All samples; of beams as many as were asked for, the best first."""
+
+    @property
+    def score(self) -> float | None:
+        """Of the best beam; None for samples."""
+        return self.choices[0].score

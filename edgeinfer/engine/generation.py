@@ -58,20 +58,21 @@ class Generation:
         self._runner = runner
         self._config = config
         self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
-        if config.n > runner.config.max_sequences:
-            most = runner.config.max_sequences
-            raise RequestError(
-                f"{config.n} samples were asked for, but the model is open for {most}; open it with "
-                f"max_sequences={config.n}."
-            )
+        most, (asked, what) = runner.config.max_sequences, max((config.n, "samples"), (config.beams, "beams"))
+        if asked > most:
+            raise RequestError(f"{asked} {what} were asked for, but the model is open for {most}; open it with "
+                               f"max_sequences={asked}.")
         if config.stop and tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this bundle has none.")
         self._ends = frozenset() if config.ignore_eos else frozenset(eos_ids)
         self.room = min(config.max_tokens, int(runner.config.ctx or 0) - len(self.prompt_ids))
-        self._samples = [_Sample(self, tokenizer, self._ends, index) for index in range(config.n)]
+        self._samples: Items[Sample] = self._new_samples(tokenizer)
         self.cached_tokens = 0
         self._cancellation = Cancellation()
         self._times: list[float] = []
+
+    def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
+        return [Sample(self, tokenizer, self._ends, index) for index in range(self._config.n)]
 
     @property
     def finished(self) -> bool:
@@ -123,7 +124,7 @@ class Generation:
             return ""
         return self._choose(live, logits, [sequence.tokens[before + 1 :] for sequence in sequences])
 
-    def _own_sequence(self, sample: _Sample) -> Sequence:
+    def _own_sequence(self, sample: Sample) -> Sequence:
         """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
         if sample.sequence is None:
             if self._samples[0].sequence is None:
@@ -141,19 +142,23 @@ class Generation:
         self._finish("cancelled")
         return None
 
-    def _choose(self, samples: Items[_Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
+    def _choose(self, samples: Items[Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
         """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row.
 
         All steps of a walk took the same time, and a text may end in the middle of them.
         """
         pieces = [sample.take(row, self.room, gone_on)
                   for sample, row, gone_on in zip(samples, logits, chosen or repeat(()), strict=False)]
-        before, steps = self._times[-1], 1 + (len(chosen[0]) if chosen else 0)
-        each = (time.perf_counter() - before) / steps
-        self._times.extend(before + each * step for step in range(1, steps + 1))
+        self._took(1 + (len(chosen[0]) if chosen else 0))
         if samples[0] is self._samples[0]:
             return pieces[0]
         return ""
+
+    def _took(self, steps: int) -> None:
+        """Take note of when these steps ended."""
+        before = self._times[-1]
+        each = (time.perf_counter() - before) / steps
+        self._times.extend(before + each * step for step in range(1, steps + 1))
 
     def _finish(self, reason: str) -> str:
         pieces = [sample.finish(reason) for sample in self._samples if not sample.finish_reason]
@@ -208,13 +213,14 @@ class Generation:
         return self._config.stop
 
 
-class _Sample:
+class Sample:
     """The state of one sample."""
 
     def __init__(self, request: Generation, tokenizer: Tokenizer | None, eos_ids: frozenset[int], index: int):
         self.index = index
         self.sequence: Sequence | None = None
         self.finish_reason = ""
+        self.score: float | None = None
         self.sampler = request.sampler(index)
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = tokenizer.stream(request.prompt_ids) if tokenizer else None
@@ -272,7 +278,7 @@ class _Sample:
     def choice(self) -> Choice:
         """Return what this sample gave."""
         logprobs = tuple(self._logprobs) if self._logprobs else None
-        return Choice(self.index, "".join(self._text), tuple(self._ids), self.finish_reason, logprobs)
+        return Choice(self.index, "".join(self._text), tuple(self._ids), self.finish_reason, logprobs, self.score)
 
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""

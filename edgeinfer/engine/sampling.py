@@ -197,6 +197,10 @@ class Sampler:
             token_id = self._sample(logits)
         else:
             self._draw[0] = _NONE  # chosen within the walk
+        return self.named(token_id, logits)
+
+    def named(self, token_id: int, logits: Floats) -> Sampled:
+        """Return a token with the log-probabilities that are asked for."""
         if self._config.logprobs is None:
             return Sampled(token_id)
         logprobs = log_softmax(logits)
@@ -204,7 +208,7 @@ class Sampler:
         return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in best))
 
     def _sample(self, logits: Floats) -> int:
-        edited = self._edited(logits)
+        edited = self.edited(logits)
         if self._config.temperature == 0:
             return int(np.argmax(edited))  # the first of equals: the lowest id
         return sampling.draw(edited, self._candidates(edited), self._config.temperature, self._key, self._position)
@@ -214,7 +218,7 @@ class Sampler:
 
         At temperature 0 this is one token of probability 1. Raises as `sample`.
         """
-        edited = self._edited(logits)
+        edited = self.edited(logits)
         if self._config.temperature == 0:
             return np.array([np.argmax(edited)]), np.ones(1)
         ids = self._candidates(edited)
@@ -224,7 +228,7 @@ class Sampler:
     def _candidates(self, logits: Floats) -> Ids | None:
         return sampling.candidates(logits, self._config.top_k, self._config.top_p, self._config.min_p)
 
-    def _edited(self, logits: Floats) -> Floats:
+    def edited(self, logits: Floats) -> Floats:
         """Return the logits, checked, with bias and penalties in a copy where there are any."""
         if logits.shape != (self._vocab_size,):
             size = self._vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable
+from copy import copy
 
 
 class StreamDecoder:
@@ -39,6 +40,13 @@ class StreamDecoder:
             self._n_leading_spaces = 0 if stripped else self._n_leading_spaces - n_stripped
             data = stripped
         return self._utf8.decode(data)
+
+    def fork(self) -> StreamDecoder:
+        """Return a decoder that goes its own way from here."""
+        twin = copy(self)
+        twin._utf8 = type(self._utf8)("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        return twin
 
     def flush(self) -> str:
         """Return U+FFFD for a character that stayed incomplete, else nothing; further ids may follow."""
