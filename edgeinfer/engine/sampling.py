@@ -76,6 +76,8 @@ class Sampler:
     ----------
     address : int
         Of the settings as kernels read them (abi.DRAW_*); they belong to this sampler and live as long as it does.
+    ends : frozenset of int
+        Tokens that end the text.
 
     Raises
     ------
@@ -85,7 +87,7 @@ class Sampler:
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int, index: int = 0, room: int | None = None,
                  ends: Iterable[int] = ()):
-        self._config = config
+        self._config, self._logprobs = config, config.logprobs
         self._vocab_size = vocab_size
         bias = _checked_bias(config.logit_bias, vocab_size)
         self._penalties = config.repetition_penalty, config.presence_penalty, config.frequency_penalty
@@ -108,7 +110,8 @@ class Sampler:
             (abi.DRAW_FREQUENCY, self._penalties[2]),
         ):  # fmt: skip
             draw.view(np.float64)[offset >> 3] = value
-        self._ends = np.array(sorted(ends), np.int64)
+        self.ends = frozenset(ends)
+        self._ends = np.array(sorted(self.ends), np.int64)
         draw[abi.DRAW_ENDS >> 3], draw[abi.DRAW_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
         draw[abi.DRAW_SCREEN >> 3] = config.logprobs is None and not bias and not self._penalises
         draw[abi.DRAW_TOKEN >> 3], draw[_N_EDITS] = _NONE, len(bias)
@@ -141,6 +144,24 @@ class Sampler:
         other._places, other._following = dict(self._places), []
         return other
 
+    def guessing(self, vocab_size: int, n: int) -> Sampler:
+        """Return a sampler that guesses up to n tokens which this one draws from here on, from logits of another model.
+
+        Settings and random numbers are the same; no token behind that model's vocabulary has a bias or a penalty.
+        """
+        other = copy.copy(self)
+        known = self._edits[: len(self._places)]
+        if vocab_size < self._vocab_size:
+            known = known[known["token"] < vocab_size]
+        edits = np.zeros(len(known) + n * self._penalises, EDIT)
+        edits[: len(known)], edits["count"][len(known) :] = known, _NONE
+        draw = np.array(self._draw)
+        draw[abi.DRAW_TOKEN >> 3], draw[_N_EDITS] = _NONE, len(known)
+        other._keep(draw, edits)
+        other._places = {token_id: place for place, token_id in enumerate(known["token"].tolist())}
+        other._vocab_size, other._logprobs, other._following = vocab_size, None, []
+        return other
+
     def _follow(self, before: Sampler, token_id: int) -> None:
         """Become what another is behind one more token."""
         self._position, self._draw[0] = before._position, _NONE
@@ -153,7 +174,7 @@ class Sampler:
     @property
     def needs_each(self) -> bool:
         """Whether it must see each row of logits."""
-        return self._config.logprobs is not None
+        return self._logprobs is not None
 
     def prompt(self, ids: Iterable[int]) -> None:
         """Take note of the prompt: its tokens count for the repetition penalty only."""
@@ -201,10 +222,10 @@ class Sampler:
 
     def named(self, token_id: int, logits: Floats) -> Sampled:
         """Return a token with the log-probabilities that are asked for."""
-        if self._config.logprobs is None:
+        if self._logprobs is None:
             return Sampled(token_id)
         logprobs = log_softmax(logits)
-        best = sampling.top_k_ids(logits, self._config.logprobs) if self._config.logprobs else ()
+        best = sampling.top_k_ids(logits, self._logprobs) if self._logprobs else ()
         return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in best))
 
     def _sample(self, logits: Floats) -> int:

@@ -1,0 +1,150 @@
+"""A smaller model that guesses for a larger one with the same tokenizer (arXiv 2211.17192), and what drafters share.
+
+It draws with the text's own sampler, whose random numbers depend on seed, sample, position and token id alone: where
+both models find the same token likely, they draw the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..runner import DECODE, Segment
+from .drafting import Drafter, Text
+
+if TYPE_CHECKING:
+    from ..runner import Cancellation, Runner, Sequence
+    from .sampling import Sampler
+
+Walk = Callable[[list[int], list[list[int]], list[int], int], tuple[Any, list[list[int]]]]
+"""Walks over tokens of some of the texts, given their places, tokens, draws and how many steps may follow; returns the
+last row of logits of each and the tokens that it went on with."""
+AT_ONCE = 16
+"""Tokens of a text that are walked together with other texts' at most."""
+
+
+class DraftModel(Drafter):
+    """Guesses with a model of its own, which follows the texts in sequences of its own.
+
+    Parameters
+    ----------
+    runner : of the draft; its context holds the texts
+    vocab_size : of the model that checks; no token behind it is guessed
+    kept : at most one sequence of earlier texts, which the next may begin like; shared by the drafters of a runner
+    """
+
+    name = "draft"
+
+    def __init__(self, runner: Runner, vocab_size: int, kept: list[Sequence] | None = None):
+        self._runner, self._vocab_size = runner, min(vocab_size, runner.model.vocab_size)
+        self._held: dict[int, _Held] = {}
+        self._kept = [] if kept is None else kept
+
+    def guess(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+        """Draw n tokens behind each text; see `Drafter.guess`."""
+        wanted = [text for text in texts if self._readable(text)]
+        n = min([n, *(int(self._runner.config.ctx or 0) - len(text.tokens) + 1 for text in wanted)])
+        guesses: list[list[int]] = []
+        if wanted and n > 0:
+            at_once = max(1, min(AT_ONCE, self._runner.config.prefill_chunk // len(wanted)))
+            held = [self._catch_up(text, at_once, cancel) for text in wanted]
+            pending = [text.tokens[len(sequence) :] for text, (sequence, _) in zip(wanted, held, strict=True)]
+            samplers = [text.sampler.guessing(self._runner.model.vocab_size, n) for text in wanted]
+
+            def walk(places: list[int], ids: list[list[int]], draws: list[int],
+                     further: int) -> tuple[Any, list[list[int]]]:
+                return self._walk([held[place].sequence for place in places], ids, draws, further, cancel)
+
+            guesses = drawn(walk, samplers, pending, n, self._vocab_size)
+            self._held |= {text.index: _Held(sequence, len(text.tokens))
+                           for text, (sequence, _) in zip(wanted, held, strict=True)}
+        found = {text.index: guess for text, guess in zip(wanted, guesses, strict=False)}
+        return [found.get(text.index, []) for text in texts]
+
+    def release(self) -> None:
+        """Give back what is kept, but for the first text: a request that continues it need not read it again."""
+        while self._held:
+            _, (sequence, _) = self._held.popitem()
+            if self._held:
+                self._runner.release(sequence)
+            else:
+                while self._kept:
+                    self._runner.release(self._kept.pop())
+                self._kept.append(sequence)
+
+    def _readable(self, text: Text) -> bool:
+        """Whether the draft knows all tokens; those that were seen before need not be looked at again."""
+        seen = self._held[text.index].agreed if text.index in self._held else 0
+        return max(text.tokens[seen:], default=0) < self._runner.model.vocab_size
+
+    def _catch_up(self, text: Text, at_once: int, cancel: Cancellation | None) -> _Held:
+        """Bring the draft's sequence up to the last few tokens of a text; what was guessed wrong is forgotten."""
+        sequence, agreed = self._held.get(text.index) or self._begin(text)
+        most = min(len(sequence), len(text.tokens) - 1)
+        same = min(agreed, most)
+        while same < most and sequence.tokens[same] == text.tokens[same]:
+            same += 1
+        self._runner.truncate(sequence, same)
+        self._held[text.index] = _Held(sequence, same)
+        while (left := len(text.tokens) - len(sequence)) > at_once:
+            n = min(left - 1, self._runner.config.prefill_chunk)
+            self._runner.walk([Segment(sequence, text.tokens[len(sequence) :][:n])], cancel)
+        return self._held[text.index]
+
+    def _begin(self, text: Text) -> _Held:
+        """Return a sequence for a text, a copy of another's where there is one: they have the prompt in common."""
+        if self._kept:
+            return _Held(self._kept.pop(), 0)
+        for sequence, _ in self._held.values():
+            return _Held(self._runner.fork(sequence), 0)
+        return _Held(self._runner.new_sequence(), 0)
+
+    def _walk(self, sequences: list[Sequence], ids: list[list[int]], draws: list[int], further: int,
+              cancel: Cancellation | None) -> tuple[Any, list[list[int]]]:
+        if all(len(own) == 1 for own in ids):
+            ends = [len(sequence) + 1 for sequence in sequences]
+            rows = self._runner.decode(sequences, [own[0] for own in ids], cancel, draws, further)
+            return rows, [sequence.tokens[end:] for sequence, end in zip(sequences, ends, strict=True)]
+        return self._runner.walk([Segment(sequence, own, (len(own) - 1,), DECODE, None, (draw,))
+                                  for sequence, own, draw in zip(sequences, ids, draws, strict=True)], cancel), \
+            [[] for _ in sequences]
+
+
+class _Held(NamedTuple):
+    """What the draft holds of a text."""
+
+    sequence: Sequence
+    agreed: int
+    """Its first tokens, as many at least, are the text's."""
+
+
+def drawn(walk: Walk, samplers: list[Sampler], pending: list[list[int]], n: int, vocab_size: int) -> list[list[int]]:
+    """Draw up to n tokens behind several texts, all together; the last one needs no walk of its own.
+
+    Parameters
+    ----------
+    walk : see `Walk`
+    samplers : of these guesses alone (`Sampler.guessing`)
+    pending : the last tokens of each text, which are not walked yet
+    n : tokens of a guess; less where the text ends before
+    vocab_size : tokens from there on are not guessed, and nothing behind them
+    """
+    guesses: list[list[int]] = [[] for _ in samplers]
+    live, ids = list(range(len(samplers))), pending
+    while live:
+        further = n - 1 - len(guesses[live[0]])
+        rows, chosen = walk(live, ids, [samplers[place].address for place in live], further)
+        going = []
+        for place, row, more in zip(live, rows, chosen, strict=True):
+            sampler, guess = samplers[place], guesses[place]
+            for token in more:
+                sampler.accept(token, noted=True)
+            guess += (*more, sampler.sample(row).token_id)
+            if (strange := next((i for i, token in enumerate(guess) if token >= vocab_size), None)) is not None:
+                del guess[strange:]
+            elif len(guess) < n and guess[-1] not in sampler.ends:
+                sampler.accept(guess[-1])
+                going.append(place)
+        live, ids = going, [[guesses[place][-1]] for place in going]
+    return guesses
