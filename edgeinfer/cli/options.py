@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, HEAD_MODES, KV_TYPES, SPARSE_MODES, WEIGHT_TYPES, Recipe
+from ..config import GROUP_SIZES, HEAD_MODES, KV_TYPES, SAMPLING, SPARSE_MODES, WEIGHT_TYPES, Recipe
+from ..errors import UsageError
 
 Model = Annotated[
     str,
@@ -77,6 +78,12 @@ Seed = Annotated[int | None, option(
 Stop = Annotated[list[str] | None, typer.Option(
     "--stop", metavar="TEXT", show_default=False,
     help="End before this text; may be repeated.  [env var: EDGEINFER_STOP, one text]")]
+Beams = Annotated[int, option(
+    "--beams", metavar="K",
+    help="Beam search with K beams, 2 to 16, instead of sampling, and --samples N gives the N best; 1 is none.")]
+LengthPenalty = Annotated[float, option(
+    "--length-penalty", metavar="X",
+    help="Of beams: log-probabilities are divided by the number of tokens to this power; more favours longer texts.")]
 Samples = Annotated[int, typer.Option(metavar="N", help="Independent answers to one prompt.")]
 PrefillChunk = Annotated[int, typer.Option(metavar="TOKENS", help="Most prompt tokens processed at a time.")]
 WEIGHTS, GROUPS = "|".join(WEIGHT_TYPES), "|".join(map(str, GROUP_SIZES))
@@ -88,5 +95,28 @@ GroupSize = Annotated[int | None, typer.Option(
 
 def from_environment(command: typer.Context, name: str) -> bool:
     """Return whether a value came from its variable: what is set for all commands contradicts no flag of one."""
+    return _source(command, name) == "ENVIRONMENT"
+
+
+def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """Return the options of a request without those that stand in variables, or are defaults, and contradict flags.
+
+    Beams and settings of sampling exclude each other, and a chat shows its text as it grows.
+    """
+    flags = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
+    given = {name for name in asked if _source(command, flags.get(name, name)) == "COMMANDLINE"}
+    sampled = [name for name in SAMPLING if name in given and (name, asked[name]) != ("temperature", 0)]
+    if "beams" not in given and (chat or sampled):
+        asked = {**asked, "beams": 1}
+    if asked["beams"] == 1:
+        return {name: value for name, value in asked.items() if name != "length_penalty" or name in given}
+    if sampled:
+        flag = "--" + flags.get(sampled[0], sampled[0]).replace("_", "-")
+        raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the likeliest texts "
+                         "instead; leave one of them out.")
+    return {name: value for name, value in asked.items() if name not in SAMPLING}
+
+
+def _source(command: typer.Context, name: str) -> str:
     source = command.get_parameter_source(name)
-    return source is not None and source.name == "ENVIRONMENT"
+    return source.name if source else ""

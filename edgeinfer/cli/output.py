@@ -113,7 +113,10 @@ def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) 
     cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
     parts.append(f"{completion.prompt_tokens}{cached} + {completion.completion_tokens} tokens")
     parts.append(completion.finish_reason)
+    if completion.score is not None:
+        parts.append(f"score {completion.score:.4f}")
     peak = "" if peak_bytes is None else f"peak {format_size(peak_bytes)} of "
     parts.append(f"memory {peak}{format_size(planned_bytes)} planned")
-    parts.append(f"seed {completion.seed}")
+    if completion.score is None:
+        parts.append(f"seed {completion.seed}")
     return " | ".join(parts)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import MAX_KLD, GenerationConfig, Recipe, RuntimeConfig
+from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
@@ -49,6 +49,8 @@ def plan(
     kv: options.Kv = _RUNTIME.kv,
     threads: options.Threads = None,
     samples: options.Samples = GenerationConfig.n,
+    beams: options.Beams = GenerationConfig.beams,
+    max_tokens: options.MaxTokens = GenerationConfig.max_tokens,
     prefill_chunk: options.PrefillChunk = _RUNTIME.prefill_chunk,
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
@@ -84,8 +86,10 @@ def plan(
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
-    config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, samples, mlock=mlock, mmap=not no_mmap,
-                           recipe=Recipe.parse(recipe).sparse(sparse).head(head))
+    checked("beams", beams, BEAMS)
+    own_tokens = max(max_tokens, 1) if beams > 1 else None
+    config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
+                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)

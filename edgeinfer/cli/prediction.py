@@ -112,7 +112,7 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
         return None
     tokens, cached = completion.prompt_tokens - completion.cached_tokens, completion.cached_tokens
     out: dict[str, Any] = {**predictor.basis, "decode": None, "prompt": None}
-    if completion.tpot_ms and len(completion.choices) == 1:
+    if completion.tpot_ms and len(completion.choices) == 1 and completion.score is None:
         depth = completion.prompt_tokens + completion.completion_tokens // 2
         out["decode"] = _beside(predictor.decode(depth), 1000 / completion.tpot_ms)
     if completion.ttft_ms and tokens > 0:
@@ -122,7 +122,8 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
 
 def learn_from_run(predictor: Predictor | None, completion: Completion, disturbed: bool) -> None:
     """Let the local profile learn from a request that nothing disturbed; FFNs by neuron read less than all weights."""
-    if predictor is None or disturbed or len(completion.choices) != 1 or predictor.traffic.neuron_layers:
+    several = len(completion.choices) != 1 or completion.score is not None
+    if predictor is None or disturbed or several or predictor.traffic.neuron_layers:
         return
     from ..devices import learn
 

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 JSON_FIELDS = {
     "run": {
         "model": "as given",
-        "text": "generated text of the first sample",
+        "text": "generated text of the first sample, or of the best beam",
         "token_ids": "its tokens, without the end token",
+        "score": "of the best beam: the sum of its tokens' log-probabilities, the end token's too, over their number "
+        "to the power of the length penalty; null without --beams",
         "prompt_tokens": "tokens of the prompt, with the beginning-of-text token",
         "cached_tokens": "how many of them came from the prompt cache",
         "completion_tokens": "generated tokens of all samples, without end tokens",
@@ -25,7 +27,7 @@ JSON_FIELDS = {
         "tpot_ms": "time per token after the first; null under 2 tokens",
         "tok_per_s": "tokens per second after the first, all samples together; null under 2 tokens",
         "load_ms": "opening the model",
-        "ttft_process_ms": "from the start of the process to the first text; null with several samples",
+        "ttft_process_ms": "from the start of the process to the first text; null with several samples or beams",
         "planned_bytes": "the memory plan's total",
         "peak_rss_bytes": "most memory that the process held; null where the system does not say",
         "isa": "instruction set",
@@ -43,7 +45,8 @@ JSON_FIELDS = {
         "decision": decision.FIELD,
         "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
-        "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`",
+        "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`, "
+        "`score`; the best beams first",
     },
 }
 """Fields of the JSON object, by command."""
@@ -53,7 +56,7 @@ def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float
     """Return the JSON object of a run; `first_ms` is the age of the process when the first text was there."""
     config = llm.session.config
     out: dict[str, Any] = {
-        "model": llm.name, "text": completion.text, "token_ids": completion.token_ids,
+        "model": llm.name, "text": completion.text, "token_ids": completion.token_ids, "score": completion.score,
         "prompt_tokens": completion.prompt_tokens, "cached_tokens": completion.cached_tokens,
         "completion_tokens": completion.completion_tokens, "finish_reason": completion.finish_reason,
         "seed": completion.seed, "ttft_ms": completion.ttft_ms, "tpot_ms": completion.tpot_ms,
@@ -72,7 +75,7 @@ def choice_object(choice: Choice) -> dict[str, Any]:
     """Return one sample as a JSON object."""
     out: dict[str, Any] = {
         "index": choice.index, "text": choice.text, "token_ids": choice.token_ids,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": choice.finish_reason, "score": choice.score,
     }
     if choice.logprobs is not None:
         out["logprobs"] = [logprob_object(item) for item in choice.logprobs]

@@ -35,6 +35,7 @@ _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
 
 
 def run(
+    command: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -85,6 +86,8 @@ def run(
         typer.Option(metavar="K", help="With --json: log-probabilities of each token and of the K likeliest."),
     ] = None,
     samples: options.Samples = _GENERATION.n,
+    beams: options.Beams = _GENERATION.beams,
+    length_penalty: options.LengthPenalty = _GENERATION.length_penalty,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template.")
@@ -108,14 +111,17 @@ def run(
       edgeinfer run demo "Once upon a time" -n 64 --temp 0
       edgeinfer run ./my-bundle < question.txt
       edgeinfer run ./my-bundle "Name three rivers." --json --samples 2
+      edgeinfer run ./my-bundle "Translate: Guten Morgen!" --beams 4
     """
     text = read_prompt(prompt)
     asked: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "logit_bias": parse_bias(logit_bias or []), "logprobs": logprobs,
-        "n": samples,
+        "n": samples, "beams": beams, "length_penalty": length_penalty,
     }
+    asked = options.agreeing(command, asked, chat=text is None)
+    beams = asked["beams"]
     check_request(text, asked, json)
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
@@ -125,8 +131,8 @@ def run(
         began = time.perf_counter()
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
-            mlock=mlock, mmap=not no_mmap, recipe=recipe, sparse=sparse, head=head,
-            max_kld=max_kld, progress=progress,
+            beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
+            recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
@@ -145,8 +151,9 @@ def check_request(text: str | LongInput | None, options: dict[str, Any], json: b
     GenerationConfig(**options)
     if text is None and json:
         raise UsageError("--json needs a PROMPT, or a pipe as standard input.")
-    if text is None and options["n"] > 1:
-        raise UsageError("--samples needs a PROMPT, or a pipe as standard input.")
+    for name, flag in (("n", "--samples"), ("beams", "--beams")):
+        if text is None and options[name] > 1:
+            raise UsageError(f"{flag} needs a PROMPT, or a pipe as standard input.")
     if options["logprobs"] is not None and not json:
         raise UsageError("--logprobs is part of the JSON report; add --json.")
     if text == "":
@@ -244,7 +251,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     """Run one request, print its outcome, and return the exit code."""
     first_ms: list[float] = []
     others, reading, began = Disturbances(), streaming.Usage(llm.session), time.perf_counter()
-    completion = several(llm, ids, options) if options["n"] > 1 else streamed(llm, ids, options, not json, first_ms)
+    whole = options["n"] > 1 or options["beams"] > 1
+    completion = several(llm, ids, options) if whole else streamed(llm, ids, options, not json, first_ms)
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
     predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
@@ -258,7 +266,9 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
                     "quality": approximation(llm.session, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "sparse": sparse.report() if sparse else None})
-    elif options["n"] > 1:
+    elif whole and options["n"] == 1:
+        print(completion.text, flush=True)
+    elif whole:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
@@ -267,7 +277,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for line in filter(None, (sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
-    alone = len(completion.choices) == 1 and completion.completion_tokens >= LEAST_TOKENS
+    alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS
     if llm.choice and not disturbed and completion.tok_per_s and alone:
         from ..choice import learn
 
@@ -278,7 +288,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
 
 
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:
-    """Run a request for more than one sample."""
+    """Run a request of which no text is there before the end: several samples, beams."""
     with cancelling(llm):
         return llm.complete(ids, **options)
 
