@@ -20,10 +20,10 @@ SPARSE_MODES = ("off", "exact", "predict")
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
-"""Who guesses tokens that a walk checks together: a draft model where one is given, else the text's own repetitions;
-nobody; these two by name; or the model itself, cut short."""
-MOST_DRAFT_TOKENS = 64
-"""Guesses that a walk checks for a text at most."""
+"""Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the text's last
+tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
+DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
+"""Guesses that a walk checks for a text at most: where nothing else is said, and of all that may be said."""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
@@ -80,6 +80,10 @@ class GenerationConfig:
     early_stopping: bool | str = option(False, _ENDS)
     """When a beam search ends before its beams do: True as soon as there are as many results as beams; False when the
     best beam, at its length now, is no better than the worst of them; "never" when it cannot become better either."""
+    speculate: str | None = option(None, choice(SPECULATIONS))
+    """Who guesses tokens that a walk checks together, which never changes a text; None is as the model was opened."""
+    draft_tokens: int | None = option(None, integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"))
+    """Most guesses of a walk; None is as the model was opened."""
     ignore_eos: bool = option(False, FLAG)
     """Go on after an end-of-text token (for measurements)."""
 
@@ -101,9 +105,16 @@ def _check_beams(config: GenerationConfig) -> None:
         if value != default[name] and not (name == "temperature" and value == 0):
             raise UsageError(f"{name} is {value}, and beam search takes the likeliest texts instead of sampling; leave "
                              f"{name} out, or beams.")
+    if config.speculate not in (None, "auto", "off"):
+        raise UsageError(f"speculate is {config.speculate}, and a beam search checks no guesses; leave one of them out.")
     if config.n > config.beams:
         raise UsageError(f"n is {config.n}, and a search with {config.beams} beams has as many results; lower n or "
                          "raise beams.")
+
+
+def rows_for_guesses(speculate: str | None, draft_tokens: int | None) -> int:
+    """Return the `draft_tokens` of a run that says so much of speculation."""
+    return 0 if speculate == "off" else DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens
 
 
 def from_options(kind: type, options: dict[str, Any]) -> Any:

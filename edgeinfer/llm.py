@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, Rule, checked, shown, whole
-from .config import BEAMS, GenerationConfig, Recipe, RuntimeConfig, from_options
+from .config import BEAMS, GenerationConfig, Recipe, RuntimeConfig, from_options, rows_for_guesses
 from .errors import RequestError, UsageError
 from .models import Progress, resolve
 from .sizes import parse_size
@@ -18,7 +18,7 @@ from .sizes import parse_size
 if TYPE_CHECKING:
     from .bundle import Bundle
     from .choice import Choice
-    from .engine import Completion, Request, Stream
+    from .engine import Completion, Request, Speculation, Stream
     from .memory_planner import MemoryPlan
     from .runner import Cancellation
     from .runtime import Session
@@ -74,6 +74,11 @@ class LLM:
     max_kld : float, optional
         What of `sparse` and `head` is not given, and no recipe either, is approximated by itself where exactly that was
         measured to diverge by so many nats at most, by default 0.02; 0 leaves the model exact.
+    speculate : {"auto", "off", "lookup", "draft", "self"}, optional
+        Who guesses tokens that a walk checks together where that is faster, with the same text: by default the draft
+        model where there is one, else what followed the last tokens where they stood before.
+    draft_tokens : int, optional
+        Most guesses of a walk; by default 7.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -126,14 +131,18 @@ class LLM:
         sparse: str | None = None,
         head: str | None = None,
         max_kld: float | None = None,
+        speculate: str | None = None,
+        draft_tokens: int | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
         if sparse is not None or head is not None:
             passes = (passes or Recipe()).sparse(sparse).head(head)
+        self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
         settings: dict[str, Any] = {  # of which each may be None, whatever its type
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
             "own_tokens": own_tokens, "mlock": mlock, "mmap": mmap, "recipe": passes,
+            "draft_tokens": rows_for_guesses(self._speculate, draft_tokens),
             "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
         config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
@@ -145,7 +154,7 @@ class LLM:
             checked("progress", progress, FUNCTION)
         self.path = resolve(self.name, progress)
         from .bundle import Bundle
-        from .engine import RequestQueue
+        from .engine import RequestQueue, Times
         from .offload import placer
         from .runtime import Session
         from .text import ChatTemplate, Tokenizer
@@ -165,6 +174,7 @@ class LLM:
             self._bundle.close()
             raise
         self._queue = RequestQueue(self.session)
+        self._times = Times()
         self._preparing: set[Cancellation] = set()
         self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
@@ -306,9 +316,21 @@ class LLM:
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._queue.check_open()
-        kind = BeamSearch if config.beams > 1 else Generation
-        generation = kind(self._queue.runner, self._tokenizer, ids, config, self._eos_ids)
+        request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
+        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._speculation(config))
         return Request(self._queue, generation, reuse, cache)
+
+    def _speculation(self, config: GenerationConfig) -> Speculation | None:
+        """Make what guesses tokens of a request."""
+        kind, rows = config.speculate or self._speculate, self.session.config
+        if kind == "off":
+            return None
+        if (config.draft_tokens or 0) > rows.draft_tokens or not rows.draft_tokens:
+            raise RequestError(f"{config.draft_tokens or 'Guesses'} guesses were asked for, but the model is open for "
+                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens or 7}.")
+        from .engine import PromptLookup, Speculation
+
+        return Speculation(PromptLookup(), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from .engine import Stream

@@ -75,12 +75,14 @@ GENERATION: dict[str, Callable[[Any], bool]] = {
     "length_penalty": decimal(lambda x: -10 <= x <= 10),
     "early_stopping": lambda value: type(value) is bool or (isinstance(value, str) and value == "never"),
     "ignore_eos": lambda value: type(value) is bool,
+    "speculate": lambda value: False, "draft_tokens": whole(1, 64),
 }
 RUNTIME: dict[str, Callable[[Any], bool]] = {
     "ctx": whole(1), "kv": lambda value: False, "threads": whole(1, 256), "budget": whole(1, 2**63 - 1),
     "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
+    "speculate": lambda value: False, "draft_tokens": whole(1, 64),
 }
 
 

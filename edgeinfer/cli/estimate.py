@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
+from ..config import DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
 from . import decision, neurons
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
@@ -139,7 +139,8 @@ def estimate(
     passes, bound = Recipe.parse(recipe).sparse(sparse).head(head), checked("max_kld", max_kld, NATS)
     described, decided = describe(model, weights, group_size, passes, one), None
     if device in (None, "local") and one is not None:
-        described, _, decided = decision.described_as_run(described, RuntimeConfig(ctx, kv, recipe=passes), bound)
+        described, _, decided = decision.described_as_run(described, RuntimeConfig(
+            ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes), bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length = prompt or min(DEFAULT_PROMPT, ctx)
     if one is not None:

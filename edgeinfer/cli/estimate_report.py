@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..config import DEFAULT_DRAFT_TOKENS
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
 from .neurons import neurons_line, neurons_object
@@ -83,7 +84,8 @@ def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
     from ..config import RuntimeConfig
     from ..memory_planner import Planner, to_request
 
-    return Planner(model.graph, model.weight_bytes).plan(to_request(RuntimeConfig(ctx, kv, 1))).total_bytes
+    request = to_request(RuntimeConfig(ctx, kv, 1, draft_tokens=DEFAULT_DRAFT_TOKENS))
+    return Planner(model.graph, model.weight_bytes).plan(request).total_bytes
 
 
 def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:

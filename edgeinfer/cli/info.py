@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import MAX_KLD, Recipe, RuntimeConfig
+from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
@@ -77,7 +77,7 @@ def info(
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
-        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit,
+        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,
                                recipe=Recipe.parse(recipe).sparse(sparse).head(head))
         choice, decision = told(bundle, config, bound)
         config = choice.way.config if choice else config

@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import GROUP_SIZES, HEAD_MODES, KV_TYPES, SAMPLING, SPARSE_MODES, WEIGHT_TYPES, Recipe
+from ..config import (
+    DEFAULT_DRAFT_TOKENS,
+    GROUP_SIZES,
+    HEAD_MODES,
+    KV_TYPES,
+    SAMPLING,
+    SPARSE_MODES,
+    SPECULATIONS,
+    WEIGHT_TYPES,
+    Recipe,
+)
 from ..errors import UsageError
 
 Model = Annotated[
@@ -66,6 +76,12 @@ MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
          "much at most; 0 leaves the model exact.")]
+Speculate = Annotated[str, option(
+    "--speculate", metavar="|".join(SPECULATIONS),
+    help="Who guesses tokens that are checked together where that is faster, with the same text; auto is the draft "
+         "model, else what followed the last tokens where they stood before.")]
+DraftTokens = Annotated[int, option("--draft-tokens", metavar="N", help="Most guesses that are checked together.")]
+DRAFT_TOKENS = DEFAULT_DRAFT_TOKENS
 MaxTokens = Annotated[int, option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float, option("--temp", metavar="T", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, option("--top-k", metavar="K", help="Keep the K likeliest; 0 keeps all.")]

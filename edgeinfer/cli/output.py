@@ -13,7 +13,7 @@ from ..sizes import format_size
 
 if TYPE_CHECKING:
     from ..devices import DeviceProfile, Estimate
-    from ..engine import Completion
+    from ..engine import Completion, SpeculationReport
     from ..memory_planner import Alternative, MemoryPlan
 
 
@@ -102,6 +102,16 @@ def alternative_object(option: Alternative) -> dict[str, Any]:
             "total_bytes": option.total_bytes}
 
 
+def speculated(found: SpeculationReport | None) -> str:
+    """Return what guessing tokens did, for the line of statistics; empty where there was nothing to guess."""
+    if not found or found.state == "idle" or (found.state == "on" and not found.walks):
+        return ""
+    if found.state == "off":
+        return f"{found.drafter} off: slower here"
+    gain = "" if found.gain is None else f", {found.gain:.2f}x"
+    return f"{found.drafter} {found.tokens_per_walk:.1f} tokens a walk{gain}"
+
+
 def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) -> str:
     """Return the statistics of a request in one line."""
     parts = []
@@ -110,6 +120,8 @@ def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) 
     if completion.tpot_ms is not None:
         parts.append(f"{completion.tpot_ms:.2f} ms/token")
         parts.append(f"{completion.tok_per_s:.1f} tok/s")
+    if said := speculated(completion.speculation):
+        parts.append(said)
     cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
     parts.append(f"{completion.prompt_tokens}{cached} + {completion.completion_tokens} tokens")
     parts.append(completion.finish_reason)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig
+from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
@@ -58,6 +58,8 @@ def plan(
     sparse: options.Sparse = None,
     head: options.Head = None,
     max_kld: options.MaxKld = MAX_KLD,
+    speculate: options.Speculate = "auto",
+    draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,
@@ -87,8 +89,10 @@ def plan(
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     checked("beams", beams, BEAMS)
+    GenerationConfig(speculate=speculate, draft_tokens=draft_tokens)
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
+                           draft_tokens=rows_for_guesses("off" if beams > 1 else speculate, draft_tokens),
                            mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")

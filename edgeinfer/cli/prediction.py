@@ -112,9 +112,9 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
         return None
     tokens, cached = completion.prompt_tokens - completion.cached_tokens, completion.cached_tokens
     out: dict[str, Any] = {**predictor.basis, "decode": None, "prompt": None}
-    if completion.tpot_ms and len(completion.choices) == 1 and completion.score is None:
+    if completion.plain_tpot_ms and len(completion.choices) == 1 and completion.score is None:
         depth = completion.prompt_tokens + completion.completion_tokens // 2
-        out["decode"] = _beside(predictor.decode(depth), 1000 / completion.tpot_ms)
+        out["decode"] = _beside(predictor.decode(depth), 1000 / completion.plain_tpot_ms)
     if completion.ttft_ms and tokens > 0:
         out["prompt"] = _beside(predictor.prompt(cached, tokens), 1000 * tokens / completion.ttft_ms)
     return out
@@ -129,9 +129,9 @@ def learn_from_run(predictor: Predictor | None, completion: Completion, disturbe
 
     decodes, prompts = [], []
     tokens = completion.prompt_tokens - completion.cached_tokens
-    if completion.tpot_ms and completion.completion_tokens >= LEAST_TOKENS:
+    if completion.plain_tpot_ms and completion.completion_tokens >= LEAST_TOKENS:
         depth = completion.prompt_tokens + completion.completion_tokens / 2
-        decodes.append(predictor.decode_run(depth, completion.tpot_ms / 1000))
+        decodes.append(predictor.decode_run(depth, completion.plain_tpot_ms / 1000))
     if completion.ttft_ms and tokens >= 4 * LEAST_TOKENS:
         run = predictor.prompt_run(completion.cached_tokens, tokens, completion.ttft_ms / 1000)
         prompts += [run] if run else []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..process import peak_rss_bytes
 from . import decision
 
 if TYPE_CHECKING:
-    from ..engine import Choice, Completion, TokenLogprob
+    from ..engine import Choice, Completion, SpeculationReport, TokenLogprob
     from ..llm import LLM
 
 JSON_FIELDS = {
@@ -44,6 +45,10 @@ JSON_FIELDS = {
         "whether nobody asked for it; else null",
         "decision": decision.FIELD,
         "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
+        "speculation": "unless --speculate off: `drafter`, `state` (on; off, where it was measured to be slower; idle, "
+        "where there was nothing to guess), `walks` that checked guesses, `drafted`, `accepted`, "
+        "`accepted_per_position`, `tokens_per_walk`, and `gain`: speed over that without guesses; the last two null "
+        "without a walk",
         "logprobs": "with --logprobs: per token `token_id`, `text`, `logprob`, `top`",
         "choices": "with several samples: per sample `index`, `text`, `token_ids`, `finish_reason`, `logprobs`, "
         "`score`; the best beams first",
@@ -69,6 +74,11 @@ def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float
     if len(completion.choices) > 1:
         out["choices"] = [choice_object(choice) for choice in completion.choices]
     return out
+
+
+def speculation_object(found: SpeculationReport | None) -> dict[str, Any] | None:
+    """Return what guessing tokens did as a JSON object; None where it was off."""
+    return asdict(found) if found else None
 
 
 def choice_object(choice: Choice) -> dict[str, Any]:

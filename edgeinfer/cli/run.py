@@ -22,7 +22,7 @@ from .decision import announce, approximation
 from .output import figures, print_json, say
 from .prediction import LEAST_TOKENS, Disturbances, learn_from_run, make_predictor, run_estimate, sentence
 from .progress import ProgressLine
-from .report import JSON_FIELDS, run_object
+from .report import JSON_FIELDS, run_object, speculation_object
 
 if TYPE_CHECKING:
     from ..engine import Completion
@@ -68,6 +68,8 @@ def run(
     sparse: options.Sparse = None,
     head: options.Head = None,
     max_kld: options.MaxKld = MAX_KLD,
+    speculate: options.Speculate = "auto",
+    draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -118,11 +120,12 @@ def run(
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "logit_bias": parse_bias(logit_bias or []), "logprobs": logprobs,
-        "n": samples, "beams": beams, "length_penalty": length_penalty,
+        "n": samples, "speculate": speculate, "draft_tokens": draft_tokens if speculate != "off" else None, "beams": beams, "length_penalty": length_penalty,
     }
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
     check_request(text, asked, json)
+    speculate = "off" if beams > 1 and speculate == "auto" else speculate
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
     with ProgressLine() as progress:
@@ -132,7 +135,8 @@ def run(
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
             beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
-            recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, progress=progress,
+            recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, speculate=speculate, draft_tokens=draft_tokens,
+            progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
@@ -265,6 +269,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         print_json({**report, "estimate": predicted, "offload": reading.report(),
                     "quality": approximation(llm.session, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
+                    "speculation": speculation_object(completion.speculation),
                     "sparse": sparse.report() if sparse else None})
     elif whole and options["n"] == 1:
         print(completion.text, flush=True)
@@ -278,11 +283,11 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS
-    if llm.choice and not disturbed and completion.tok_per_s and alone:
+    if llm.choice and not disturbed and completion.plain_tpot_ms and alone:
         from ..choice import learn
 
         depth = completion.prompt_tokens + completion.completion_tokens // 2
-        if off := learn(llm.session.bundle, llm.choice, completion.tok_per_s, depth):
+        if off := learn(llm.session.bundle, llm.choice, 1000 / completion.plain_tpot_ms, depth):
             say(off)
     return 1 if completion.finish_reason == "cancelled" else 0
 

@@ -6,16 +6,20 @@ from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
     from .beams import BeamSearch
-    from .completion import Choice, Completion, TokenLogprob
+    from .completion import Choice, Completion, SpeculationReport, TokenLogprob
     from .draft_model import DraftModel
+    from .drafting import Drafter
     from .generation import Generation, too_long
+    from .lookup import PromptLookup
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
+    from .speculation import Speculation, Times
 
-__all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Generation", "Request", "RequestQueue", "Sampled",
-           "Sampler", "Stream", "TokenLogprob", "too_long"]
+__all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
+           "RequestQueue", "Sampled", "Sampler", "Speculation", "SpeculationReport", "Stream", "Times", "TokenLogprob",
+           "too_long"]
 __getattr__ = lazily(__name__, {
-    "beams": "BeamSearch", "completion": "Choice Completion TokenLogprob", "draft_model": "DraftModel",
-    "generation": "Generation too_long",
-    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler",
+    "beams": "BeamSearch", "completion": "Choice Completion SpeculationReport TokenLogprob",
+    "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long", "lookup": "PromptLookup",
+    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "speculation": "Speculation Times",
 })

@@ -50,7 +50,7 @@ class Beam(Sample):
         """Return the beam that goes on with one more token, or ends with it; it has no sequence yet."""
         child = copy(self)
         child.sequence, child.total = None, total
-        child._ids, child._text, child._logprobs = list(self._ids), list(self._text), list(self._logprobs)
+        child.tokens, child._text, child._logprobs = list(self.tokens), list(self._text), list(self._logprobs)
         child._decoder, child._stops = self._decoder and self._decoder.fork(), copy(self._stops)
         child._accept(sampled, room)
         return child

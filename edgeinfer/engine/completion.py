@@ -38,6 +38,29 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class SpeculationReport:
+    """What speculation did in a request."""
+
+    drafter: str
+    """lookup, draft or self."""
+    state: str
+    """on; off, where it was measured to be slower; or idle, where there was nothing to guess."""
+    walks: int
+    """Walks that checked guesses."""
+    drafted: int
+    """Guesses that were checked."""
+    accepted: int
+    """Of them, those that were right and whose text was taken."""
+    accepted_per_position: tuple[int, ...]
+    """How many walks accepted the first guess, the second, ..."""
+    tokens_per_walk: float | None
+    """Tokens that each text got from a walk with guesses, on the average; None without one."""
+    gain: float | None
+    """Speed of the whole decoding over that of walks without guesses, which this request and those before it measured;
+    None without a walk with guesses."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """The outcome of a request. Text, tokens and finish reason are those of the first sample, or of the best beam."""
 
@@ -61,8 +84,16 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     choices: tuple[Choice, ...] = field(repr=False)
     """All samples; of beams as many as were asked for, the best first."""
+    speculation: SpeculationReport | None = None
+    """What guessing tokens did; None where it was off."""
 
     @property
     def score(self) -> float | None:
         """Of the best beam; None for samples."""
         return self.choices[0].score
+
+    @property
+    def plain_tpot_ms(self) -> float | None:
+        """Time per output token as walks without guesses would have taken it."""
+        gain = self.speculation.gain if self.speculation else None
+        return self.tpot_ms and self.tpot_ms * (gain or 1)

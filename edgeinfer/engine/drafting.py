@@ -40,6 +40,9 @@ class Drafter(abc.ABC):
 
     name: str
     """One of `config.SPECULATIONS`."""
+    free: bool = False
+    """Whether guesses cost next to nothing: they are also made where no walk checks them, to learn how many are right.
+    """
 
     def level(self, text: Text) -> int:
         """Return how sure the guess would be, in steps that only this drafter knows; 0: it has none.

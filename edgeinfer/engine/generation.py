@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ..checks import shown, whole
 from ..config import GenerationConfig
 from ..errors import CancelledError, RequestError
-from ..runner import Cancellation
+from ..runner import DECODE, Cancellation, Segment
 from ..text import StopStrings, StreamDecoder, Tokenizer
 from .completion import Choice, Completion, TokenLogprob
 from .sampling import Sampled, Sampler
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
+    from .speculation import Speculation
 
 SEED_BITS = 32
 """Of seeds drawn here; short enough to be typed again."""
@@ -38,6 +39,7 @@ class Generation:
     prompt_ids : tokens of the prompt, with the beginning-of-text token
     config : how to continue it
     eos_ids : tokens that end the text
+    speculation : guesses tokens, of which a walk checks several; the text is the same
 
     Raises
     ------
@@ -53,10 +55,12 @@ class Generation:
         prompt_ids: Iterable[int],
         config: GenerationConfig,
         eos_ids: Iterable[int] = (),
+        speculation: Speculation | None = None,
     ):
         self.prompt_ids = checked_prompt(prompt_ids, runner)
         self._runner = runner
         self._config = config
+        self._speculation = speculation
         self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
         most, (asked, what) = runner.config.max_sequences, max((config.n, "samples"), (config.beams, "beams"))
         if asked > most:
@@ -112,17 +116,50 @@ class Generation:
         return self._choose(self._samples, [logits] * len(self._samples))
 
     def step(self) -> str:
-        """Decode a token of every live sample, or a few; returns the new text of the first sample."""
+        """Give every live sample a token, or a few; returns the new text of the first sample."""
         live = [sample for sample in self._samples if not sample.finish_reason]
         sequences = [self._own_sequence(sample) for sample in live]
+        text = self._unless_cancelled(lambda: self._advance(live, sequences))
+        return text or ""
+
+    def _advance(self, live: list[Sample], sequences: list[Sequence]) -> str:
+        """Walk over the last token of each sample, and over guesses behind it, if there are any."""
+        room = self.room - max(sample.n_tokens for sample in live) - 1
+        speculation = self._speculation
+        guesses = speculation.guesses(live, room, self._cancellation) if speculation else []
+        if guesses:
+            return self._check(live, sequences, guesses)
         ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
-        before = len(sequences[0])
-        further = 0 if any(sample.sampler.needs_each for sample in live) else self.room - live[0].n_tokens - 1
-        logits = self._unless_cancelled(
-            lambda: self._runner.decode(sequences, ids, self._cancellation, draws, further))
-        if logits is None:
-            return ""
-        return self._choose(live, logits, [sequence.tokens[before + 1 :] for sequence in sequences])
+        before = [len(sequence) for sequence in sequences]
+        further = 0 if any(sample.sampler.needs_each for sample in live) else room
+        further = speculation.further(further) if speculation else further
+        logits = self._runner.decode(sequences, ids, self._cancellation, draws, further)
+        chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
+        text = self._choose(live, logits, chosen)
+        if speculation:
+            speculation.plain(1 + len(chosen[0]))
+        return text
+
+    def _check(self, live: list[Sample], sequences: list[Sequence], guesses: list[list[int]]) -> str:
+        """Walk over guesses, and keep them as long as each is the token that would have been drawn in its place.
+
+        The first that is another is replaced by the one that was drawn; what was computed behind it is forgotten.
+        """
+        lengths = [len(sequence) for sequence in sequences]
+        samplers = [sample.sampler.following(guess) for sample, guess in zip(live, guesses, strict=True)]
+        rows = iter(self._runner.walk([
+            Segment(sequence, (sample.last_id, *guess), range(len(guess) + 1), DECODE,
+                    draws=[sampler.address for sampler in draws])
+            for sequence, sample, guess, draws in zip(sequences, live, guesses, samplers, strict=True)
+        ], self._cancellation))
+        taken = [sample.check(draws, list(islice(rows, len(draws))), guess, self.room)
+                 for sample, draws, guess in zip(live, samplers, guesses, strict=True)]
+        for sequence, length, (_, right) in zip(sequences, lengths, taken, strict=True):
+            self._runner.truncate(sequence, length + 1 + right)
+        self._took_tokens()
+        assert self._speculation
+        self._speculation.checked(guesses, [right for _, right in taken])
+        return taken[0][0] if live[0] is self._samples[0] else ""
 
     def _own_sequence(self, sample: Sample) -> Sequence:
         """Return the sample's sequence; before its first decode that is a fork of the prompt's."""
@@ -145,19 +182,23 @@ class Generation:
     def _choose(self, samples: Items[Sample], logits: Any, chosen: Items[list[int]] = ()) -> str:
         """Take in the tokens that a walk went on with, the same number for each sample, and one from each last row.
 
-        All steps of a walk took the same time, and a text may end in the middle of them.
+        A text may end in the middle of them.
         """
         pieces = [sample.take(row, self.room, gone_on)
                   for sample, row, gone_on in zip(samples, logits, chosen or repeat(()), strict=False)]
-        self._took(1 + (len(chosen[0]) if chosen else 0))
+        self._took_tokens()
         if samples[0] is self._samples[0]:
             return pieces[0]
         return ""
 
+    def _took_tokens(self) -> None:
+        """Take note of when the longest sample got its latest tokens: all of a walk took the same time."""
+        self._took(max(sample.n_tokens for sample in self._samples) - len(self._times) + 1)
+
     def _took(self, steps: int) -> None:
         """Take note of when these steps ended."""
         before = self._times[-1]
-        each = (time.perf_counter() - before) / steps
+        each = (time.perf_counter() - before) / max(steps, 1)
         self._times.extend(before + each * step for step in range(1, steps + 1))
 
     def _finish(self, reason: str) -> str:
@@ -171,6 +212,8 @@ class Generation:
     def release(self, keep_first: bool = False) -> Sequence | None:
         """Give the sequences back; `keep_first` returns the first one instead, for a request that continues it."""
         kept = None
+        if self._speculation:
+            self._speculation.release()
         for sample in self._samples:
             sequence, sample.sequence = sample.sequence, None
             if sequence is None:
@@ -198,6 +241,7 @@ class Generation:
         return Completion(
             first.text, first.token_ids, len(self.prompt_ids), self.cached_tokens, n_tokens, ttft_ms, tpot_ms,
             tok_per_s, first.finish_reason, self.seed, first.logprobs, choices,
+            self._speculation.report() if self._speculation else None,
         )
 
     def sampler(self, index: int) -> Sampler:
@@ -218,6 +262,7 @@ class Sample:
 
     def __init__(self, request: Generation, tokenizer: Tokenizer | None, eos_ids: frozenset[int], index: int):
         self.index = index
+        self.tokens = list(request.prompt_ids)
         self.sequence: Sequence | None = None
         self.finish_reason = ""
         self.score: float | None = None
@@ -226,19 +271,19 @@ class Sample:
         self._decoder: StreamDecoder | None = tokenizer.stream(request.prompt_ids) if tokenizer else None
         self._stops = StopStrings(request.stop)
         self._eos_ids = eos_ids
-        self._ids: list[int] = []
+        self._prompt_tokens = len(self.tokens)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     @property
     def last_id(self) -> int:
         """The token to decode next."""
-        return self._ids[-1]
+        return self.tokens[-1]
 
     @property
     def n_tokens(self) -> int:
-        """How many it has."""
-        return len(self._ids)
+        """How many were generated."""
+        return len(self.tokens) - self._prompt_tokens
 
     def take(self, logits: Any, room: int, chosen: Iterable[int] = ()) -> str:
         """Take the tokens `chosen` already and one from the logits; return the text that they complete.
@@ -252,18 +297,28 @@ class Sample:
                 return text
         return text + self._accept(self.sampler.sample(logits), room)
 
+    def check(self, samplers: Items[Sampler], logits: Items[Any], guess: list[int], room: int) -> tuple[str, int]:
+        """Draw the next token, and the one behind each guess that is right; return their text and how many are."""
+        text = ""
+        for right, (sampler, row) in enumerate(zip(samplers, logits, strict=True)):
+            sampled = sampler.sample(row)
+            text += self._accept(sampled, room)
+            if self.finish_reason or guess[right : right + 1] != [sampled.token_id]:
+                break
+        return text, right
+
     def _accept(self, sampled: Sampled, room: int, noted: bool = False) -> str:
         if sampled.token_id in self._eos_ids:
             return self.finish("stop")
         self.sampler.accept(sampled.token_id, noted)
-        self._ids.append(sampled.token_id)
+        self.tokens.append(sampled.token_id)
         if sampled.logprob is not None:
             self._logprobs.append(self._named(sampled, sampled.logprob))
         piece, stopped = self._stops.push(self._decoder.push(sampled.token_id) if self._decoder else "")
         self._text.append(piece)
         if stopped:
             self.finish_reason = "stop"
-        elif len(self._ids) >= room:
+        elif self.n_tokens >= room:
             return piece + self.finish("length")
         return piece
 
@@ -278,7 +333,8 @@ class Sample:
     def choice(self) -> Choice:
         """Return what this sample gave."""
         logprobs = tuple(self._logprobs) if self._logprobs else None
-        return Choice(self.index, "".join(self._text), tuple(self._ids), self.finish_reason, logprobs, self.score)
+        ids = tuple(self.tokens[self._prompt_tokens :])
+        return Choice(self.index, "".join(self._text), ids, self.finish_reason, logprobs, self.score)
 
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""

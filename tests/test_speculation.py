@@ -1,0 +1,334 @@
+"""Guesses never change a text: whoever guesses, however well, whatever is drawn; and the controller's arithmetic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer import LLM
+from edgeinfer.config import GenerationConfig, RuntimeConfig
+from edgeinfer.engine import Completion, Drafter, Generation, PromptLookup, Speculation, Times
+from edgeinfer.engine import speculation as controller
+from edgeinfer.engine.lookup import LENGTHS, Index
+from edgeinfer.errors import CancelledError, RequestError
+from edgeinfer.memory_planner import resolve, to_request
+from edgeinfer.runner import Cancellation
+from edgeinfer.runtime import Session
+from tests.sessions import TINY, session, tokens, write_model
+
+VOCABULARY = 300
+PROMPT = tokens(21, vocab_size=VOCABULARY)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.5}, {"top_k": 0, "top_p": 0.8},
+    {"repetition_penalty": 1.4}, {"presence_penalty": 0.7, "temperature": 0.0}, {"frequency_penalty": 0.4},
+    {"logit_bias": {5: 2.0, 7: -100.0, 11: 4.0}}, {"logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.8, "logprobs": 0, "logit_bias": {3: 1.5}},
+)  # fmt: skip
+
+
+class Parrot(Drafter):
+    """Knows the texts of a request that has run, and is right in a share of its guesses."""
+
+    name = "draft"
+
+    def __init__(self, texts: Items[Items[int]], right: float, seed: int = 0):
+        self._texts, self._right, self._random = texts, right, random.Random(seed)
+        self.released = 0
+
+    def guess(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+        found = []
+        for text in texts:
+            whole, at = (*PROMPT, *self._texts[text.index]), len(text.tokens)
+            guess = [*whole[at : at + n], *(0,) * (at + n - len(whole))]  # behind the end it guesses as well
+            found.append([token if self._random.random() < self._right else self._random.randrange(VOCABULARY)
+                          for token in guess])
+        return found
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("speculation"), replace(TINY, vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def opened(path: Path) -> Iterator[Session]:
+    with session(path, max_sequences=3, threads=2, draft_tokens=7) as running:
+        yield running
+
+
+def complete(runner: Session, drafter: Drafter | None = None, guesses: int = 7, max_tokens: int = 40,
+             eos: Items[int] = (), prompt: list[int] = PROMPT, **options: Any) -> Completion:
+    config = GenerationConfig(**{"max_tokens": max_tokens, "seed": 11, **options})
+    speculation = drafter and Speculation(drafter, Times(), guesses, runner.config.outputs, fixed=True)
+    request = Generation(runner, None, prompt, config, eos, speculation)
+    free = runner.kv.pool.n_free
+    request.start(runner.new_sequence())
+    while not request.finished:
+        request.step()
+        for sample in request._samples:
+            assert sample.sequence is None or sample.sequence.tokens == sample.tokens[:-1] or sample.finish_reason
+    request.release()
+    assert runner.kv.pool.n_free == free
+    return request.result()
+
+
+def outcome(found: Completion) -> list[Any]:
+    return [(choice.token_ids, choice.finish_reason, choice.logprobs) for choice in found.choices]
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_text_is_the_same_whoever_guesses(opened: Session, options: dict[str, Any], n: int) -> None:
+    plain = complete(opened, n=n, **options)
+    texts = [choice.token_ids for choice in plain.choices]
+    for guesses in (1, 2, 3, 5, 7):
+        for right in (1.0, 0.6, 0.0):
+            guessed = complete(opened, Parrot(texts, right), guesses, n=n, **options)
+            assert outcome(guessed) == outcome(plain)
+            report = guessed.speculation
+            assert report and report.walks and report.accepted <= report.drafted
+            assert right or report.accepted < 0.2 * report.drafted
+    assert outcome(complete(opened, PromptLookup(), n=n, **options)) == outcome(plain)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_whatever_threads_chunks_and_kv(path: Path, threads: int, kv: str, chunk: int) -> None:
+    options = {"repetition_penalty": 1.2}
+    with session(path, threads=threads, kv=kv, prefill_chunk=chunk, draft_tokens=7) as runner:
+        plain = complete(runner, **options)
+        for guesses in (2, 3, 7):
+            assert outcome(complete(runner, Parrot([plain.token_ids], 0.7), guesses, **options)) == outcome(plain)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
+def test_few_tokens_and_a_context_that_ends(path: Path, max_tokens: int) -> None:
+    with session(path, ctx=len(PROMPT) + max_tokens, draft_tokens=7) as runner:
+        plain = complete(runner)
+        assert plain.finish_reason == "length" and len(plain.token_ids) == max_tokens
+        for right in (1.0, 0.5):
+            assert outcome(complete(runner, Parrot([plain.token_ids], right))) == outcome(plain)
+            assert outcome(complete(runner, Parrot([plain.token_ids], right), max_tokens=max_tokens - 1 or 1)) == \
+                outcome(complete(runner, max_tokens=max_tokens - 1 or 1))
+
+
+def test_an_end_token_within_right_guesses(opened: Session) -> None:
+    text = complete(opened).token_ids
+    for end in range(2, 12):
+        eos = [text[end]]
+        plain = complete(opened, eos=eos)
+        assert plain.finish_reason == "stop"
+        assert outcome(complete(opened, Parrot([text], 1.0), eos=eos)) == outcome(plain)
+
+
+@pytest.mark.parametrize("text", ["the", ". ", "ily"])
+def test_stop_strings_within_right_guesses(text: str) -> None:
+    with LLM("demo", threads=1) as llm:
+        for temperature in (0.0, 0.9):
+            options = {"max_tokens": 60, "temperature": temperature, "seed": 5, "stop": (text,)}
+            ids = llm.prompt_ids("Once upon a time")
+            plain = llm.complete(ids, speculate="off", **options)
+            whole = llm.complete(ids, speculate="off", **{**options, "stop": ()}).token_ids
+            request = llm._request(ids, options)
+            parrot = Parrot([whole], 1.0)
+            parrot._texts = [(*ids, *whole)[len(PROMPT):]]  # it counts from its own prompt's end
+            request.generation._speculation = Speculation(parrot, Times(), 7, 8, fixed=True)
+            guessed = request.finish()
+            assert (guessed.text, guessed.token_ids, guessed.finish_reason) == \
+                (plain.text, plain.token_ids, plain.finish_reason)
+            again = llm.stream(ids, reuse=True, **options)
+            assert "".join(again) == plain.text
+
+
+def test_cancelled_at_any_time_nothing_is_lost(opened: Session) -> None:
+    text = complete(opened).token_ids
+    free = opened.kv.pool.n_free
+    for stop in range(6):
+        request = Generation(opened, None, PROMPT, GenerationConfig(max_tokens=40, seed=11), (),
+                             Speculation(Parrot([text], 0.8), Times(), 5, opened.config.outputs, fixed=True))
+        request.start(opened.new_sequence())
+        for _ in range(stop):
+            request.step()
+        request.cancel()
+        request.step()
+        result = request.result()
+        assert result.finish_reason == "cancelled" and result.token_ids == text[: len(result.token_ids)]
+        request.release()
+        assert opened.kv.pool.n_free == free
+
+
+def test_a_drafter_that_is_cancelled_ends_the_request(opened: Session) -> None:
+    class Late(Parrot):
+        def guess(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+            assert cancel
+            cancel.cancel()
+            raise CancelledError("cancelled while guessing")
+
+    found = complete(opened, drafter := Late([()], 1.0))
+    assert found.finish_reason == "cancelled" and len(found.token_ids) == 1 and drafter.released == 1
+
+
+# -- prompt lookup -----------------------------------------------------------------------------------------------------
+
+
+def naive(text: list[int]) -> tuple[int, list[int]]:
+    """Latest earlier place of the last 3, else 2 tokens, and all that follows it, by looking everywhere."""
+    for size in (3, 2):
+        for place in range(len(text) - 2, size - 2, -1):
+            if text[place - size + 1 : place + 1] == text[len(text) - size :]:
+                common = next((i for i in range(place + 1) if text[place - i] != text[-1 - i]), place + 1)
+                return sum(common >= length for length in LENGTHS), text[place + 1 :]
+    return 0, []
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5, 40])
+def test_lookup_finds_the_latest_place(vocabulary: int) -> None:
+    rng = random.Random(vocabulary)
+    text = [rng.randrange(vocabulary) for _ in range(3)]
+    index, missed = Index(text), 0
+    for _ in range(600):
+        text.extend(rng.randrange(vocabulary) for _ in range(rng.choice((1, 1, 1, 2, 7))))
+        level, following = naive(text)
+        found = index.level()
+        if found != level:  # places of n-grams whose numbers agree are overwritten: never wrong, now and then less
+            assert found < level
+            missed += 1
+        elif level:
+            guess = index.continuation(9)
+            assert len(guess) == 9 and guess[: len(following)] == following[:9]
+            assert all(guess[i] == guess[i - len(following)] for i in range(len(following), 9))
+    assert missed < 60
+
+
+def test_lookup_repeats_a_period() -> None:
+    text = [1, 2, 3] * 3
+    index = Index(text)
+    assert index.level() == sum(6 >= length for length in LENGTHS)
+    assert index.continuation(8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert Index([5]).level() == 0 and Index([5, 5]).level() == 0 and Index([5, 5, 5]).continuation(1) != []
+
+
+# -- the controller ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A runner and a drafter of given speeds and accuracy, as the controller sees them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, walk: Callable[[int], float], right: float, free: bool = False,
+                 draft: float = 0.0, samples: int = 1):
+        self.now, self.walk, self.right, self.draft = 0.0, walk, right, draft
+        self.texts = [_Text(index) for index in range(samples)]
+        self.random = random.Random(1)
+        monkeypatch.setattr(controller.time, "perf_counter", lambda: self.now)
+        clock = self
+
+        class Guesser(Drafter):
+            name = "draft"
+
+            def guess(self, texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+                clock.now += n * clock.draft
+                return [[_next(text.tokens, i) if clock.random.random() < clock.right else -1 for i in range(n)]
+                        for text in texts]
+
+            def release(self) -> None:
+                pass
+
+        Guesser.free = free
+        self.speculation = Speculation(Guesser(), Times(), 7, 64)
+
+    def run(self, steps: int) -> list[int]:
+        """Decode; returns how many guesses each walk checked."""
+        counts = []
+        for _ in range(steps):
+            guesses = self.speculation.guesses(self.texts, 1000)
+            counts.append(max(map(len, guesses), default=0))
+            if not guesses:
+                self.now += self.walk(len(self.texts))
+                for text in self.texts:
+                    text.tokens.append(_next(text.tokens))
+                self.speculation.plain(1)
+                continue
+            self.now += self.walk(len(self.texts) + sum(map(len, guesses)))
+            accepted = [next((i for i, token in enumerate(guess) if token != _next(text.tokens, i)), len(guess))
+                        for text, guess in zip(self.texts, guesses, strict=True)]
+            for text, right in zip(self.texts, accepted, strict=True):
+                for _ in range(right + 1):
+                    text.tokens.append(_next(text.tokens))
+            self.speculation.checked(guesses, accepted)
+        return counts
+
+
+class _Text:
+    def __init__(self, index: int):
+        self.index, self.tokens = index, [0]
+
+
+def _next(text: list[int], ahead: int = 0) -> int:
+    return len(text) + ahead
+
+
+def test_it_draws_many_guesses_where_they_are_right_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda n: 1 + 0.05 * (n - 1), right=0.95)
+    counts = clock.run(200)
+    assert np.median(counts[50:]) == 7
+    report = clock.speculation.report()
+    expected = sum(0.95**i for i in range(8)) / 1.35
+    assert report.state == "on" and report.gain == pytest.approx(expected, rel=0.1)
+    assert report.tokens_per_walk == pytest.approx(sum(0.95**i for i in range(8)), rel=0.1)
+    assert report.accepted == sum(report.accepted_per_position) and report.walks <= 200
+
+
+def test_it_stops_where_walks_cost_as_much_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for right, walk, draft in ((0.9, lambda n: n, 0.0), (0.2, lambda n: 1 + 0.3 * (n - 1), 0.0),
+                               (0.8, lambda n: 1 + 0.05 * (n - 1), 0.9)):
+        clock = Clock(monkeypatch, walk, right, draft=draft)
+        counts = clock.run(3000)
+        report = clock.speculation.report()
+        assert report.state == "off" and report.gain and report.gain > 0.97
+        tried = [i for i, n in enumerate(counts) if n]
+        assert len(tried) < 35 and np.diff(tried)[-1] > 8 * np.diff(tried).min()
+
+
+def test_free_guesses_are_judged_without_being_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda n: 1 + 0.3 * (n - 1), right=0.0, free=True)
+    assert np.count_nonzero(clock.run(400)) < 8
+    clock.right = 1.0  # now the text repeats itself: nothing is checked, and yet it is seen
+    assert np.count_nonzero(clock.run(60)) > 20
+
+
+def test_guesses_retire_where_sequences_fill_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = lambda n: max(1.0, n / 8)  # noqa: E731
+    for samples, guesses in ((1, True), (8, False)):
+        clock = Clock(monkeypatch, curve, right=0.7, samples=samples)
+        counts = clock.run(300)
+        assert (np.mean(np.array(counts[50:]) > 0) > 0.9) == guesses
+        assert (clock.speculation.report().state == "on") == guesses
+
+
+def test_rows_for_guesses_are_planned() -> None:
+    for sequences, guesses, rows in ((1, 0, 1), (1, 7, 8), (3, 7, 16), (64, 7, 64), (1, 64, 65), (2, 1, 4)):
+        config = resolve(RuntimeConfig(max_sequences=sequences, draft_tokens=guesses), TINY)
+        assert config.outputs == rows and to_request(config).tokens >= rows
+
+
+def test_requests_choose_within_what_was_opened() -> None:
+    with LLM("demo", threads=1, draft_tokens=3) as llm:
+        assert llm.complete("Once", max_tokens=8).speculation is not None
+        assert llm.complete("Once", max_tokens=8, speculate="off").speculation is None
+        with pytest.raises(RequestError, match="draft_tokens=5"):
+            llm.complete("Once", draft_tokens=5)
+    with LLM("demo", threads=1, speculate="off") as llm:
+        assert llm.complete("Once", max_tokens=8).speculation is None
+        with pytest.raises(RequestError, match="open it with draft_tokens"):
+            llm.complete("Once", speculate="lookup")
