@@ -20,7 +20,7 @@ SPARSE_MODES = ("off", "exact", "predict")
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
-"""Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the text's last
+"""Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the last
 tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
 """Guesses that a walk checks for a text at most: where nothing else is said, and of all that may be said."""

@@ -82,8 +82,10 @@ RUNTIME: dict[str, Callable[[Any], bool]] = {
     "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
-    "speculate": lambda value: False, "draft_tokens": whole(1, 64),
+    "speculate": lambda value: False, "draft_tokens": whole(0, 64),
 }
+OF_LLM = ("budget", "progress", "recipe", "beams", "speculate")
+"""Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +136,9 @@ def test_every_setting_of_a_model(name: str) -> None:
         good = RUNTIME.get(name, whole(1, 4096))(plain(value))
         if name == "recipe" and isinstance(value, str) and value.isidentifier():
             continue  # the name of a pass, which the model's graph is asked for
-        if name in ("budget", "progress", "recipe", "beams") and not good:
+        if name in OF_LLM and not good:
             outcome(lambda value=value: LLM("no-such-model", **{name: value}), name, value, good)
-        elif name not in ("budget", "progress", "recipe", "beams"):
+        elif name not in OF_LLM:
             outcome(lambda value=value: RuntimeConfig(**{name: value}), name, value, good)
 
 
@@ -172,7 +174,7 @@ def test_none_is_the_default_everywhere(llm: LLM) -> None:
         PROMPT, temperature=0, max_tokens=8)
     assert GenerationConfig(**dict.fromkeys(GENERATION)) == GenerationConfig()
     settings = {**dict.fromkeys(RUNTIME), "budget_bytes": None, "outputs": None}
-    for name in ("budget", "progress", "beams"):
+    for name in ("budget", "progress", "beams", "speculate"):
         del settings[name]
     assert RuntimeConfig(**settings) == RuntimeConfig()
     with LLM("demo", **{**dict.fromkeys(RUNTIME), "ctx": 32}) as model:

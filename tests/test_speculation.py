@@ -214,7 +214,7 @@ def test_lookup_finds_the_latest_place(vocabulary: int) -> None:
 def test_lookup_repeats_a_period() -> None:
     text = [1, 2, 3] * 3
     index = Index(text)
-    assert index.level() == sum(6 >= length for length in LENGTHS)
+    assert index.level() == sum(length <= 6 for length in LENGTHS)
     assert index.continuation(8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert Index([5]).level() == 0 and Index([5, 5]).level() == 0 and Index([5, 5, 5]).continuation(1) != []
 
