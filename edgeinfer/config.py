@@ -106,7 +106,7 @@ def _check_beams(config: GenerationConfig) -> None:
             raise UsageError(f"{name} is {value}, and beam search takes the likeliest texts instead of sampling; leave "
                              f"{name} out, or beams.")
     if config.speculate not in (None, "auto", "off"):
-        raise UsageError(f"speculate is {config.speculate}, and a beam search checks no guesses; leave one of them out.")
+        raise UsageError(f"speculate is {config.speculate}, and beam search checks no guesses; leave one of them out.")
     if config.n > config.beams:
         raise UsageError(f"n is {config.n}, and a search with {config.beams} beams has as many results; lower n or "
                          "raise beams.")
