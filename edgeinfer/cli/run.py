@@ -120,7 +120,8 @@ def run(
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "logit_bias": parse_bias(logit_bias or []), "logprobs": logprobs,
-        "n": samples, "speculate": speculate, "draft_tokens": draft_tokens if speculate != "off" else None, "beams": beams, "length_penalty": length_penalty,
+        "n": samples, "speculate": speculate, "draft_tokens": draft_tokens, "beams": beams,
+        "length_penalty": length_penalty,
     }
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
