@@ -72,7 +72,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def with_transformers(name: str, config: dict[str, Any]) -> GoldenCase:
-    """Logits of a config by transformers: eager attention, float32, weights as `golden_cases.weights` gives them."""
+    """Logits of a config by transformers."""
+    import torch
+
+    model, tensors = transformers_model(name, config)
+    ids = token_ids(name, config["vocab_size"])
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    return GoldenCase(name, config, tensors, ids, logits)
+
+
+def transformers_model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
+    """A model with its tensors: eager attention, float32, weights as `golden_cases.weights` gives them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,10 +100,7 @@ def with_transformers(name: str, config: dict[str, Any]) -> GoldenCase:
     if report.unexpected_keys or set(report.missing_keys) - tied:
         raise ValueError(f"{name}: {report}")
     model.tie_weights()
-    ids = token_ids(name, config["vocab_size"])
-    with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-    return GoldenCase(name, config, tensors, ids, logits)
+    return model, tensors
 
 
 def token_ids(name: str, vocab_size: int) -> list[int]:
