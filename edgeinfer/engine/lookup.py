@@ -15,7 +15,7 @@ from .drafting import Drafter, Text
 if TYPE_CHECKING:
     from ..runner import Cancellation
 
-SIZES = (3, 2)
+SIZES = (8, 4, 2)
 """Tokens that must have stood together before; the longer ones are looked for first."""
 LENGTHS = (2, 3, 5, 9)
 """Tokens in common with the place before, at least, of level 1, 2, ...: the more, the likelier the next one is too."""
