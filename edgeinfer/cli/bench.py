@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
+from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
-from .bench_report import bench_object, print_report
+from .bench_report import bench_object, print_report, speculation_object
 from .decision import FIELD, announce, approximation
 from .options import (
     DEFAULT_RECIPE,
@@ -70,6 +71,10 @@ JSON_FIELDS = {
         "isa": "instruction set; with `threads`, `kv`, `ctx`",
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
         "`at_the_moment` (with the bandwidth or peak beside the test); `basis`, `error`, `error_source`; else null",
+        "speculation": "with --speculate: `walks`, milliseconds of a walk over 1, 2, ... tokens, and `ratios` to one; "
+        "`draft_ms` of a guessed token; `pays_from`, per drafter the least acceptance with which guesses pay, null "
+        "where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
+        "`tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
     },
 }
@@ -110,6 +115,17 @@ def bench(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
     ] = False,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Also time walks over several tokens: from where guessing pays.")
+    ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="With --speculate: who guesses; with --shape the name of a shape."),
+    ] = None,
+    accept: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="With --speculate: speed where this share of guesses is right."),
+    ] = None,
     no_startup: Annotated[
         bool, typer.Option("--no-startup", help="Do not start processes to time their first token.")
     ] = False,
@@ -133,6 +149,7 @@ def bench(
 
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, weights, group_size, repetitions)
+    check_speculation(speculate, draft, accept)
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head))
@@ -141,6 +158,11 @@ def bench(
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
+        if speculate:
+            guesser = None if draft is None else find_bundle(
+                None if shape else draft, draft if shape else None, "q4", 32, progress)
+            report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
+                                               max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"]
     predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
@@ -182,6 +204,36 @@ def check_request(
         names = " or ".join(repr(name) for name in near)
         hint = f"did you mean {names}?" if near else f"shapes are {', '.join(sorted(SHAPES))}."
         raise UsageError(f"There is no shape {shape!r}; {hint}")
+
+
+def check_speculation(speculate: bool, draft: str | None, accept: float | None) -> None:
+    """Refuse what means nothing, and an acceptance that is no share."""
+    for option, value in (("--draft", draft), ("--accept", accept)):
+        if value is not None and not speculate:
+            raise UsageError(f"{option} belongs to --speculate; add it.")
+    if accept is not None and not 0 <= accept <= 1:
+        raise UsageError(f"--accept {accept} is out of range; it is a share, from 0 to 1.")
+
+
+def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int, repetitions: int,
+               accept: float | None, progress: ProgressLine) -> dict[str, Any]:
+    """Return the JSON object of walks over several tokens behind the longest context of the tests."""
+    from ..bench import COUNTS, REPLAYED_TOKENS, measure_speculation
+    from ..bundle import Bundle
+    from ..offload import placer
+    from ..runtime import Session
+
+    ctx = max(depth, 1) + REPLAYED_TOKENS + max(COUNTS)
+    config = replace(config, ctx=ctx, outputs=max(COUNTS), draft_tokens=DEFAULT_DRAFT_TOKENS)
+    with ExitStack() as opened:
+        bundle = opened.enter_context(Bundle.open(path))
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle))))
+        guesser = None
+        if draft is not None:
+            small = opened.enter_context(Bundle.open(draft))
+            guesser = opened.enter_context(closing(Session(small, RuntimeConfig(ctx=ctx, kv=config.kv), host=session)))
+        progress("measure", 0, 1, "walks over several tokens")
+        return speculation_object(measure_speculation(session, guesser, depth, repetitions, accept))
 
 
 def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:

@@ -11,7 +11,7 @@ from ..sizes import format_size
 from .output import print_table, table
 
 if TYPE_CHECKING:
-    from ..bench import Measurement, OperationTime, Profile, Row
+    from ..bench import Measurement, OperationTime, Profile, Row, SpeculationBench
 
 MOST_OPERATIONS = 16
 """Lines of a profile on the screen; JSON has all."""
@@ -60,6 +60,31 @@ def _operation_object(item: OperationTime, profile: Profile, measured: Measureme
     }
 
 
+def speculation_object(found: SpeculationBench) -> dict[str, Any]:
+    """Return the JSON object of walks over several tokens."""
+    walks = {str(n): 1000 * seconds for n, seconds in found.seconds.items()}
+    return {"walks": walks, "ratios": {n: ms / walks["1"] for n, ms in walks.items()},
+            "draft_ms": found.draft_seconds and 1000 * found.draft_seconds, "pays_from": found.pays_from,
+            "stated": found.stated}
+
+
+def _speculation_lines(out: dict[str, Any] | None) -> Iterator[str]:
+    """Yield what several tokens cost, and from where guesses pay; nothing unless asked for."""
+    if out is None:
+        return
+    yield "\ntokens of a walk, its time, and that of one"
+    rows = [(n, f"{ms:.2f} ms", f"{out['ratios'][n]:.2f}") for n, ms in out["walks"].items()]
+    yield from table(rows, right=[0, 1, 2])
+    for drafter, least in out["pays_from"].items():
+        cost = f", at {out['draft_ms']:.2f} ms a guess" if drafter == "draft" else ""
+        yield (f"{drafter}: no acceptance pays{cost}" if least is None else
+               f"{drafter}: pays from an acceptance of {least:.2f} on{cost}")
+    if stated := out["stated"]:
+        yield (f"at an acceptance of {stated['accept']:.2f}: {stated['t_per_s']:.2f} tokens/s, "
+               f"{stated['plain_t_per_s']:.2f} without guesses: {stated['gain']:.2f}x ({stated['predicted']:.2f}x by "
+               f"the times above), {stated['tokens_per_walk']:.1f} tokens a walk")
+
+
 def print_report(out: dict[str, Any], measured: Measurement) -> None:
     """Print the report for people."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
@@ -74,6 +99,8 @@ def print_report(out: dict[str, Any], measured: Measurement) -> None:
     print()
     print_table(_figures(out))
     for line in _estimate_lines(out.get("estimate")):
+        print(line)
+    for line in _speculation_lines(out.get("speculation")):
         print(line)
     for profile in out.get("profile", []):
         _print_profile(profile)
