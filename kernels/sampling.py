@@ -129,28 +129,29 @@ def top_k_ids(logits: Floats, k: int) -> Ids:
     logits : float32 array of shape (vocab_size,), no NaN
     k : 1 or more; more than vocab_size means all
     """
-    ids: Ids = np.arange(len(logits))
+    ids = _likely(logits, k)
     if k < len(logits):
-        ids = np.flatnonzero(logits >= _kth_largest(logits, k))
+        values = logits[ids]
+        ids = ids[values >= np.partition(values, len(ids) - k)[len(ids) - k]]
     order = np.argsort(-logits[ids], kind="stable")
     return ids[order[:k]]
 
 
-def _kth_largest(logits: Floats, k: int) -> float:
-    """Return the k-th largest value.
+def _likely(logits: Floats, k: int) -> Ids:
+    """Return ids in ascending order, the k largest logits' among them.
 
-    Blocks of a large array whose maximum is below the k-th largest block maximum hold none of the k largest values,
-    so all but a few values are only compared and never partitioned.
+    Columns of a large array, seen as a table, whose largest value is below the k-th largest of a column hold none of
+    the k largest values, so all but a few values are only compared.
     """
-    n, width = len(logits), 64
-    n_blocks = n // width
-    if n_blocks > 4 * k:
-        whole = n_blocks * width
-        maxima = logits[:whole].reshape(n_blocks, width).max(axis=1)
-        blocks = np.flatnonzero(maxima >= np.partition(maxima, n_blocks - k)[n_blocks - k])
-        logits = np.concatenate((logits[:whole].reshape(n_blocks, width)[blocks].ravel(), logits[whole:]))
-        n = len(logits)
-    return float(np.partition(logits, n - k)[n - k])
+    rows, n = 32, len(logits)
+    columns = n // rows
+    if columns <= 4 * k:
+        return np.arange(n)
+    whole = rows * columns
+    largest = logits[:whole].reshape(rows, columns).max(axis=0)
+    some = np.flatnonzero(largest >= np.partition(largest, columns - k)[columns - k])
+    starts = np.arange(0, whole, columns)[:, None]
+    return np.concatenate(((starts + some).ravel(), np.arange(whole, n)))
 
 
 def weights(logits: Floats) -> NDArray[np.float64]:

@@ -203,5 +203,5 @@ def log_probabilities(logits: Any, ids: Any) -> Any:
     """Return the logarithms (float64) of these tokens' probabilities, of float32 logits whose largest is finite."""
     top = logits.max()
     with np.errstate(over="ignore"):
-        total = np.exp(logits - top).sum(dtype=np.float64)
-    return logits[ids].astype(np.float64) - float(top) - math.log(total)
+        weights = logits - top
+    return weights[ids].astype(np.float64) - math.log(np.exp(weights, out=weights).sum())
