@@ -1,6 +1,6 @@
 """Planned against measured peak memory, seen from outside; and runs in control groups that allow no more than planned.
 
-    python benchmarks/memory.py [--shapes ...] [--weights ...] [--contexts ...] [--kv ...] [--out FILE]
+    python benchmarks/memory.py [--shapes ...] [--weights ...] [--contexts ...] [--kv ...] [--beams ...] [--out FILE]
 
 Each run is `edgeinfer run` on random weights of a known shape. Its peak is VmHWM of /proc/PID/status, read by this
 process, and the most memory of a control group made for it. Where a row says `filled`, the prompt fills the context; in
@@ -33,7 +33,7 @@ from edgeinfer.quant import WeightType  # noqa: E402
 SHARE, BYTES = 0.03, 24_000_000
 """A measured peak may differ from the plan by the larger of these."""
 LONGEST = 1 << 17
-GENERATED = 8
+GENERATED, SEARCHED = 8, 128
 LONGEST_FILLED = 2048
 """Longer contexts are not filled: their prompts take minutes."""
 TIMEOUT_S = 3600
@@ -52,6 +52,13 @@ class Case:
     filled: bool = False
     cold: bool = False
     """The page cache holds nothing of the weights."""
+    beams: int = 1
+    """Of a search; each has `SEARCHED` tokens of its own."""
+
+    @property
+    def tokens(self) -> int:
+        """That are generated."""
+        return GENERATED if self.beams == 1 else SEARCHED
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def bundle_of(shape: str, weights: str) -> tuple[Path, bool]:
 
 def command(path: Path, case: Case) -> list[str]:
     return [sys.executable, "-m", "edgeinfer", "run", str(path), "-", "--raw", "--json", "--temp", "0", "--no-stats",
-            "-n", str(GENERATED), "-c", str(case.ctx), "--kv", case.kv]
+            "-n", str(case.tokens), "-c", str(case.ctx), "--kv", case.kv, "--beams", str(case.beams)]
 
 
 def environment() -> dict[str, str]:
@@ -97,7 +104,7 @@ def environment() -> dict[str, str]:
 
 def measure(path: Path, case: Case) -> Row:
     """Run a case in a control group of its own."""
-    prompt = b"a" * (case.ctx - GENERATED - 1 if case.filled else 40)
+    prompt = b"a" * (case.ctx - case.tokens - 1 if case.filled else 40)
     if case.cold:
         evict(path / "weights.bin")
     with control_group() as group:
@@ -106,7 +113,7 @@ def measure(path: Path, case: Case) -> Row:
     if done.code:
         raise SystemExit(f"{case}: exit code {done.code}: {done.err}")
     report = json.loads(done.out)
-    if case.filled and report["prompt_tokens"] + GENERATED != case.ctx:
+    if case.filled and report["prompt_tokens"] + case.tokens != case.ctx:
         raise SystemExit(f"{case}: the prompt has {report['prompt_tokens']} tokens and does not fill the context.")
     return Row(case, report["planned_bytes"], done.vm_hwm_bytes, peak)
 
@@ -143,11 +150,13 @@ def limited(path: Path, case: Case) -> Limited | None:
     return Limited(case, planned["total_bytes"], codes[0], planned["resident_bytes"] // 2, codes[1])
 
 
-def cases(shape: str, weights: str, contexts: list[int], kinds: list[str], filled: bool) -> Iterator[Case]:
-    for ctx in contexts:
-        for kv in kinds:
-            fill = filled and ctx <= LONGEST_FILLED
-            yield Case(shape, weights, ctx, kv, fill, cold=ctx == contexts[0] and kv == kinds[0])
+def cases(shape: str, weights: str, given: argparse.Namespace) -> Iterator[Case]:
+    for ctx in given.contexts:
+        for kv in given.kv:
+            fill = shape in given.filled and weights == "q4" and ctx <= LONGEST_FILLED
+            for beams in given.beams:
+                cold = (ctx, kv, beams) == (given.contexts[0], given.kv[0], given.beams[0])
+                yield Case(shape, weights, ctx, kv, fill, cold, beams)
 
 
 def megabytes(nbytes: int | None) -> str:
@@ -159,7 +168,8 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         case = row.case
-        how = ", ".join(word for word, said in (("filled", case.filled), ("cold cache", case.cold)) if said)
+        said = (("filled", case.filled), ("cold cache", case.cold), (f"{case.beams} beams", case.beams > 1))
+        how = ", ".join(word for word, true in said if true)
         yield (f"| {case.shape} | {case.weights} | {case.ctx} | {case.kv} | {how} | {megabytes(row.planned)} "
                f"| {megabytes(row.measured)} | {row.difference / 1e6:+.1f} | {100 * row.difference / row.planned:+.1f} "
                f"| {megabytes(row.group) if case.cold else ''} | {'yes' if row.good else '**no**'} |")
@@ -199,6 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", nargs="+", default=["q4", "int8", "f16"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8192, 16384])
     parser.add_argument("--kv", nargs="+", default=["int8", "f16", "f32"])
+    parser.add_argument("--beams", nargs="+", type=int, default=[1], help="of a search; 1 is none")
     parser.add_argument("--filled", nargs="*", default=["smollm2-135m"],
                         help="shapes whose prompts fill the context, with q4 weights")
     parser.add_argument("--out", type=Path, help="write the tables to this file instead of printing them")
@@ -206,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows, limits, left_out = [], [], []
     for shape, weights in pairs(given.shapes, given.weights):
         path, there = bundle_of(shape, weights)
-        for case in cases(shape, weights, given.contexts, given.kv, shape in given.filled and weights == "q4"):
+        for case in cases(shape, weights, given):
             if too_large(path, case):
                 left_out.append(case)
                 continue

@@ -95,7 +95,8 @@ def test_texts_and_scores_are_those_of_a_plain_search(opened: Session, options: 
         done = outcome(opened, ids, ends, max_tokens=12, **options)
         expected = plainly(opened, ids, ends, max_tokens=12, **options)
         assert [(choice.token_ids, choice.finish_reason) for choice in done.choices] == [one[1:] for one in expected]
-        assert [choice.score for choice in done.choices] == pytest.approx([one[0] for one in expected], abs=1e-5, rel=1e-6)
+        scores = [one[0] for one in expected]
+        assert [choice.score for choice in done.choices] == pytest.approx(scores, abs=1e-5, rel=1e-6)
         assert done.score == done.choices[0].score and done.text == ""
 
 
