@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .bundle import Bundle, Statistics
     from .config import RuntimeConfig
     from .devices import DeviceProfile
-    from .memory_planner import ColdPlan, MemoryPlan
+    from .memory_planner import Beside, ColdPlan, MemoryPlan
     from .runtime import SparseFfn
 
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
@@ -90,8 +90,11 @@ class Choice(NamedTuple):
                 "said": self.sentence()}
 
 
-def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) -> Choice:
+def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
+           beside: Beside | None = None) -> Choice:
     """Return the fastest way to run a bundle: as it was asked for, or with approximations within `max_kld`.
+
+    What runs `beside` it takes its part of the budget.
 
     A recipe with other passes, or without the usual ones, says all that is to be done: nothing is added to it.
 
@@ -109,7 +112,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) 
     ways, refused, first = [], [], None
     for wanted in (config, *approximated):
         try:
-            ways.append(_way(bundle, wanted, profile))
+            ways.append(_way(bundle, wanted, profile, beside))
         except BudgetError as error:
             first = first or error
             plan: MemoryPlan = error.plan  # type: ignore[assignment]
@@ -128,12 +131,13 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None) 
     return Choice(found[0], tuple(found[1:]), tuple(refused), basis, basis != ASSUMED)
 
 
-def told(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> tuple[Choice | None, dict[str, Any] | None]:
+def told(bundle: Bundle, config: RuntimeConfig, max_kld: float | None,
+         beside: Beside | None = None) -> tuple[Choice | None, dict[str, Any] | None]:
     """Return what `run` would choose, and what reports say of it; neither where a bundle has nothing to choose from."""
     if not bundle.approximates:
         return None, None
     try:
-        found = choose(bundle, config, max_kld)
+        found = choose(bundle, config, max_kld, beside)
     except (BudgetError, RequestError) as error:  # the latter of a context that the model does not have
         return None, {"name": REFUSED, "tok_per_s": None, "read_bytes": None, "others": [], "refused": [],
                       "basis": None, "said": str(error)}
@@ -158,7 +162,7 @@ def _profile() -> tuple[DeviceProfile, str]:
                          storage_sequential_gbs=ASSUMED_STORAGE_GBS, storage_random=reads), ASSUMED
 
 
-def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile) -> Way:
+def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: Beside | None) -> Way:
     """Plan one way and predict its speed; raises `BudgetError` where it does not fit."""
     from dataclasses import replace
 
@@ -167,7 +171,7 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile) -> Way:
     from .offload import placer, predict
     from .runtime import plan_run
 
-    planned = plan_run(bundle, config, placer(bundle))
+    planned = plan_run(bundle, config, placer(bundle), beside)
     plan, reads = planned.plan, profile.storage_random
     traffic = replace(describe(bundle.path, recipe=planned.recipe).traffic(config.kv),
                       streamed_bytes=plan.streamed_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from .sizes import parse_size
 if TYPE_CHECKING:
     from .bundle import Bundle
     from .choice import Choice
-    from .engine import Completion, Request, Speculation, Stream
-    from .memory_planner import MemoryPlan
+    from .draft import Draft
+    from .engine import Completion, Drafter, Request, Speculation, Stream
+    from .memory_planner import Beside, MemoryPlan
     from .runner import Cancellation
-    from .runtime import Session
+    from .runtime import Lighter, Session
     from .text import ChatTemplate, Tokenizer
 
 Prompt = str | Iterable[int]
@@ -79,6 +80,9 @@ class LLM:
         model where there is one, else what followed the last tokens where they stood before.
     draft_tokens : int, optional
         Most guesses of a walk; by default 7.
+    draft : str or Path, optional
+        A smaller model with the same tokenizer, as `model` is given. It is opened, within the same budget, where
+        `speculate` is auto or draft.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -91,6 +95,8 @@ class LLM:
         Its bundle.
     session : Session
         The runtime below; it is not to be used while a request runs.
+    draft : Session or None
+        Who guesses for it, where that is a model or a part of this one.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
     choice : Choice or None
@@ -133,6 +139,7 @@ class LLM:
         max_kld: float | None = None,
         speculate: str | None = None,
         draft_tokens: int | None = None,
+        draft: str | Path | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -149,6 +156,9 @@ class LLM:
         if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
             config = replace(config, max_sequences=max(config.max_sequences, beams),
                              own_tokens=config.own_tokens or GenerationConfig.max_tokens)
+        draft = None if draft is None else checked("draft", draft, PATH)
+        if self._speculate == "draft" and draft is None:
+            raise UsageError("speculate is 'draft', and no draft model is given; give one with draft (--draft MODEL).")
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
@@ -160,19 +170,23 @@ class LLM:
         from .text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
-        try:
+        with ExitStack() as opened:  # whatever fails below, nothing stays open
+            opened.callback(self._bundle.close)
             asked = config
-            self.choice = _choice(self._bundle, config, bound)
-            config = self.choice.way.config if self.choice else config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
+            guesser = _guesser(self._speculate, draft, self._bundle, self._tokenizer, config, progress, opened)
+            beside = guesser.beside if guesser else None
+            self.choice = _choice(self._bundle, config, bound, beside)
+            config = self.choice.way.config if self.choice else config
             self.session: Session = Session(
                 self._bundle, config, progress=progress and partial(progress, "compile"),
-                loading=progress and partial(progress, "load"), place=placer(self._bundle))
+                loading=progress and partial(progress, "load"), place=placer(self._bundle), beside=beside)
+            opened.callback(self.session.close)
+            self.draft: Session | None = guesser.open(self.session) if guesser else None
             self.approximated = self.session.config.recipe != asked.recipe
-        except BaseException:
-            self._bundle.close()
-            raise
+            opened.pop_all()
+        self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
         self._queue = RequestQueue(self.session)
         self._times = Times()
         self._preparing: set[Cancellation] = set()
@@ -296,7 +310,15 @@ class LLM:
         for wish in tuple(self._preparing):
             wish.cancel()
         self._queue.close()
+        if self.draft:
+            self.draft.close()
         self._bundle.close()
+
+    def settle(self) -> None:
+        """Return when all memory is there that was planned; measured peaks mean nothing before."""
+        self.session.settle()
+        if self.draft:
+            self.draft.settle()
 
     def __enter__(self) -> LLM:
         return self
@@ -328,9 +350,24 @@ class LLM:
         if (config.draft_tokens or 0) > rows.draft_tokens or not rows.draft_tokens:
             raise RequestError(f"{config.draft_tokens or 'Guesses'} guesses were asked for, but the model is open for "
                                f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens or 7}.")
-        from .engine import PromptLookup, Speculation
+        from .engine import Speculation
 
-        return Speculation(PromptLookup(), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)
+        return Speculation(self._drafter(kind), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)
+
+    def _drafter(self, kind: str) -> Drafter:
+        """Make who guesses; raises `RequestError` where that was not opened."""
+        from .engine import DraftModel, PromptLookup, SelfDraft
+        from .runtime import LighterSession
+
+        if isinstance(self.draft, LighterSession):
+            if kind == "self":
+                return SelfDraft(self.session, self.draft)
+        elif self.draft and kind in ("auto", "draft"):
+            return DraftModel(self.draft, self.session.model.vocab_size, self._kept)
+        if kind in ("draft", "self"):
+            how = "with draft=MODEL" if kind == "draft" else "with speculate='self'"
+            raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
+        return PromptLookup()
 
     def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
         from .engine import Stream
@@ -396,10 +433,26 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
     return dict(named)
 
 
-def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None) -> Choice | None:
+def _guesser(kind: str, draft: str | Path | None, bundle: Bundle, tokenizer: Tokenizer | None, config: RuntimeConfig,
+             progress: Progress | None, opened: ExitStack) -> Draft | Lighter | None:
+    """Find the model, or the part of this one, that guesses; most runs have none and import nothing for it."""
+    if kind == "self":
+        from .runtime import Lighter
+
+        return Lighter.of_bundle(bundle, config.recipe)
+    if draft is None or kind not in ("auto", "draft"):
+        return None
+    from .draft import Draft
+
+    found = Draft(draft, bundle, tokenizer, config, progress)
+    opened.callback(found.bundle.close)
+    return found
+
+
+def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None, beside: Beside | None) -> Choice | None:
     """Choose how to run a bundle that has parts to choose from."""
     if not bundle.approximates:  # as nearly always: nothing is imported for it
         return None
     from .choice import choose
 
-    return choose(bundle, config, max_kld)
+    return choose(bundle, config, max_kld, beside)

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Items
 from dataclasses import field
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from edgeinfer.checks import shown, whole
 from edgeinfer.errors import BundleError, RequestError
@@ -120,6 +120,29 @@ def integers(name: str, items: Any) -> Items[int]:
         return [whole(item) for item in items]
     except (TypeError, OverflowError):
         raise RequestError(f"The {name} of a segment are {shown(items)}; they must be integers.") from None
+
+
+class Ahead(Protocol):
+    """Something cheaper than a runner that goes on with the runner's own sequences, to guess what it would do."""
+
+    def ahead(self, sequences: Items[Sequence], ids: Items[int], draws: Items[int], offset: int, further: int,
+              cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
+        """Walk over one token of each sequence, and on with those that it draws; the sequences stay as they are.
+
+        Parameters
+        ----------
+        sequences, ids, draws : one token and one draw (`Segment.draws`) for each
+        offset : tokens behind the ends of the sequences that were walked so before. The walks from offset 0 on that
+            belong together follow each other, with nothing in between; the first says how many follow in all
+        further : how many more tokens are wanted
+
+        Returns
+        -------
+        rows : float32 array of shape (len(sequences), vocab_size)
+            Logits after the last token of each, valid until the next walk.
+        chosen : list of list of int
+            Up to `further` tokens that each went on with by itself, as many for each.
+        """
 
 
 class Cancellation:

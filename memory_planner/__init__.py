@@ -1,15 +1,27 @@
 """Where every byte lives: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
 
-from .alternatives import Alternative, Place, alternatives, cold, fit, fits, largest_ctx, refusal, streaming
+from .alternatives import Alternative, Place, alternatives, cold, fit, fits, largest_ctx, refusal, streaming, without
 from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations
-from .plan import PAGE_BYTES, READ_BYTES, SPLIT_TOKENS, STREAM_BUFFERS, MemoryPlan, Planner, Region, Request, scratch
-from .request import default_ctx, resolve, to_request
+from .plan import (
+    PAGE_BYTES,
+    READ_BYTES,
+    SPLIT_TOKENS,
+    STREAM_BUFFERS,
+    Beside,
+    MemoryPlan,
+    Planner,
+    Region,
+    Request,
+    scratch,
+)
+from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
 
-__all__ = ["PAGE_BYTES", "READ_BYTES", "SPLIT_TOKENS", "STREAM_BUFFERS", "Alternative", "BlockPool", "ColdPlan",
-           "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
-           "cold", "default_ctx", "default_threads", "fit", "fits", "largest_ctx", "masked", "place_activations",
-           "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "stream", "streaming", "to_request"]
+__all__ = ["PAGE_BYTES", "READ_BYTES", "SPLIT_TOKENS", "STREAM_BUFFERS", "Alternative", "Beside", "BlockPool",
+           "ColdPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives",
+           "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits",
+           "largest_ctx", "masked", "place_activations", "process_budget", "refusal", "resolve", "scratch",
+           "shared_blocks", "stream", "streaming", "to_request", "without"]

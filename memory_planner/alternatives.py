@@ -17,7 +17,7 @@ from edgeinfer.sizes import format_size
 
 from .budget import process_budget
 from .plan import MemoryPlan, Planner, Request
-from .request import to_request
+from .request import DRAFT, to_request
 from .stream_layers import stream
 
 Options = dict[str, str | int]
@@ -37,8 +37,9 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size. ``streamed_layers`` and
-    ``cold_neurons`` are no options: run reads as many from storage by itself."""
+    """What to change, by the name of the option: ctx, kv, weights, group_size; ``draft`` is ``none`` for the run
+    without its draft model. ``streamed_layers`` and ``cold_neurons`` are no options: run reads as many from storage by
+    itself."""
     total_bytes: int
     """Of the plan with these options."""
     streamed_bytes: int = 0
@@ -57,7 +58,9 @@ class Alternative:
 
     def __str__(self) -> str:
         changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
-                   if name not in (STREAMED, COLD)]
+                   if name not in (STREAMED, COLD, DRAFT)]
+        if DRAFT in self.options:
+            changes.append("the run without --draft")
         if COLD in self.options:
             changes.append(f"{self.options[COLD]} neurons read from storage when a token wants them, as run does by "
                            "itself")
@@ -102,12 +105,23 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
     plan = planner.plan(to_request(config))
     if plan.total_bytes <= budget:
         return plan, budget
+    if fewer := without(planner, config, budget):
+        options = [fewer, *alternatives(planner, config, budget, rebuild)]
+        raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
     if place and (placed := place(planner, plan.request, budget)):
         return placed, budget
     if streamed := stream(planner, plan.request, budget):
         return streamed, budget
     options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
+    """The same request without what runs beside the model; None where nothing does, or the model alone is too much."""
+    if planner.beside is None:
+        return None
+    total = planner.alone().plan(to_request(config)).total_bytes
+    return Alternative(planner.beside.without, total) if total <= budget else None
 
 
 def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
@@ -201,7 +215,8 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
         nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
         if nbytes < planner.weight_bytes:
             options: Options = {"weights": stored.dtype}
-            yield options | ({"group_size": stored.group_size} if stored.quantised else {}), Planner(graph, nbytes)
+            options |= {"group_size": stored.group_size} if stored.quantised else {}
+            yield options, Planner(graph, nbytes, beside=planner.beside)
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
@@ -175,6 +176,15 @@ class MemoryPlan:
         return replace(self, regions=self.regions + own)
 
 
+class Beside(NamedTuple):
+    """What runs beside a model in the same process."""
+
+    plan: Callable[[MemoryPlan], MemoryPlan]
+    """From the model's plan to that of both."""
+    without: dict[str, str | int]
+    """What to change to do without, as in `Alternative.options`."""
+
+
 @dataclass(frozen=True)
 class _Weights:
     """Where the weights lie."""
@@ -206,11 +216,15 @@ class Planner:
         Length of weights.bin.
     offsets : mapping of str to int, optional
         Where each weight begins in weights.bin; by default where converting would put it.
+    beside : Beside, optional
+        What each plan has room for too.
     """
 
-    def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None):
+    def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None,
+                 beside: Beside | None = None):
         self.graph = graph
         self.weight_bytes = weight_bytes
+        self.beside = beside
         self._offsets = offsets
         self._kinds = one_of_each(graph)
         self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
@@ -220,8 +234,18 @@ class Planner:
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
         self._weights: dict[tuple[Any, ...], _Weights] = {}
 
+    def alone(self) -> Planner:
+        """Return a planner of the model without what runs beside it."""
+        other = copy.copy(self)
+        other.beside = None
+        return other
+
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region of a run its bytes, and everything in it its place."""
+        own = self._plan(request)
+        return self.beside.plan(own) if self.beside else own
+
+    def _plan(self, request: Request) -> MemoryPlan:
         c, graph = self.graph.config, self.graph
         rows = (request.tokens, request.outputs)
         if rows not in self._activations:  # whatever the context

@@ -9,7 +9,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 
 from .budget import default_threads
-from .plan import Request
+from .plan import Beside, MemoryPlan, Planner, Request
 
 DEFAULT_CTX = 4096
 MOST_CHECKED = 16
@@ -45,6 +45,34 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     homes = () if config.mmap else (("*", "resident"),)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
                    homes, own_tokens=config.own_tokens)
+
+
+DRAFT = "draft"
+"""Option by which a run has a draft model."""
+_BEHIND = 32
+"""Tokens of a prompt that sequences of a draft may have for themselves: it ends the prompts of all texts together."""
+
+
+def beside_draft(draft: Planner) -> Beside:
+    """Let plans have room for a draft model, which follows the same texts in sequences of its own."""
+    def both(plan: MemoryPlan) -> MemoryPlan:
+        return plan.beside(draft.plan(to_draft_request(plan.request)))
+
+    return Beside(both, {DRAFT: "none"})
+
+
+def to_draft_request(request: Request) -> Request:
+    """What to plan for the draft model of a run: it walks the same texts, and draws one token of each at a time."""
+    homes = tuple(home for home in request.homes if home[0] == "*")
+    own = None if request.own_tokens is None else request.own_tokens + _BEHIND
+    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, own_tokens=own)
+
+
+def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:
+    """Return the configuration of the draft model in a plan that has room for it."""
+    request = to_draft_request(plan.request)
+    return RuntimeConfig(request.ctx, request.kv, None, budget_bytes, request.tokens, request.sequences,
+                         own_tokens=request.own_tokens, mlock=request.mlock, mmap=not request.homes)
 
 
 def _outputs(config: RuntimeConfig) -> int:

@@ -26,7 +26,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["runtime", "models", "backends"], "5"),
     **dict.fromkeys(["sparse", "offload"], "5a"),
     **dict.fromkeys(["describe", "engine"], "5b"),
-    **dict.fromkeys(["choice"], "5c"),
+    **dict.fromkeys(["choice", "draft"], "5c"),
     **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),

@@ -12,6 +12,7 @@ from .output import say
 if TYPE_CHECKING:
     from ..choice import Choice
     from ..describe import ModelDescription
+    from ..memory_planner import Beside
     from ..runtime import Session
 
 FIELD = ("of bundles with a predictor or a screen: `name` of what run does by itself on this machine (resident, "
@@ -22,7 +23,7 @@ _RUNTIME = RuntimeConfig()
 
 
 def described_as_run(
-    model: ModelDescription, config: RuntimeConfig, max_kld: float
+    model: ModelDescription, config: RuntimeConfig, max_kld: float, beside: Beside | None = None
 ) -> tuple[ModelDescription, Choice | None, dict[str, Any] | None]:
     """Return a bundle's description with the recipe that `run` would choose on this machine, the choice, and its field.
 
@@ -35,7 +36,7 @@ def described_as_run(
     from ..describe import describe
 
     with Bundle.open(model.bundle) as bundle:
-        choice, found = told(bundle, config, max_kld)
+        choice, found = told(bundle, config, max_kld, beside)
     if choice and choice.way.config.recipe != config.recipe:
         described = describe(model.bundle, recipe=choice.way.config.recipe)
         model = replace(described, name=model.name, source=model.source)

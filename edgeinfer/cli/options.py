@@ -76,6 +76,9 @@ MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
          "much at most; 0 leaves the model exact.")]
+Draft = Annotated[str | None, option(
+    "--draft", metavar="MODEL",
+    help="Smaller model with the same tokenizer, which guesses tokens that the model checks.")]
 Speculate = Annotated[str, option(
     "--speculate", metavar="|".join(SPECULATIONS),
     help="Who guesses tokens that are checked together where that is faster, with the same text; auto is the draft "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..choice import Choice, Way
     from ..describe import ModelDescription
     from ..devices import DeviceProfile
-    from ..memory_planner import Alternative, MemoryPlan
+    from ..memory_planner import Alternative, Beside, MemoryPlan
 
 __all__ = ["JSON_FIELDS", "plan"]
 _RUNTIME = RuntimeConfig()
@@ -60,6 +61,7 @@ def plan(
     max_kld: options.MaxKld = MAX_KLD,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
+    draft: options.Draft = None,
     listed: Annotated[
         bool, typer.Option("--list", help="List the names of models that are known without their files, and end.")
     ] = False,
@@ -97,7 +99,7 @@ def plan(
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
-    report = _planned(model, (weights, group_size), config, bound, profile)
+    report = _planned(model, (weights, group_size), config, bound, profile, "off" if beams > 1 else speculate, draft)
     if json:
         print_json(report)
     else:
@@ -106,31 +108,66 @@ def plan(
 
 
 def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
-             device: DeviceProfile | None) -> dict[str, Any]:
+             device: DeviceProfile | None, speculate: str, draft: str | None) -> dict[str, Any]:
     """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine."""
     from ..describe import describe
     from ..devices import local_profile
 
     model, choice, decision = describe(name, *stored, config.recipe, device), None, None
+    beside = _guesser(speculate, draft, stored, model, config)
     if device is None:
-        model, choice, decision = described_as_run(model, config, max_kld)
+        model, choice, decision = described_as_run(model, config, max_kld, beside)
     config = choice.way.config if choice else config
-    report = _Planned(model, config, device, device or local_profile(), choice).report()
+    report = _Planned(model, config, device, device or local_profile(), choice, beside).report()
     return {**report, "decision": decision}
+
+
+def _guesser(speculate: str, draft: str | None, stored: tuple[str | None, int | None], model: ModelDescription,
+             config: RuntimeConfig) -> Beside | None:
+    """Return what guesses beside a model; `run` will compare the tokenizers too."""
+    from ..describe import describe
+    from ..memory_planner import Planner
+
+    def planner(name: str, recipe: Recipe | None = None) -> Planner:
+        found = describe(name, *stored, recipe)
+        return Planner(found.graph, found.weight_bytes)
+
+    if speculate == "self":
+        from ..runtime import Lighter
+
+        return Lighter.of(model.config, config.recipe, _has_predictor(model), partial(planner, model.name)).beside
+    if draft is None and speculate == "draft":
+        raise UsageError("--speculate is draft, and no draft model is given; add --draft MODEL.")
+    if draft is None or speculate not in ("auto", "draft"):
+        return None
+    from ..draft import check_context
+    from ..memory_planner import beside_draft
+
+    check_context(draft, describe(draft, *stored).config, model.config, config)
+    return beside_draft(planner(draft))
+
+
+def _has_predictor(model: ModelDescription) -> bool:
+    from ..bundle import Bundle
+
+    if model.bundle is None:
+        return False
+    with Bundle.open(model.bundle) as bundle:
+        return any(entry.part == "predictor" for entry in bundle.header.files)
 
 
 class _Planned:
     """One plan, what it was made for, and what else would fit."""
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
-                 profile: DeviceProfile | None, choice: Choice | None):
+                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None):
         from ..memory_planner import Planner, default_ctx, default_threads, to_request
 
         threads = config.threads or (_cores(device) if device else default_threads())
         self.model, self.device, self.profile, self.choice = model, device, profile, choice
         self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
         self.budget, self.budget_source = self._limit()
-        self.planner = Planner(model.graph, model.weight_bytes)
+        self.planner = Planner(model.graph, model.weight_bytes, beside=beside)
         self.plan: MemoryPlan = self.planner.plan(to_request(self.config))
 
     def _limit(self) -> tuple[int, str]:
@@ -144,12 +181,13 @@ class _Planned:
 
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
-        from ..memory_planner import alternatives, largest_ctx, refusal, streaming
+        from ..memory_planner import alternatives, largest_ctx, refusal, streaming, without
         from .neurons import neurons_object
 
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
         fits = plan.total_bytes <= self.budget
-        options = [] if fits else list(alternatives(self.planner, config, self.budget, model.rebuild))
+        options = [] if fits else [*filter(None, [without(self.planner, config, self.budget)]),
+                                   *alternatives(self.planner, config, self.budget, model.rebuild)]
         options += [] if fits else self._cold()
         if not fits and model.runnable and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)

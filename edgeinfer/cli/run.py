@@ -70,6 +70,7 @@ def run(
     max_kld: options.MaxKld = MAX_KLD,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
+    draft: options.Draft = None,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -137,7 +138,7 @@ def run(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
             beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, speculate=speculate, draft_tokens=draft_tokens,
-            progress=progress,
+            draft=draft, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
@@ -263,7 +264,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
-        llm.session.settle()  # a short run may end before the last page of a large KV pool is there
+        llm.settle()  # a short run may end before the last page of a large KV pool is there
     sparse = llm.session.sparse
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)

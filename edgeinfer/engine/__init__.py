@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from .lookup import PromptLookup
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
+    from .self_draft import SelfDraft
     from .speculation import Speculation, Times
 
 __all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
-           "RequestQueue", "Sampled", "Sampler", "Speculation", "SpeculationReport", "Stream", "Times", "TokenLogprob",
-           "too_long"]
+           "RequestQueue", "Sampled", "Sampler", "SelfDraft", "Speculation", "SpeculationReport", "Stream", "Times",
+           "TokenLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "completion": "Choice Completion SpeculationReport TokenLogprob",
     "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long", "lookup": "PromptLookup",
-    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "speculation": "Speculation Times",
+    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "self_draft": "SelfDraft",
+    "speculation": "Speculation Times",
 })

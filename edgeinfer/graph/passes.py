@@ -178,6 +178,20 @@ def _layers(name: str, value: str | float, layers: int) -> set[int]:
     return {int(number) for number in numbers}
 
 
+@approximate()
+@graph_pass
+def early_exit(graph: Graph, layers: int) -> Graph:
+    """Leave out all layers but the first few: what they give goes into the final norm and the head (arXiv 2309.08168).
+    """
+    n = graph.config.num_hidden_layers
+    if type(layers) is not int or not 1 <= layers < n:
+        raise UsageError(f"early_exit has layers {layers!r:.40}; the model has {n}, so from 1 to {n - 1} can be kept.")
+    kept = [op for op in graph.ops if op.layer is None or op.layer < layers]
+    ends = {op.layer: op.out for op in graph.ops}  # of each layer: the residual that its last operation leaves
+    instead = {ends[n - 1].name: ends[layers - 1]}
+    return replace(graph, ops=tuple(op.reading(instead) for op in kept))
+
+
 @approximate(when=lambda settings: settings.get("mode") == "screened")
 @graph_pass
 def head(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph:

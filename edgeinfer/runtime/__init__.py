@@ -8,23 +8,24 @@ if TYPE_CHECKING:
     from .calibration import Covariance, Firing, Largest, Rows, capture, in_groups
     from .executor import Executor
     from .fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
+    from .lighter import Lighter, LighterSession
     from .lowering import Lowering, lower, rows
     from .memory import allocate
-    from .planning import plan_run
+    from .planning import plan_run, planner_of
     from .program import Program, Record
     from .session import Session
     from .slots import Slots
     from .stream import Stream
     from .taps import Taps, View, Visit, open_plain
 
-__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lowering", "Program", "Record", "Rows",
-           "Session", "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide",
-           "dense_layers", "everywhere", "in_groups", "lower", "open_plain", "plan_run", "predicted_time",
-           "rows"]
+__all__ = ["Covariance", "Executor", "Firing", "Largest", "Lighter", "LighterSession", "Lowering", "Program", "Record",
+           "Rows", "Session", "Slots", "SparseFfn", "Stream", "Taps", "View", "Visit", "allocate", "capture", "decide",
+           "dense_layers", "everywhere", "in_groups", "lower", "open_plain", "plan_run", "planner_of",
+           "predicted_time", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "fallback": "SparseFfn decide dense_layers everywhere predicted_time",
-    "lowering": "Lowering lower rows",
-    "program": "Program Record", "planning": "plan_run", "session": "Session",
+    "lighter": "Lighter LighterSession", "lowering": "Lowering lower rows",
+    "program": "Program Record", "planning": "plan_run planner_of", "session": "Session",
     "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",
     "calibration": "Covariance Firing Largest Rows capture in_groups",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
-from edgeinfer.graph import Graph, ModelConfig, fill_rope_tables
+from edgeinfer.graph import Graph, ModelConfig, Weight, fill_rope_tables
 from edgeinfer.memory_planner import MemoryPlan, Placement
 from edgeinfer.sizes import round_up
 
@@ -27,7 +29,7 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
             parts += _sources(regions["resident"], place, offsets[weight.name],
                               graph.types[weight.name].nbytes(weight.shape))
     copy_in(parts, bundle.weights_path, loading)
-    _load_parts(bundle, graph, plan, regions)
+    load_parts(bundle, graph.weights, plan, regions)
     if any(region.name == "weights" for region in plan.regions):
         regions["weights"] = bundle.weights
         read_in(bundle.weights, bundle.weights_path, loading)
@@ -36,10 +38,10 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
             lock(regions[home])
 
 
-def _load_parts(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions) -> None:
-    """Copy predictor and screen, which are files of their own, to their places."""
+def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regions: Regions) -> None:
+    """Copy those weights of predictor and screen, which are files of their own, to their places."""
     for part in APPROXIMATING:
-        weights = [one for one in graph.weights if one.kind == "predictor" and f"{part}." in one.name]
+        weights = [one for one in wanted if one.kind == "predictor" and f"{part}." in one.name]
         if not weights:
             continue
         if part == "screen":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types
-from edgeinfer.memory_planner import Alternative, MemoryPlan, Place, Planner, alternatives, fit, fits, resolve
+from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan, Place, Planner, alternatives, fit, fits, resolve
 
 from .fallback import SparseFfn, decide, everywhere
 
@@ -28,7 +28,8 @@ class PlannedRun(NamedTuple):
     """Where weights are read from storage, the first smaller request that would fit without."""
 
 
-def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None) -> PlannedRun:
+def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
+             beside: Beside | None = None) -> PlannedRun:
     """Plan a run.
 
     Parameters
@@ -37,6 +38,8 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None) 
     config : RuntimeConfig
     place : callable, optional
         Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
+    beside : Beside, optional
+        What runs in the same process, within the same budget.
 
     Raises
     ------
@@ -46,10 +49,10 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None) 
         If a tensor or a part is not what the model's graph needs.
     """
     config = resolve(config, bundle.config)
-    recipe, sparse, graph, planner = _graph(bundle, config.recipe)
+    recipe, sparse, graph, planner = _graph(bundle, config.recipe, beside)
     placed = place is not None and sparse is not None and sparse.mode == "predict" and sparse.sentence()
     if placed and not fits(planner, config):  # masks place neurons, in every layer
-        recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe))
+        recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe), beside)
     rebuild = partial(_rebuilt, bundle, recipe)
     plan, budget = fit(planner, config, rebuild, place)
     whole = not plan.parts and plan.cold is None
@@ -62,11 +65,17 @@ def offsets_of(bundle: Bundle) -> dict[str, int]:
     return {name: entry.offset for name, entry in bundle.tensors.items()}
 
 
-def _graph(bundle: Bundle, asked: Recipe) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
+def planner_of(bundle: Bundle, recipe: Recipe | None = None) -> Planner:
+    """Return a planner of a bundle that is run with a recipe."""
+    return _graph(bundle, recipe or Recipe(), None)[-1]
+
+
+def _graph(bundle: Bundle, asked: Recipe,
+           beside: Beside | None) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
     recipe, sparse = decide(asked, bundle)
     graph = build_graph(bundle.config, expected_types(bundle.types), recipe)
     bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
-    return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle))
+    return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle), beside)
 
 
 def _rebuilt(bundle: Bundle, recipe: Recipe, types: TypeOf) -> Graph:

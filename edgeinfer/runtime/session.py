@@ -18,7 +18,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig, NeuronDown, approximates
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Place
+from edgeinfer.memory_planner import SPLIT_TOKENS, Beside, Place
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -38,10 +38,12 @@ from .lowering import Lowering
 from .memory import Prefaulter, allocate
 from .pace import SMALL_BYTES, Pace
 from .planning import offsets_of, plan_run
+from .program import Program
 from .sequence import KVCache
 from .slots import RESOLVE_KERNEL, Slots
 from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
+from .threads import Pool
 
 Logits = NDArray[np.float32]
 SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
@@ -64,6 +66,8 @@ class Session(Runner):
         Lends its threads: the two take turns, and either may be closed first.
     place : callable, optional
         Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
+    beside : Beside, optional
+        What the plan has room for too, such as a draft model; whoever opens it takes that memory.
 
     Raises
     ------
@@ -85,12 +89,12 @@ class Session(Runner):
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
                  loading: Callable[[int, int, str], None] | None = None, host: Session | None = None,
-                 place: Place | None = None):
+                 place: Place | None = None, beside: Beside | None = None):
         self.bundle = bundle
         self.model: ModelConfig = bundle.config
         config = config or RuntimeConfig()
         free = config.threads is None and (host is None or host.executor.pace.choose)
-        planned = plan_run(bundle, _with_threads_of(host, config), place)
+        planned = plan_run(bundle, _with_threads_of(host, config), place, beside)
         self.config, self.recipe, self.sparse, self.graph, self.plan, self.budget_bytes, self.instead = planned
         cold = read_cold(bundle) if self.plan.cold else None
         bundle.check_contents(self.plan.request.threads, loading, cold=cold is not None)
@@ -104,24 +108,15 @@ class Session(Runner):
             load(bundle, self.graph, self.plan, regions, self.config.mlock, loading)
             fill_constants(self.model, self.plan, regions["constants"])
             units = tuple(offset // abi.STREAM_UNIT for offset in cold.offsets) if cold else ()
-            self.program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
+            program = Lowering(self.graph, self.plan, kernels.isa.token_tiles, units).program()
             self.kv = KVCache(self.plan, regions["kv"], [op.kv for op in self.graph.ops if op.kv and op.kv.stores])
-            self._logits = regions["logits"][: self.config.outputs * self.plan.logits_stride].view(np.float32)
-            self._logits = self._logits.reshape(self.config.outputs, -1)[:, : self.model.vocab_size]
-            self._counts: tuple[tuple[int, int], ...] = ()
-            self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
-            threads = self.plan.request.threads
-            self.executor = Executor(self.program, kernels, threads, regions, host.executor.pool if host else None,
-                                     Pace(threads, free, bundle.weights_bytes <= SMALL_BYTES))
+            pace = Pace(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
+            self._link(program, kernels, regions, host.executor.pool if host else None, pace)
             opened.callback(self.executor.close)
             if self.plan.parts:
                 self._stream(regions["streamed"])
             if cold:
                 self._read_cold(regions["cold"], cold)
-            for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
-                                (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws),
-                                (abi.CTX_CHOSEN, self._tables.steps)):
-                self.executor.set(word, table.ctypes.data)
             opened.pop_all()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -215,6 +210,20 @@ class Session(Runner):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
+    def _link(self, program: Program, kernels: Kernels, regions: dict[str, NDArray[np.uint8]], pool: Pool | None,
+              pace: Pace) -> None:
+        """Make a program ready to walk over these regions."""
+        n, self.program = self.config.outputs, program
+        self._logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
+        self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
+        self._counts: tuple[tuple[int, int], ...] = ()
+        self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
+        self.executor = Executor(program, kernels, self.plan.request.threads, regions, pool, pace)
+        for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
+                            (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws),
+                            (abi.CTX_CHOSEN, self._tables.steps)):
+            self.executor.set(word, table.ctypes.data)
+
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""
         most, n = self.plan.request, sum(len(segment.ids) for segment in segments)
@@ -260,18 +269,18 @@ class Session(Runner):
                 self.kv.trim(segment.sequence)
         return logits
 
-    def _steps(self, segments: Items[Segment], further: int) -> int:
+    def _steps(self, segments: Items[Segment], further: int, offset: int = 0) -> int:
         """How many more steps a walk over one token of each sequence is to take by itself: as many as take little
         time, find their blocks and do not change how attention is split.
         """
-        executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + 1
+        executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + offset + 1
         if executor.check or executor.stream or not all(all(segment.draws) for segment in segments):
             return 0
         most = executor.pace.further(len(segments), len(self.program.records))
         further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
-        ends = [len(segment.sequence) + 1 + further for segment in segments]
+        ends = [len(segment.sequence) + offset + 1 + further for segment in segments]
         needed = sum(-(-end // abi.BLOCK_TOKENS) + 1 for end in ends)  # with a copy of the last one, if it is shared
         return further if needed - sum(len(s.sequence.blocks) for s in segments) <= self.kv.pool.n_free else 0
 

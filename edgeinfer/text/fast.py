@@ -105,6 +105,20 @@ class FastTokenizer:
         piece = self._tokenizer.id_to_token(token_id)
         return b"" if piece is None else self.rules.to_bytes(piece)
 
+    def content(self) -> dict[str, Any]:
+        """Return all that the ids of a text depend on; what decodes, or stands around a text, does not belong to it."""
+        data = json.loads(self._tokenizer.to_str())
+        model = data["model"]
+        vocab, merges = model.pop("vocab", {}), model.pop("merges", [])
+        pairs = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
+        added = {token.pop("id"): token for token in data["added_tokens"]}
+        return {
+            "tokens": dict(sorted((i, piece) for piece, i in pairs)), "added tokens": dict(sorted(added.items())),
+            "merges": dict(enumerate(merges)), "scores": None if isinstance(vocab, dict) else vocab,
+            "normalisers": data["normalizer"], "pre-tokenisers": data["pre_tokenizer"],
+            "other settings": json.dumps(model, sort_keys=True),
+        }
+
 
 def open_tokenizer_json(path: Path) -> FastTokenizer:
     """Open a tokenizer.json.

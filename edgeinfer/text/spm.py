@@ -124,6 +124,17 @@ class SentencePieceTokenizer:
             return bytes([int(piece[3:5], 16)])
         return self.rules.to_bytes(piece)
 
+    def content(self) -> dict[str, Any]:
+        """Return all that the ids of a text depend on."""
+        own, pieces = self._processor, range(self._n_pieces)
+        kinds = (own.is_control, own.is_unknown, own.is_unused, own.is_byte)
+        return {
+            "pieces": {i: own.id_to_piece(i) for i in pieces}, "added tokens": self._added,
+            "kinds of pieces": {i: [kind(i) for kind in kinds] for i in pieces},
+            "scores": {i: own.get_score(i) for i in pieces},
+            "spaces behind special tokens": self._prefix_behind_special,
+        }
+
 
 def open_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> SentencePieceTokenizer:
     """Open a tokenizer.model with the settings of tokenizer_config.json; raises `TokenizerError`."""

@@ -54,6 +54,9 @@ class Backend(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token stands for; nothing for an id without a token."""
 
+    def content(self) -> dict[str, Any]:
+        """Return all that the ids of a text depend on, by the names of the parts; tables by id, as dictionaries."""
+
 
 class Tokenizer:
     """Encodes and decodes text as the checkpoint's tokenizer files say; safe to share between threads.
@@ -143,6 +146,23 @@ class Tokenizer:
             return []
         prefix = self._backend.prefix_ids()
         return [self.bos_id] if add_bos is True and not prefix and self.bos_id is not None else prefix
+
+    def difference(self, other: Tokenizer) -> str:
+        """Say what differs between two tokenizers, by content; empty where the same text has the same ids in both.
+
+        Files of different kinds are compared by their tokens, and by the ids that they give to a few texts.
+        """
+        parts, others = self._backend.content(), other._backend.content()
+        if parts.keys() != others.keys():
+            n = max(self.vocab_size, other.vocab_size)
+            parts, others = ({"tokens": {i: one._bytes(i) for i in range(n)},
+                              "special tokens": dict.fromkeys(sorted(one._backend.special_ids), True)}
+                             for one in (self, other))
+        for name, part in parts.items():
+            if part != others[name]:
+                return _first_difference(name, part, others[name])
+        texts, other_texts = ({text: one._backend.encode(text, True) for text in PROBES} for one in (self, other))
+        return "" if texts == other_texts else _first_difference("ids of texts", texts, other_texts)
 
     def bytes_per_token(self) -> int:
         """Return how many bytes of text one token can stand for at most: a longer text has more tokens than one.
@@ -250,6 +270,15 @@ def _open_backend(directory: Path, settings: Mapping[str, Any]) -> Backend:
         f"{directory} holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt); put the "
         "checkpoint's tokenizer files there."
     )
+
+
+def _first_difference(name: str, one: Any, other: Any) -> str:
+    """Say where two parts of tokenizers differ; of tables the first entry."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return f"their {name} differ"
+    key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
+    values = (f"{table[key]!r:.60}" if key in table else "missing" for table in (one, other))
+    return f"of their {name}, {key!r:.40} is {' in the one and '.join(values)} in the other"
 
 
 def _ids(values: Mapping[str, Any], key: str, path: Path) -> list[int]:

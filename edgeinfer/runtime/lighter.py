@@ -1,0 +1,167 @@
+"""A cheaper program over a session's own weights, KV and threads: it guesses what the session then checks.
+
+Early exit: the first layers, then the final norm and the head; or the model with masks where the session computes all
+neurons (arXiv 2309.08168 and 2411.12692). What it writes into the KV cache lies behind the ends of the sequences: a
+walk that checks guesses computes K and V of all of them anew, in each layer, before any row of them is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, Step
+from edgeinfer.errors import RequestError
+from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
+from edgeinfer.runner import Cancellation, Sequence, decoding
+
+from .loading import load_parts
+from .lowering import Lowering
+from .memory import allocate
+from .pace import SMALL_BYTES, Pace
+from .planning import planner_of
+from .session import Logits, Session
+
+OWN = ("activations", "logits", "scratch", "tables")
+"""Regions that the program has for itself."""
+SHARE = 3
+"""An early exit leaves the model after one layer of so many."""
+
+
+class Planned(NamedTuple):
+    """A cheaper program beside a session's."""
+
+    graph: Graph
+    plan: MemoryPlan
+    """Of its own regions; weights and KV are where the session has them."""
+
+
+class Lighter(NamedTuple):
+    """Ways for a model to guess for itself, the best first, as far as they are known before a run is planned."""
+
+    planners: tuple[Planner, ...]
+
+    @classmethod
+    def of(cls, model: ModelConfig, plain: Recipe, predictor: bool, make: Callable[[Recipe], Planner]) -> Lighter:
+        """Return the ways of a model that runs with the recipe `plain`: with its predictor, if it has one, and an early
+        exit. `make` gives the planner of a recipe.
+
+        Raises
+        ------
+        RequestError
+            The model has nothing to leave out.
+        """
+        recipes = list(_recipes(model, plain, predictor))
+        if not recipes:
+            raise RequestError("The model has one layer and no predictor, so no part of it can guess for it; leave "
+                               "--speculate self out.")
+        return cls(tuple(map(make, recipes)))
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, plain: Recipe) -> Lighter:
+        """Return those of a bundle."""
+        predictor = any(entry.part == "predictor" for entry in bundle.header.files)
+        return cls.of(bundle.config, plain, predictor, partial(planner_of, bundle))
+
+    @property
+    def beside(self) -> Beside:
+        """Let plans have room for it."""
+        def both(plan: MemoryPlan) -> MemoryPlan:
+            found = self.planned(plan)
+            return plan.beside(found.plan) if found else plan
+
+        return Beside(both, {"speculate": "off"})
+
+    def planned(self, host: MemoryPlan) -> Planned | None:
+        """Plan the first way that goes together with a session's plan; None where weights are read from storage."""
+        if host.parts or host.cold:
+            return None
+        for planner in self.planners:
+            own = [weight.name for weight in planner.graph.weights if weight.name not in host.places]
+            cheaper = own or _layers(planner.graph) < planner.graph.config.num_hidden_layers
+            if cheaper and not (own and any(region.name == "resident" for region in host.regions)):
+                return Planned(planner.graph, _plan(planner, host, bool(own)))
+        return None
+
+    def open(self, host: Session) -> LighterSession:
+        """Take its memory, beside an open session whose plan has room for it."""
+        if not (found := self.planned(host.plan)):
+            raise RequestError("Weights of the model are read from storage, so it cannot guess for itself; leave "
+                               "--speculate self out.")
+        return LighterSession(host, *found)
+
+
+class LighterSession(Session):
+    """Walks ahead of a session with its sequences, which it leaves as they are.
+
+    Parameters
+    ----------
+    host : Session
+        Whose sequences it goes on with; closed after this one.
+    graph, plan : see `Planned`
+    """
+
+    def __init__(self, host: Session, graph: Graph, plan: MemoryPlan):
+        self.bundle, self.model, self.isa, self.kv, self.graph, self.plan = \
+            host.bundle, host.model, host.isa, host.kv, graph, plan
+        self.config = replace(host.config, outputs=plan.request.outputs, draft_tokens=0)
+        regions = {name: memory for name, memory in host.executor.regions.items() if name not in OWN}
+        regions |= {region.name: allocate(region.nbytes) for region in plan.regions if region.name != "tables"}
+        own = [weight for weight in graph.weights if weight.name not in host.plan.places]
+        load_parts(self.bundle, own, plan, regions)
+        kernels, pace = host.executor.kernels, host.executor.pace
+        program = Lowering(graph, plan, kernels.isa.token_tiles).program()
+        self._link(program, kernels, regions, host.executor.pool,
+                   Pace(pace.threads, pace.choose, self.bundle.weights_bytes <= SMALL_BYTES))
+
+    def ahead(self, sequences: Items[Sequence], ids: Items[int], draws: Items[int], offset: int, further: int,
+              cancel: Cancellation | None = None) -> tuple[Logits, list[list[int]]]:
+        """Walk over a token of each sequence that nobody has taken in; see `runner.Ahead`."""
+        segments = decoding(sequences, ids, draws)
+        self._admit(segments)
+        if not offset:
+            for sequence in sequences:
+                self.reserve(sequence, 1 + further)
+        elif (short := min(sequence.reserved for sequence in sequences)) < offset + 1 + further:
+            raise RequestError(f"{offset + 1 + further} tokens ahead are more than the {short} that there is room for.")
+        further = self._steps(segments, further, offset)
+        rows = self._run(segments, 0, None, offset, cancel, further)
+        return rows, self._tables.chosen(len(segments), further, self.executor.steps_left)
+
+    def settle(self) -> None:
+        """All memory is there from the start."""
+
+    def close(self) -> None:
+        """End a walk that runs and let go of its own memory."""
+        self.executor.close()
+        self.executor.regions.clear()
+
+
+def _recipes(model: ModelConfig, plain: Recipe, predictor: bool) -> Iterator[Recipe]:
+    if predictor:
+        yield plain.sparse("predict")
+    if (layers := model.num_hidden_layers) > 1:
+        yield Recipe((*plain.steps, Step("early_exit", (("layers", max(1, layers // SHARE)),))))
+
+
+def _layers(graph: Graph) -> int:
+    return len({op.layer for op in graph.ops} - {None})
+
+
+def _plan(planner: Planner, host: MemoryPlan, resident: bool) -> MemoryPlan:
+    """Plan the program's own regions, for walks over one token of each sequence."""
+    request = replace(host.request, tokens=host.request.sequences, outputs=host.request.sequences, homes=(), hot=(),
+                      slots=0)
+    plan, names = planner.plan(request), (*OWN, "resident") if resident else OWN
+    shared = {weight.name: host.places[weight.name] for weight in planner.graph.weights if weight.name in host.places}
+    layers, masks = planner.graph.config.num_hidden_layers, " with masks" if resident else ""
+    how = f"guesses of {_layers(planner.graph)} of {layers} layers{masks}"
+    regions = tuple(replace(region, reason=f"{how}: {region.reason}") for region in plan.regions
+                    if region.name in names)
+    return replace(plan, regions=regions, places={**plan.places, **shared}, kv_blocks=host.kv_blocks,
+                   kv_layers=host.kv_layers)
