@@ -16,7 +16,7 @@ from edgeinfer import LLM
 from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.engine import Completion, Drafter, Generation, PromptLookup, Speculation, Times
 from edgeinfer.engine import speculation as controller
-from edgeinfer.engine.lookup import LENGTHS, Index
+from edgeinfer.engine.lookup import LENGTHS, SIZES, Index
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.memory_planner import resolve, to_request
 from edgeinfer.runner import Cancellation
@@ -183,8 +183,8 @@ def test_a_drafter_that_is_cancelled_ends_the_request(opened: Session) -> None:
 
 
 def naive(text: list[int]) -> tuple[int, list[int]]:
-    """Latest earlier place of the last 3, else 2 tokens, and all that follows it, by looking everywhere."""
-    for size in (3, 2):
+    """Latest earlier place of the last tokens, of as many as there are sizes for, and all that follows it, by looking everywhere."""
+    for size in SIZES:
         for place in range(len(text) - 2, size - 2, -1):
             if text[place - size + 1 : place + 1] == text[len(text) - size :]:
                 common = next((i for i in range(place + 1) if text[place - i] != text[-1 - i]), place + 1)
