@@ -183,7 +183,7 @@ def test_a_drafter_that_is_cancelled_ends_the_request(opened: Session) -> None:
 
 
 def naive(text: list[int]) -> tuple[int, list[int]]:
-    """Latest earlier place of the last tokens, of as many as there are sizes for, and all that follows it, by looking everywhere."""
+    """Latest earlier place of as many last tokens as SIZES says, and all that follows it, by looking everywhere."""
     for size in SIZES:
         for place in range(len(text) - 2, size - 2, -1):
             if text[place - size + 1 : place + 1] == text[len(text) - size :]:
