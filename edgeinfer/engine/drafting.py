@@ -51,6 +51,10 @@ class Drafter(abc.ABC):
         """
         return 1
 
+    def prior(self, level: int) -> float:
+        """Return the share of guesses of a level that are expected to be right before any was checked."""
+        return 0.65
+
     @abc.abstractmethod
     def guess(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Guess up to n tokens, one or more, that follow each of the texts.

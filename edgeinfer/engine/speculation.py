@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 CHOICES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
 """Guesses that are tried: with the last token of the text they fill register blocks."""
-PRIOR, PRIOR_ROUNDS, LEAST_SHARE = 0.6, 2, 0.083
-"""Probability of guesses that were never checked, in how many rounds it is outweighed, and the least weight of the
-latest round (its half-life is 8 rounds)."""
+PRIOR_ROUNDS, LEAST_SHARE = 3, 0.083
+"""How many rounds the drafter's own idea of its guesses counts for, and the least weight of the latest round (its
+half-life is 8 rounds)."""
 SLOPE = 0.08
 """Of t(n) / t(1) where nothing is known yet: low, so that it is tried."""
+MARGIN = 1.05
+"""Gain from which guesses are checked: the best of several noisy estimates is too good."""
 WAIT, LONGEST_WAIT = 32, 4096
 """Tokens until guesses that did not pay are tried again: at first, and after many in vain."""
 REFRESH = 64
@@ -75,7 +77,8 @@ class Times:
 class _Level:
     """How many guesses of one level of a drafter are right."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
         self.right: list[float] = []
         """Of each place in a guess, given that those before were right."""
         self.rounds: list[int] = []
@@ -86,9 +89,13 @@ class _Level:
         """Return the tokens that a walk over n guesses gives."""
         total = reached = 1.0
         for place in range(n):
-            reached *= self.right[place] if place < len(self.right) else (self.right or [PRIOR])[-1]
+            reached *= self.right[place] if place < len(self.right) else self._unknown()
             total += reached
         return total
+
+    def _unknown(self) -> float:
+        """Return what to expect of the first place that was never reached: as of the one before."""
+        return self.right[-1] if self.right else self._prior
 
     def tried(self, pays: bool) -> bool:
         """Return whether guesses of this level are checked now: where they pay, or after they did not for a while."""
@@ -106,7 +113,7 @@ class _Level:
         """Take note that of n guesses so many were right."""
         for place in range(min(n, accepted + 1)):
             if place == len(self.right):
-                self.right.append((self.right or [PRIOR])[-1])
+                self.right.append(self._unknown())
                 self.rounds.append(PRIOR_ROUNDS)
             self.rounds[place] += 1
             share = max(1 / self.rounds[place], LEAST_SHARE)
@@ -153,7 +160,9 @@ class Speculation:
         self._began = time.perf_counter()
         self._resolve(texts)
         levels = [self.drafter.level(text) for text in texts]
-        self._now = [self._levels.setdefault(level, _Level()) if level else None for level in levels]
+        for level in set(levels) - {0, *self._levels}:
+            self._levels[level] = _Level(self.drafter.prior(level))
+        self._now = [self._levels[level] if level else None for level in levels]
         n = self._choose(room)
         if not n:
             if self.drafter.free:
@@ -184,7 +193,7 @@ class Speculation:
             return 0
         speeds = {n: self._speed(levels, n) for n in choices}
         best = max(choices, key=lambda n: speeds[n])
-        pays = speeds[best] > texts / plain
+        pays = speeds[best] > MARGIN * texts / plain
         return best if sum([level.tried(pays) for level in levels]) else 0
 
     def _speed(self, levels: list[_Level], n: int) -> float:
