@@ -167,7 +167,7 @@ def test_opening_a_large_models_bundle_takes_under_20_ms(tmp_path: Path) -> None
     """The table of a 7B model (32 layers), with tiny tensors: opening it compares no checksum of weights."""
     weight_type = WeightType("q4", 32)
     config = replace(CONFIG, num_hidden_layers=32)
-    with BundleWriter(tmp_path / "m", config, Quantisation()) as writer:
+    with BundleWriter(tmp_path / "m", config, Quantisation(), overwrite=True) as writer:
         for i in range(32):
             for part in ("qkv", "o", "gate_up", "down", "attention_norm", "ffn_norm"):
                 writer.add(f"layers.{i}.{part}", weight_type, (16, 64), bytes(576))
