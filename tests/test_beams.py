@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from edgeinfer.engine import BeamSearch, Completion
 from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.memory_planner import Request, shared_blocks
 from edgeinfer.runtime import Session
-from tests.sessions import free_blocks, scored, session, tokens, write_model
+from tests.sessions import TINY, free_blocks, scored, session, tokens, write_model
 
 PROMPT = "Once upon a time"
 Ends = frozenset[int]
@@ -259,12 +262,12 @@ def test_cancellations_lose_no_block(opened: Session, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(opened, "_run", cancelling)
     for _ in range(1000):
-        beams, n = int(rng.integers(2, 6)), int(rng.integers(10, 20))
+        beams, n = int(rng.integers(2, 5)), int(rng.integers(10, 20))
         config = GenerationConfig(beams=beams, n=int(rng.integers(1, beams + 1)), max_tokens=int(rng.integers(1, 12)))
         one = BeamSearch(opened, None, tokens(n, n), config, frozenset([3, 5, 8]))
-        countdown[0] = int(rng.integers(1, 8))
+        countdown[0] = int(rng.integers(1, 5))
         one.start(opened.new_sequence())
-        for _ in range(int(rng.integers(1, 8))):
+        for _ in range(int(rng.integers(1, 5))):
             if not one.finished:
                 one.step()
         one.end()
@@ -328,3 +331,57 @@ def test_a_model_opens_for_beams(llm: LLM) -> None:
     assert "(a prompt once, 8 x 64 tokens)" in llm.plan.region("kv").reason
     with pytest.raises(UsageError, match="beams is 20; it must be from 2 to 16"):
         LLM("demo", beams=20)
+
+
+@pytest.mark.parametrize("place", ["finished", "release", "_conclude"])
+def test_ctrl_c_while_a_search_ends_leaves_the_model_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    expected = llm.complete(PROMPT, beams=3, max_tokens=3)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BeamSearch, place, property(interrupted) if place == "finished" else interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.complete(PROMPT, beams=3, max_tokens=3)
+    assert llm.complete(PROMPT, beams=3, max_tokens=3).token_ids == expected.token_ids
+    llm.session.kv.pool.recount(one.blocks for one in llm.session.kv._living)
+    assert free_blocks(llm.session) == llm.plan.kv_blocks
+
+
+def test_cancel_from_another_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches a search between two walks and within one."""
+    walk, steps = llm.session._run, [0]
+
+    def walking(*args: Any) -> Any:
+        steps[0] += 1
+        if steps[0] == 6:
+            thread = threading.Thread(target=llm.cancel)
+            thread.start()
+            thread.join()
+        return walk(*args)
+
+    monkeypatch.setattr(llm.session, "_run", walking)
+    done = llm.complete(PROMPT, beams=4, n=2, max_tokens=40)
+    assert [choice.finish_reason for choice in done.choices] == ["cancelled"] * 2
+    assert [len(choice.token_ids) for choice in done.choices] == [5, 5] and done.text
+    assert free_blocks(llm.session) == llm.plan.kv_blocks
+
+
+def test_a_saved_prompt_serves_a_search(llm: LLM, tmp_path: Path) -> None:
+    first = llm.complete(PROMPT, beams=4, max_tokens=8, prompt_cache=tmp_path / "prompt")
+    second = llm.complete(PROMPT, beams=4, max_tokens=8, prompt_cache=tmp_path / "prompt")
+    assert (first.cached_tokens, second.cached_tokens) == (0, first.prompt_tokens - 1)
+    assert second.token_ids == first.token_ids and second.score == first.score
+
+
+def test_more_beams_than_tokens(tmp_path: Path) -> None:
+    with session(write_model(tmp_path, replace(TINY, vocab_size=3)), max_sequences=16, own_tokens=4) as opened:
+        done = outcome(opened, [1, 2], beams=16, max_tokens=3)
+        found = sorted(itertools.product(range(3), repeat=3))
+        assert len(done.choices) == 16 and {one.token_ids for one in done.choices} <= set(found)
+        assert len(outcome(opened, [1, 2], beams=16, max_tokens=1).choices) == 3
+        expected = plainly(opened, [1, 2], frozenset(), 16, 3)
+        assert [one.token_ids for one in done.choices] == [one[1] for one in expected]

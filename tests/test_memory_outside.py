@@ -65,6 +65,17 @@ def test_the_plan_is_what_is_measured() -> None:
     assert abs(done.vm_hwm_bytes - reported) < 4 * MB
 
 
+def test_beams_take_what_they_were_planned_to_take() -> None:
+    """Beside a single text: tails of their own, and no second prompt."""
+    common = ("--kv", "f32", "-c", "1000", "-n", "100", "--temp", "0")
+    alone, beams = run_demo(*common), run_demo(*common, "--beams", "16")
+    planned = [json.loads(done.out)["planned_bytes"] for done in (alone, beams)]
+    more = planned[1] - planned[0]
+    assert 4 * MB < more < 12 * MB  # 16 contexts would be 77 MB
+    assert abs(beams.vm_hwm_bytes - alone.vm_hwm_bytes - more) < 4 * MB
+    assert abs(beams.vm_hwm_bytes - planned[1]) < 24 * MB
+
+
 def test_a_run_lives_within_what_was_planned() -> None:
     """Also without an explicit budget: the limit of the group is then the budget, and it is just enough."""
     planned = json.loads(run_demo().out)["planned_bytes"]

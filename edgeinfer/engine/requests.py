@@ -141,11 +141,10 @@ class Request:
         if self.ended:  # `close` of another thread may have ended it
             return None
         try:
-            piece = self._advance()
+            piece, finished = self._advance(), self.generation.finished
         except BaseException:  # Ctrl-C included: the turn must not stay taken
             self.end()
             raise
-        finished = self.generation.finished
         if finished:
             self.end()
         return piece or (None if finished else "")
@@ -155,11 +154,13 @@ class Request:
         with self._queue.step:
             if self.ended:
                 return
-            self.ended = True
-            self.generation.end()
-            if self._started:
+            self.ended, kept = True, None
+            try:
+                self.generation.end()
                 kept = self.generation.release(keep_first=self._reuse and not self._queue.closed)
-                self._queue.give_turn_back(kept)
+            finally:  # Ctrl-C may come while sequences are given back
+                if self._started:
+                    self._queue.give_turn_back(kept)
 
     def _advance(self) -> str:
         if self.generation.sequence is not None:
