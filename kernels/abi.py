@@ -344,8 +344,8 @@ def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
     return -(-(values + 8 * groups) // 64) * 64, values, values + 4 * groups
 
 
-def token_blocks(n_tokens: int, token_tiles: tuple[int, int]) -> list[tuple[int, int]]:
-    """Blocks (first token, tokens) in which n tokens go through matrix products: large ones, small ones, single tokens.
+def token_blocks(n_tokens: int, token_tiles: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Blocks (first token, tokens) in which n tokens go through matrix products: the largest that fit, one by one.
 
     A q8 block of n tokens that starts at ``base`` = first token * row bytes interleaves what the rows hold: value k of
     token j lies at base + (k // 4) * 4n + 4j + k % 4, the f32 scale of group g at base + n * scales + 4 (g n + j), and
@@ -359,14 +359,14 @@ def token_blocks(n_tokens: int, token_tiles: tuple[int, int]) -> list[tuple[int,
     return blocks
 
 
-def pack_token_tiles(token_tiles: tuple[int, int]) -> int:
-    """Pack the tokens of a large and a small block into one parameter of a record."""
-    return token_tiles[0] | token_tiles[1] << 8
+def pack_token_tiles(token_tiles: tuple[int, ...]) -> int:
+    """Pack the tokens of up to 7 kinds of blocks, 2 to 15 each, into one parameter of a record."""
+    return sum(tokens << 4 * i for i, tokens in enumerate(token_tiles))
 
 
-def unpack_token_tiles(packed: int) -> tuple[int, int]:
+def unpack_token_tiles(packed: int) -> tuple[int, ...]:
     """Undo `pack_token_tiles`."""
-    return packed & 255, packed >> 8
+    return (packed & 15, *unpack_token_tiles(packed >> 4)) if packed else ()
 
 
 GATED_SCRATCH_BYTES = 2 * 16 * 64

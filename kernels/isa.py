@@ -28,10 +28,14 @@ class Isa:
     needs: frozenset[str]
     """Features that the host must report."""
     row_tiles: int
-    """Tiles of 16 rows in a register block of a matrix-matrix product."""
-    token_tiles: tuple[int, int]
-    """Tokens of the large and the small register block: what the register file holds with its accumulators. Quantised
-    activations are interleaved in blocks of so many tokens (abi.token_blocks)."""
+    """Tiles of 16 rows in a register block of a matrix product: 1, or 2."""
+    streams: int
+    """Row tiles, a multiple of those, that up to 4 tokens go through together: so many streams of weights, and memory
+    fetches each ahead by itself. The same number where that was not measured to pay."""
+    token_tiles: tuple[int, ...]
+    """Tokens of the register blocks, descending, 2 the last: what the register file holds with its accumulators, and
+    with 8 tokens scales them in memory, once a group. Quantised activations are interleaved in blocks of so many tokens
+    (abi.token_blocks)."""
     f32_chains: int = 6
     """Vectors of 16 in the register loop f32_peak: enough for the units' latency, few enough for the registers."""
 
@@ -51,15 +55,16 @@ _NOT_IMPLIED = ",-altnzcv,-bf16,-complxnum,-flagm,-fptoint,-fullfp16,-jsconv,-mt
 
 LADDER = (
     Isa("avx512vnni", "x86_64", "x86-64", _AVX512,
-        frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, (6, 2), 12),
-    Isa("avxvnni", "x86_64", "x86-64", _AVX2 + ",+avxvnni", frozenset({"avxvnni", "avx2", "fma", "f16c"}), 1, (4, 2)),
-    Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, (4, 2)),
-    Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, (4, 2)),
+        frozenset({"avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}), 2, 4, (8, 6, 4, 3, 2), 12),
+    Isa("avxvnni", "x86_64", "x86-64", _AVX2 + ",+avxvnni",
+        frozenset({"avxvnni", "avx2", "fma", "f16c"}), 1, 1, (4, 2)),
+    Isa("avx2", "x86_64", "x86-64", _AVX2, frozenset({"avx2", "fma", "f16c"}), 1, 1, (4, 2)),
+    Isa("generic", "x86_64", "x86-64", "", frozenset(), 1, 1, (4, 2)),
     # neoverse-n2 for its scheduling, which keeps accumulators in registers; what else it implies is taken away
-    Isa("neon_i8mm", "aarch64", "neoverse-n2", _I8MM + _NOT_IMPLIED, frozenset({"dotprod", "i8mm"}), 1, (4, 2)),
-    Isa("neon_dotprod", "aarch64", "generic", _DOTPROD, frozenset({"dotprod"}), 1, (4, 2)),
-    Isa("neon", "aarch64", "generic", "+neon," + _ARM, frozenset(), 1, (4, 2)),
-    Isa("generic", "aarch64", "generic", _ARM, frozenset(), 1, (4, 2)),
+    Isa("neon_i8mm", "aarch64", "neoverse-n2", _I8MM + _NOT_IMPLIED, frozenset({"dotprod", "i8mm"}), 1, 1, (4, 2)),
+    Isa("neon_dotprod", "aarch64", "generic", _DOTPROD, frozenset({"dotprod"}), 1, 1, (4, 2)),
+    Isa("neon", "aarch64", "generic", "+neon," + _ARM, frozenset(), 1, 1, (4, 2)),
+    Isa("generic", "aarch64", "generic", _ARM, frozenset(), 1, 1, (4, 2)),
 )
 """Best first, per machine. `generic` uses no target intrinsics; the others equal it bit for bit in the integer part."""
 

@@ -31,7 +31,7 @@ class _Linear(NamedTuple):
     scratch: int
     """Gated: scratch bytes of a thread."""
     token_tiles: int
-    """Tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
     fused: int
     """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
     width: int
@@ -62,7 +62,7 @@ class _Rows(NamedTuple):
     scratch: int
     """rms_norm_q8: scratch bytes of a thread."""
     token_tiles: int
-    """q8 output: tokens of a large and a small block (abi.pack_token_tiles): as in LINEAR."""
+    """q8 output: tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
 
 
 class _Rope(NamedTuple):
@@ -127,7 +127,7 @@ class _NeuronGated(NamedTuple):
     scratch: int
     """Scratch bytes of a thread."""
     token_tiles: int
-    """Tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
     fused: int
     """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
     width: int
@@ -189,7 +189,7 @@ class _NeuronMask(NamedTuple):
     scratch: int
     """Signs: scratch bytes of a thread."""
     token_tiles: int
-    """Signs: tokens of a large and a small block (abi.pack_token_tiles): compiled into the kernel."""
+    """Signs: tokens of the blocks (abi.pack_token_tiles): compiled into the kernel."""
     x_scales: int
     """Signs: place of the scales in a row of x: behind its values, padding included."""
     x_offsets: int
@@ -251,7 +251,7 @@ class _Screen(NamedTuple):
     group: int
     """Columns of the head that share a scale."""
     token_tiles: int
-    """Tokens of a large and a small block (abi.pack_token_tiles): as in LINEAR."""
+    """Tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
     scratch: int
     """Scratch bytes of a thread."""
     vocab_size: int

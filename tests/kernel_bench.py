@@ -34,8 +34,8 @@ def kernels(isa: str) -> Kernels:
     return Kernels(found)
 
 
-def token_tiles(isa: str) -> tuple[int, int]:
-    """Tokens of an instruction set's large and small blocks: activations are interleaved in these."""
+def token_tiles(isa: str) -> tuple[int, ...]:
+    """Tokens of an instruction set's blocks: activations are interleaved in these."""
     return next(i.token_tiles for i in available() if i.name == isa)
 
 

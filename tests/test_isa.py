@@ -71,12 +71,14 @@ def test_each_rung_needs_what_it_is_compiled_for() -> None:
 
 
 def test_register_blocks_of_each_rung() -> None:
-    """A large block, a small one and single tokens; their tokens fit a parameter, a gated tile in its scratch."""
+    """Blocks become smaller down to pairs; their tokens fit a parameter, what a gated block leaves its scratch."""
     for rung in LADDER:
-        large, small = rung.token_tiles
-        assert 1 < small < large < 256 and rung.row_tiles >= 1, rung.name
-        assert abi.unpack_token_tiles(abi.pack_token_tiles(rung.token_tiles)) == rung.token_tiles
-        assert 2 * 64 * large <= abi.GATED_SCRATCH_BYTES, rung.name
+        heights = rung.token_tiles
+        assert heights == tuple(sorted(set(heights), reverse=True)) and heights[-1] == 2 and heights[0] < 16, rung.name
+        assert rung.row_tiles in (1, 2) and rung.streams % rung.row_tiles == 0, rung.name
+        assert abi.unpack_token_tiles(abi.pack_token_tiles(heights)) == heights
+        assert abi.pack_token_tiles(heights) < 1 << 31
+        assert max(2 * heights[0], 4 * rung.streams) * 64 <= abi.GATED_SCRATCH_BYTES, rung.name
 
 
 def test_forced_by_the_environment(host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,47 +12,47 @@ from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_linear import TOKENS, WEIGHTS, random_product
 from tests.test_kernels_neuron import random_ffn
 
-TOKEN_TILES = sorted({isa.token_tiles for isa in LADDER} | {(6, 2), (4, 2), (8, 3)})
+TOKEN_TILES = sorted({isa.token_tiles for isa in LADDER} | {(6, 2), (4, 2), (8, 3), (15, 8, 7, 5, 4, 3, 2)})
 
 
-@pytest.mark.parametrize("pair", TOKEN_TILES)
-def test_blocks_of_tokens_cover_all_of_them_in_order(pair: tuple[int, int]) -> None:
-    """Large blocks while they fit, then small ones, then single tokens."""
-    large, small = pair
+@pytest.mark.parametrize("heights", TOKEN_TILES)
+def test_blocks_of_tokens_cover_all_of_them_in_order(heights: tuple[int, ...]) -> None:
+    """The largest blocks while they fit, then the next smaller ones, single tokens in the end."""
     for n_tokens in range(100):
-        blocks = abi.token_blocks(n_tokens, pair)
+        blocks = abi.token_blocks(n_tokens, heights)
         assert [t for first, n in blocks for t in range(first, first + n)] == list(range(n_tokens))
-        sizes = [n for _, n in blocks]
-        assert sizes == sorted(sizes, reverse=True) and set(sizes) <= {large, small, 1}
-        assert sizes.count(large) == n_tokens // large
-        assert sizes.count(small) == n_tokens % large // small
-        assert sizes.count(1) == n_tokens % large % small
+        sizes, left = [n for _, n in blocks], n_tokens
+        assert sizes == sorted(sizes, reverse=True)
+        for height in (*heights, 1):
+            assert sizes.count(height) == left // height
+            left %= height
 
 
 def test_blocks_of_a_walk_of_nine() -> None:
     assert abi.token_blocks(9, (6, 2)) == [(0, 6), (6, 2), (8, 1)]
+    assert abi.token_blocks(15, (8, 6, 4, 3, 2)) == [(0, 8), (8, 6), (14, 1)]
     assert abi.token_blocks(9, (4, 2)) == [(0, 4), (4, 4), (8, 1)]
     assert abi.token_blocks(0, (6, 2)) == []
 
 
-@pytest.mark.parametrize("pair", TOKEN_TILES)
-def test_tokens_of_blocks_go_through_a_parameter(pair: tuple[int, int]) -> None:
-    assert abi.unpack_token_tiles(abi.pack_token_tiles(pair)) == pair
+@pytest.mark.parametrize("heights", TOKEN_TILES)
+def test_tokens_of_blocks_go_through_a_parameter(heights: tuple[int, ...]) -> None:
+    assert abi.unpack_token_tiles(abi.pack_token_tiles(heights)) == heights
 
 
-@pytest.mark.parametrize("pair", TOKEN_TILES)
+@pytest.mark.parametrize("heights", TOKEN_TILES)
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, pair: tuple[int, int]) -> None:
+def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, heights: tuple[int, ...]) -> None:
     """Byte by byte by the formulas of `abi.token_blocks`; reading gives back what was written."""
     rng = np.random.default_rng(group)
     for tokens in TOKENS:
         stride, at_scales, at_offsets = abi.q8_row_bytes(3 * group - 5, group)
         codes = rng.integers(-127, 128, (tokens, at_scales)).astype(np.int8)
         scales = rng.random((tokens, 4)).astype(np.float32)
-        data = write_q8(codes, scales, group, pair)
+        data = write_q8(codes, scales, group, heights)
         assert data.shape == (tokens, stride)
         flat = data.reshape(-1)
-        for first, n in abi.token_blocks(tokens, pair):
+        for first, n in abi.token_blocks(tokens, heights):
             base = first * stride
             for t in range(first, first + n):
                 k, g, j = np.arange(at_scales), np.arange(4), t - first
@@ -62,7 +62,7 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, pair: tuple[i
                 np.testing.assert_array_equal(np.ascontiguousarray(words[0]).view(np.float32)[:, 0], scales[t])
                 sums = codes[t].reshape(4, group).sum(axis=1, dtype=np.int32)
                 np.testing.assert_array_equal(np.ascontiguousarray(words[1]).view(np.int32)[:, 0], -8 * sums)
-        blocks = q8_blocks(data.ctypes.data, tokens, stride, at_scales, at_offsets, group, pair)
+        blocks = q8_blocks(data.ctypes.data, tokens, stride, at_scales, at_offsets, group, heights)
         for have, want in zip(read_q8(blocks), (codes, scales), strict=True):
             np.testing.assert_array_equal(have, want)
 

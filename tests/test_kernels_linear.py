@@ -14,7 +14,7 @@ from edgeinfer.quant import layouts
 from tests.kernel_bench import ISAS, Bench, q8_memory, token_tiles
 from tests.tolerances import ERF, EXP
 
-TOKENS = (1, 2, 3, 5, 6, 7, 8, 9, 12, 14, 33)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), ("f16", 0), ("f32", 0)]
 ROWS = {6: 33, 7: 5, 31: 16, 33: 17, 64: 70, 127: 31, 172: 40, 1023: 50}
@@ -132,9 +132,9 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
-    """Blocks of two row tiles, in chunks of any size: odd ones leave a tile that goes alone, with the same bits."""
+    """Blocks of two and four row tiles, in chunks of any size: what they leave has the same bits, alone or in pairs."""
     rng = np.random.default_rng(tiles)
-    for tokens in (1, 2, 7, 14):
+    for tokens in (1, 2, 3, 4, 7, 14):
         for gated in (False, True):
             rows = 16 * tiles * (1 + gated)
             product = random_product(rng, dtype, group, rows, 65, tokens, gated=gated)
@@ -188,7 +188,8 @@ def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str
         np.testing.assert_array_equal(product.run(isa, threads=3), whole)
         alone = [product.run(isa, t, 1) for t in range(33)]
         np.testing.assert_array_equal(np.concatenate(alone), whole)
-        for first, tokens in ((5, 2), (30, 3), (11, 5), (3, 6), (3, 7), (25, 8), (1, 9), (2, 12), (19, 14), (1, 29)):
+        for first, tokens in ((5, 2), (30, 3), (7, 4), (11, 5), (3, 6), (3, 7), (25, 8), (1, 9), (2, 12), (19, 14),
+                              (1, 29)):
             np.testing.assert_array_equal(product.run(isa, first, tokens), whole[first : first + tokens])
 
 

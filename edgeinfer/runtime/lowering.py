@@ -88,7 +88,7 @@ class Lowering:
         Where each layer's clusters begin in their file, in units of abi.STREAM_UNIT; where the plan has cold neurons.
     """
 
-    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, int], cold_units: tuple[int, ...] = ()):
+    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, ...], cold_units: tuple[int, ...] = ()):
         self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
         self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
         self._shared_bytes = scratch(graph.ops, graph.types, plan.splits)[1]
@@ -241,7 +241,8 @@ def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **mo
     stored, cols = at.types[op.weight.name], op.weight.shape[1]
     size = stored.tile_bytes(cols)
     chunk = max(1, min(CHUNK_BYTES // (unit_tiles * size), units // (4 * at.threads)))
-    chunk += chunk % 2  # blocks of two row tiles
+    together = 4 // unit_tiles if units >= 16 * at.threads else 2  # most that go through as one block
+    chunk += -chunk % together
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
                       token_tiles=at.token_tiles, **_input(op, at), **more)
     operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),

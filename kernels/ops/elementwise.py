@@ -34,27 +34,49 @@ from ..vector.simd import (
     vabs,
     vmax,
 )
-from ..vector.targets import block_tiles, f32_from_f16_bits, fma
-
-_, LARGE, SMALL = block_tiles()
-
-@inline
-def n_blocks(tokens):
-    """Blocks that so many tokens make: large ones, small ones, single tokens (abi.token_blocks)."""
-    rest = tokens % LARGE
-    return tokens // LARGE + rest // SMALL + rest % SMALL
+from ..vector.targets import f32_from_f16_bits, fma, token_tiles
 
 
-@inline
-def block(unit, tokens):
-    """(first token, tokens) of block `unit`. A block belongs to one thread: its rows share cache lines."""
-    large = tokens // LARGE
-    if unit < large:
-        return unit * LARGE, LARGE
-    small = tokens % LARGE // SMALL
-    if unit < large + small:
-        return large * LARGE + (unit - large) * SMALL, SMALL
-    return large * LARGE + small * SMALL + (unit - large - small), 1
+def _blocks(heights):
+    """What counts the blocks of tokens (abi.token_blocks), finds one by its number, and finds the one of a token.
+
+    The latter two give its first token and its tokens; `first` is the first token of all.
+    """
+    if not heights:
+        @inline
+        def all_of(tokens):
+            return tokens
+
+        @inline
+        def single(k, first, tokens):
+            return first + k, 1
+
+        return all_of, single, single
+    n, (count_others, other, other_of) = heights[0], _blocks(heights[1:])
+
+    @inline
+    def count(tokens):
+        return tokens // n + count_others(tokens % n)
+
+    @inline
+    def block(unit, first, tokens):
+        whole = tokens // n
+        if unit < whole:
+            return first + unit * n, n
+        return other(unit - whole, first + whole * n, tokens - whole * n)
+
+    @inline
+    def block_of(t, first, tokens):
+        whole = tokens - tokens % n
+        if t < whole:
+            return first + t - t % n, n
+        return other_of(t - whole, first + whole, tokens - whole)
+
+    return count, block, block_of
+
+
+n_blocks, block, block_of = _blocks(token_tiles())
+"""A block belongs to one thread: its rows share cache lines."""
 
 
 @inline
@@ -92,7 +114,7 @@ def quantize(rec, ctx, tid, n_threads):
     x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
     unit = claim(ctx)
     while unit < n_blocks(rows):
-        first, n = block(unit, rows)
+        first, n = block(unit, 0, rows)
         base = out + first * parameter(rec, ROWS.out_stride)
         for j in range(n):
             quantise_row(x + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, parameter(rec, ROWS.width),
@@ -142,7 +164,7 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
     row = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
     unit = claim(ctx)
     while unit < n_blocks(rows):
-        first, n = block(unit, rows)
+        first, n = block(unit, 0, rows)
         base = out + first * parameter(rec, ROWS.out_stride)
         for j in range(n):
             source = x + (first + j) * parameter(rec, ROWS.in_stride)

@@ -19,7 +19,7 @@ from ..vector.simd import (
     store_i32,
 )
 from ..vector.tiles import store_tile, zero_tile
-from .elementwise import LARGE, SMALL
+from .elementwise import block_of
 from .neuron_ffn import fetch
 
 TOKENS, ONE_PARTS, MANY_PARTS = lines.column_shape()
@@ -92,11 +92,7 @@ def spread(scales, groups, each, first, stop, times, to):
 @inline
 def q8_block(x, stride, t, tokens):
     """Return the address of the block that holds token t, the token's number there, its tokens; abi.token_blocks."""
-    first, n, large = t, 1, tokens - tokens % LARGE
-    if t < large:
-        first, n = t - t % LARGE, LARGE
-    elif t < large + tokens % LARGE // SMALL * SMALL:
-        first, n = large + (t - large) // SMALL * SMALL, SMALL
+    first, n = block_of(t, 0, tokens)
     return x + first * stride, t - first, n
 
 

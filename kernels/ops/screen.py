@@ -15,6 +15,8 @@ f32), 7 scratch. Parameters: parameters.SCREEN. Twins: reference/screen.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..abi import (
     COUNT_DRAWS,
     CTX_OUTPUTS,
@@ -50,10 +52,10 @@ from ..vector.simd import (
     vabs,
     vmax,
 )
-from ..vector.targets import block_tiles, fma
+from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
 from .draw import draw_of
-from .linear import chunk_of_rows, product_int8, product_q4
+from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights, product_int8, product_q4
 from .neuron_parts import q8_block
 
 _INFINITY = float("inf")
@@ -144,26 +146,40 @@ def _alone(make_product, group, n):
     def compute(rec, w, base, tile, scratch):
         size = parameter(rec, SCREEN.tile_bytes)
         acc = product(w + tile * size, size, parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
-                      base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets))
+                      base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets), 0)
         store_block(1, acc, scratch, 64)
 
     return compute
 
 
+def _of_block(steps, single):
+    """Run the function of so many tokens: of pairs of tokens and functions, or the one of a single token."""
+    if not steps:
+        @inline
+        def alone(n, rec, w, base, tile, scratch):
+            single(rec, w, base, tile, scratch)
+
+        return alone
+    (height, compute), other = steps[0], _of_block(steps[1:], single)
+
+    @inline
+    def run(n, rec, w, base, tile, scratch):
+        if n == height:
+            compute(rec, w, base, tile, scratch)
+        else:
+            other(n, rec, w, base, tile, scratch)
+
+    return run
+
+
 def _register_least(name, make_product, group):
-    _, large, small = block_tiles()
-    many, some, one = (_alone(make_product, group, n) for n in (large, small, 1))
+    of_block = _of_block([(n, _alone(make_product, group, n)) for n in token_tiles()], _alone(make_product, group, 1))
 
     @inline
     def exact(rec, w, x, r, tokens, tile, scratch):
         """The logits of a tile for row r."""
         base, j, n = q8_block(x, parameter(rec, SCREEN.x_stride), r, tokens)
-        if n == large:
-            many(rec, w, base, tile, scratch)
-        elif n == small:
-            some(rec, w, base, tile, scratch)
-        else:
-            one(rec, w, base, tile, scratch)
+        of_block(n, rec, w, base, tile, scratch)
         return load_f32x16(scratch + 64 * j)
 
     @kernel(name)
@@ -187,24 +203,34 @@ def _register_least(name, make_product, group):
         return 0
 
 
+class Estimated(NamedTuple):
+    """A product, and addresses of what tells which of its tiles matter."""
+
+    product: Place
+    estimates: int
+    bounds: int
+    work: int
+
+
 def _step(make_product, group, n):
     """A tile for a block of n tokens: computed for those that may have their largest logit in it."""
     compute = _alone(make_product, group, n)
 
     @inline
-    def step(rec, w, x, out, estimates, bounds, work, scratch, tile, t):
-        stride, wanted = parameter(rec, SCREEN.out_stride), 0
+    def step(at, tile, t, others):
+        rec, out, estimates, bounds = at.product.rec, at.product.out, at.estimates, at.bounds
+        scratch, stride, wanted = at.product.scratch, parameter(rec, SCREEN.out_stride), 0
         for j in range(n):
-            row, at = work + (t + j) * parameter(rec, SCREEN.work_stride), (t + j) * stride + 64 * tile
-            estimate = load_f32x16(estimates + at)
+            row, place = at.work + (t + j) * parameter(rec, SCREEN.work_stride), (t + j) * stride + 64 * tile
+            estimate = load_f32x16(estimates + place)
             most = estimate + load_f32x16(bounds + 64 * tile) * splat_f32(load_f32(row + SCREEN_REACH))
             most = inside(most, 16 * tile, parameter(rec, SCREEN.vocab_size))
             if lanes_above(splat_f32(load_f32(row + SCREEN_LEAST)), most) == _ALL:  # NaN is above and below nothing
-                store_f32x16(out + at, estimate)
+                store_f32x16(out + place, estimate)
             else:
                 wanted |= 1 << j
         if wanted:
-            compute(rec, w, x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
+            compute(rec, at.product.w, at.product.x + t * parameter(rec, SCREEN.x_stride), tile, scratch)
             for j in range(n):
                 if wanted >> j & 1:
                     store_f32x16(out + (t + j) * stride + 64 * tile, load_f32x16(scratch + 64 * j))
@@ -213,38 +239,23 @@ def _step(make_product, group, n):
 
 
 def _register_head(name, make_product, group):
-    _, large, small = block_tiles()
-    many, some, one = (_step(make_product, group, n) for n in (large, small, 1))
-    rows = chunk_of_rows(make_product, group)
-
-    @inline
-    def all_tokens(rec, w, x, out, estimates, bounds, work, scratch, tile, tokens):
-        t = 0
-        while t + large <= tokens:
-            many(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
-            t += large
-        while t + small <= tokens:
-            some(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
-            t += small
-        while t < tokens:
-            one(rec, w, x, out, estimates, bounds, work, scratch, tile, t)
-            t += 1
+    screened_tokens = in_blocks(of_heights(lambda n: _step(make_product, group, n)))
+    whole_chunks = in_chunks(chunk_of_rows(make_product, group))
 
     @kernel(name)
     def run(rec, ctx, tid, n_threads):
-        w, x, out, estimates = operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), operand(rec, ctx, 3)
-        bounds, work = operand(rec, ctx, 4), operand(rec, ctx, 5)
         scratch = operand(rec, ctx, 7) + tid * parameter(rec, SCREEN.scratch)
+        product = Place(rec, operand(rec, ctx, 0), operand(rec, ctx, 1), operand(rec, ctx, 2), 0, scratch)
         tokens, tiles = count(ctx, parameter(rec, SCREEN.rows)), parameter(rec, SCREEN.tiles)
-        chunk, drawn = parameter(rec, SCREEN.chunk), count(ctx, COUNT_DRAWS)
+        chunk = parameter(rec, SCREEN.chunk)
+        if count(ctx, COUNT_DRAWS) == 0:  # nobody has made estimates
+            whole_chunks(product, ctx, tiles, chunk, tokens)
+            return 0
+        at = Estimated(product, operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5))
         start = claim(ctx) * chunk
         while start < tiles:
-            end = min(start + chunk, tiles)
-            if drawn:
-                for tile in range(start, end):
-                    all_tokens(rec, w, x, out, estimates, bounds, work, scratch, tile, tokens)
-            else:  # nobody has made estimates
-                rows(rec, w, x, out, 0, start, end, tokens)
+            for tile in range(start, min(start + chunk, tiles)):
+                screened_tokens(at, tile, 0, tokens, (0, 1))
             start = claim(ctx) * chunk
         return 0
 

@@ -25,7 +25,7 @@ class Q8Block(NamedTuple):
 
 
 def q8_blocks(
-    address: int, n_tokens: int, stride: int, padded: int, offsets: int, group: int, token_tiles: tuple[int, int]
+    address: int, n_tokens: int, stride: int, padded: int, offsets: int, group: int, token_tiles: tuple[int, ...]
 ) -> list[Q8Block]:
     """The blocks of n tokens that start at an address.
 
@@ -59,7 +59,7 @@ def read_q8(blocks: list[Q8Block]) -> tuple[NDArray[np.int8], NDArray[np.float32
             np.concatenate([b.scales for b in blocks]))
 
 
-def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, token_tiles: tuple[int, int]) -> NDArray[np.uint8]:
+def write_q8(codes: NDArray[Any], scales: NDArray[Any], group: int, token_tiles: tuple[int, ...]) -> NDArray[np.uint8]:
     """Rows of codes (T, values, padding included) and scales (T, groups) as memory: uint8 (T, row bytes)."""
     stride, padded, offsets = q8_row_bytes(codes.shape[1], group)
     out = np.zeros((len(codes), stride), np.uint8)

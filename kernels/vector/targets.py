@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..isa import Isa
+from ..isa import LADDER, Isa
 from .simd import (
     F32,
     I8,
@@ -33,21 +33,19 @@ from .simd import (
 )
 
 _features: frozenset[str] = frozenset()
-_machine = ""
-_row_tiles, _token_tiles, _f32_chains = 1, (1, 1), 1
+_isa = LADDER[-1]
 
 
 def use(isa: Isa) -> None:
     """Emit code for this rung from now on."""
-    global _features, _machine, _row_tiles, _token_tiles, _f32_chains
+    global _isa, _features
     _features = frozenset(f[1:] for f in isa.features.split(",") if f.startswith("+"))
-    _machine = isa.machine
-    _row_tiles, _token_tiles, _f32_chains = isa.row_tiles, isa.token_tiles, isa.f32_chains
+    _isa = isa
 
 
 def has(feature: str) -> bool:
     """Whether the rung being built has an LLVM feature (``aarch64`` stands for the machine)."""
-    return feature in _features or feature == _machine
+    return feature in _features or feature == _isa.machine
 
 
 # -- floats ------------------------------------------------------------------------------------------------------------
@@ -242,14 +240,19 @@ def _caller(n):
 call2, call4, call6 = _caller(2), _caller(4), _caller(6)
 
 
-def block_tiles() -> tuple[int, int, int]:
-    """(row tiles, tokens, tokens of the small block) of matrix-matrix register blocks; see Isa."""
-    return _row_tiles, *_token_tiles
+def row_blocks() -> tuple[int, int]:
+    """Row tiles of the register blocks of matrix products, and of those of one or two tokens; see Isa."""
+    return _isa.row_tiles, _isa.streams
+
+
+def token_tiles() -> tuple[int, ...]:
+    """Tokens of register blocks of more than one; see Isa."""
+    return _isa.token_tiles
 
 
 def f32_chains() -> int:
     """Return the vectors of the register loop f32_peak; see Isa."""
-    return _f32_chains
+    return _isa.f32_chains
 
 
 def attention_tiles() -> tuple[tuple[int, tuple[int, ...], int], ...]:

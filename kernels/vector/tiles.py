@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .simd import VB, VF, F32x16, I8x64, Tile, literal, per_row, pointer, row
+from .simd import I64, VB, VF, F32x16, I8x64, Tile, literal, per_row, pointer, row
 
 
 @intrinsic(prefer_literal=True)
@@ -50,10 +50,14 @@ def store_tile(context, tile, address, stride):
     return types.none(tile, address, stride), lower
 
 
-def _block_address(b, m, tile, k, address, stride):
-    """Address of vector k of an m x n block: row tile k // n is 64 bytes on, token k % n a stride."""
-    n = tile.n // m
-    return pointer(b, row(b, address, stride, k % n), 64 * (k // n))
+def _places(b, n, tile, address, stride, apart):
+    """Pointers to the vectors of a block of n tokens: row tile k // n is `apart` bytes on, token k % n a stride."""
+    return [pointer(b, row(b, row(b, address, apart, k // n), stride, k % n)) for k in range(tile.n)]
+
+
+def _store(b, n, tile, value, *places):
+    for k, at in enumerate(_places(b, n, tile, *places)):
+        b.store(b.extract_value(value, k), at, align=4)
 
 
 @intrinsic(prefer_literal=True)
@@ -64,24 +68,35 @@ def store_block(context, m, block, address, stride):
         return None
 
     def lower(context, b, sig, args):
-        for k in range(block.n):
-            b.store(b.extract_value(args[1], k), _block_address(b, count, block, k, args[2], args[3]), align=4)
+        _store(b, block.n // count, block, *args[1:], ir.Constant(I64, 64))
         return context.get_dummy_value()
 
     return types.none(m, block, address, stride), lower
 
 
 @intrinsic(prefer_literal=True)
-def add_block(context, m, block, address, stride):
-    """block + what lies where `store_block` would store it (stride 0: one row for all tokens)."""
+def store_apart(context, m, block, address, stride, apart):
+    """As `store_block`, row tiles `apart` bytes apart (0: all are the same one)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None
 
     def lower(context, b, sig, args):
-        def step(b, v, k):
-            return b.fadd(b.load(_block_address(b, count, block, k, args[2], args[3]), typ=VF, align=4), v)
+        _store(b, block.n // count, block, *args[1:])
+        return context.get_dummy_value()
 
-        return per_row(b, block, args[1], step)
+    return types.none(m, block, address, stride, apart), lower
 
-    return block(m, block, address, stride), lower
+
+@intrinsic(prefer_literal=True)
+def add_block(context, m, block, address, stride, apart):
+    """block + what lies where `store_apart` would store it (stride 0: one row for all tokens)."""
+    count = literal(m)
+    if count is None or not isinstance(block, Tile):
+        return None
+
+    def lower(context, b, sig, args):
+        places = _places(b, block.n // count, block, *args[2:])
+        return per_row(b, block, args[1], lambda b, v, k: b.fadd(b.load(places[k], typ=VF, align=4), v))
+
+    return block(m, block, address, stride, apart), lower

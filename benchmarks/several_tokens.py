@@ -1,0 +1,142 @@
+"""What a walk of 2 to 16 tokens costs beside a walk of one: new tokens of one sequence, or one each of several.
+
+    python benchmarks/several_tokens.py --model BUNDLE [--sequences] [--depth 512] [--output docs/speculative.md]
+    python benchmarks/several_tokens.py --shape tinyllama-1.1b
+
+In one process, in turns: each round walks once with every number of tokens, with a row of logits for every token, as a
+verification of guesses has it; then the sequences are cut back to where they were. A ratio is the median of the
+rounds' own ratios to their walk of one token, so that a machine that is slower for a while does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.machine import describe  # noqa: E402
+from benchmarks.sections import replace_section  # noqa: E402
+from edgeinfer.bundle import Bundle  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
+from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
+from edgeinfer.errors import EdgeInferError  # noqa: E402
+from edgeinfer.runner import DECODE, Segment  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
+
+COUNTS = tuple(range(1, 17))
+
+
+def tokens_of(n: int, first: int, vocab_size: int) -> list[int]:
+    """Some tokens: which ones does not matter to the time."""
+    return [(37 * i) % (vocab_size - 3) + 3 for i in range(first, first + n)]
+
+
+class Walks:
+    """A session whose sequences have come to a depth, and the time of walks from there."""
+
+    def __init__(self, bundle: Path, depth: int, threads: int | None, counts: tuple[int, ...], side_by_side: bool):
+        most = max(counts)
+        config = RuntimeConfig(ctx=depth + most, threads=threads, outputs=most,
+                               max_sequences=most if side_by_side else 1)
+        self.session, self.depth = Session(Bundle.open(bundle), config), depth
+        self._vocab_size = self.session.model.vocab_size
+        self.sequences = [self.session.new_sequence() for _ in range(most if side_by_side else 1)]
+        chunk = self.session.config.prefill_chunk
+        for sequence in self.sequences:
+            for start in range(0, depth, chunk):
+                ids = tokens_of(min(chunk, depth - start), start, self._vocab_size)
+                self.session.walk([Segment(sequence, ids)])
+
+    def seconds(self, n: int) -> float:
+        """Time of a walk of n tokens: of one sequence, or one of each of so many."""
+        ids = tokens_of(n, self.depth, self._vocab_size)
+        if len(self.sequences) == 1:
+            segments = [Segment(self.sequences[0], ids, range(n), DECODE)]
+        else:
+            segments = [Segment(sequence, [token], [0], DECODE)
+                        for sequence, token in zip(self.sequences, ids, strict=False)]
+        start = time.perf_counter()
+        self.session.walk(segments)
+        passed = time.perf_counter() - start
+        for segment in segments:
+            self.session.truncate(segment.sequence, self.depth)
+        return passed
+
+
+def measure(walks: Walks, counts: tuple[int, ...], rounds: int) -> dict[int, tuple[float, list[float]]]:
+    """For each number of tokens the median of milliseconds, and the quartiles of the ratio to one token."""
+    found: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
+    for number in range(rounds + 1):
+        times = {n: walks.seconds(n) for n in (counts if number % 2 else counts[::-1])}
+        if number:  # the first round warms up
+            for n, passed in times.items():
+                found[n].append((1000 * passed, passed / times[1]))
+    return {n: (statistics.median(ms for ms, _ in pairs), statistics.quantiles([ratio for _, ratio in pairs], n=4))
+            for n, pairs in found.items()}
+
+
+def report(found: dict[int, tuple[float, list[float]]], head: str) -> str:
+    """A table as Markdown."""
+    rows = [f"| {n} | {ms:.2f} | {ratio:.2f} | {low:.2f} to {high:.2f} | {n / ratio:.2f} |"
+            for n, (ms, (low, ratio, high)) in found.items()]
+    return "\n".join([f"{head}\n",
+                      "| tokens | ms | time beside one token's | its quartiles | tokens in the time of one |",
+                      "|---|---|---|---|---|", *rows])
+
+
+def run(given: argparse.Namespace, bundle: Path, name: str) -> None:
+    """Measure one bundle, print the table and put it into the document."""
+    counts = tuple(sorted({1, *given.tokens}))
+    walks = Walks(bundle, given.depth, given.threads, counts, given.sequences)
+    found = measure(walks, counts, given.rounds)
+    machine, plan = describe(), walks.session.plan
+    kind = "one new token of each of several sequences" if given.sequences else "new tokens of one sequence"
+    weights = next(region.nbytes for region in plan.regions if region.name == "weights")
+    head = (f"{name}, {weights / 1e6:.0f} MB of weights, {kind} behind {given.depth} tokens: {machine['processor']}, "
+            f"{machine['cores']}, {plan.request.threads} used, {walks.session.isa}, {time.strftime('%Y-%m-%d')}; "
+            f"medians of {given.rounds} rounds.")
+    walks.session.close()
+    text = report(found, head)
+    print(text)
+    if given.output:
+        section = f"several tokens {name} {'side by side' if given.sequences else 'in a chain'} {given.depth}"
+        replace_section(given.output, section, text)
+
+
+def main() -> int:
+    """Measure a bundle, or a random one of a shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="bundle to measure")
+    source.add_argument("--shape", choices=sorted(SHAPES), help="measure a bundle of this shape with random weights")
+    parser.add_argument("--name", help="what the table calls the model; by default its shape, or its directory")
+    parser.add_argument("--weights", default="q4", help="of a random bundle: q4, int8, f16 or f32")
+    parser.add_argument("--tokens", type=int, nargs="+", default=COUNTS)
+    parser.add_argument("--sequences", action="store_true", help="one token each of so many sequences")
+    parser.add_argument("--depth", type=int, default=16, help="tokens that each sequence has before")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--output", type=Path, help="Markdown file in which the table is replaced")
+    given = parser.parse_args()
+    try:
+        if given.model:
+            run(given, given.model, given.name or given.model.name)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                write_random_bundle(SHAPES[given.shape], Path(directory) / "model", weights=given.weights)
+                run(given, Path(directory) / "model", given.name or given.shape)
+    except EdgeInferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
