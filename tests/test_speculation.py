@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -14,7 +15,7 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.config import GenerationConfig, RuntimeConfig
-from edgeinfer.engine import Completion, Drafter, Generation, PromptLookup, Speculation, Times
+from edgeinfer.engine import Completion, Drafter, Generation, PromptLookup, Sampler, Speculation, Times
 from edgeinfer.engine import speculation as controller
 from edgeinfer.engine.lookup import LENGTHS, SIZES, Index
 from edgeinfer.errors import CancelledError, RequestError
@@ -334,3 +335,43 @@ def test_requests_choose_within_what_was_opened() -> None:
         assert llm.complete("Once", max_tokens=8).speculation is None
         with pytest.raises(RequestError, match="open it with draft_tokens"):
             llm.complete("Once", speculate="lookup")
+
+
+# -- draws of checked rows ---------------------------------------------------------------------------------------------
+
+DRAWS = int(os.environ.get("EDGEINFER_DRAWS", "800"))
+"""Per setting; CI has no time for 100,000."""
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"logit_bias": {3: 1.0, 5: -2.0}},
+    {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.05}])
+def test_draws_of_checked_rows_follow_the_distribution(options: dict[str, Any]) -> None:
+    """Chi-square against the sampler's own distribution; a draft with other logits guesses with the same numbers."""
+    rng = np.random.default_rng(4)
+    logits = (rng.standard_normal(12) * 1.3).astype(np.float32)
+    others = logits + rng.standard_normal(12).astype(np.float32) / 2
+    config = GenerationConfig(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **options})
+    chain, drawn, right = Sampler(config, 12, seed=9, room=DRAWS + 8), list[int](), 0
+    ids, probabilities = chain.distribution(logits)
+    while len(drawn) < DRAWS:
+        draft, guess = chain.guessing(12, 3), list[int]()
+        for _ in range(3):
+            guess.append(draft.sample(others).token_id)
+            draft.accept(guess[-1])
+        for place, row in enumerate(chain.following(guess)):
+            drawn.append(row.sample(logits).token_id)
+            chain.accept(drawn[-1])
+            if guess[place : place + 1] != drawn[-1:]:
+                break
+            right += 1
+    expected = probabilities * len(drawn)
+    seen = np.bincount(drawn, minlength=12)
+    chi_square, freedom = ((seen[ids] - expected) ** 2 / expected).sum(), len(ids) - 1
+    assert seen[ids].sum() == len(drawn) and chi_square < freedom + 4 * np.sqrt(2 * max(freedom, 1))
+    assert right > 0.3 * len(drawn)
+    plain, text = Sampler(config, 12, seed=9, room=DRAWS + 8), list[int]()
+    for _ in drawn:
+        text.append(plain.sample(logits).token_id)
+        plain.accept(text[-1])
+    assert text == drawn
