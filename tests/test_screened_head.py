@@ -83,6 +83,13 @@ def test_most_rows_are_left_out_and_the_largest_logit_is_exact(made: tuple[Path,
     assert 0 < np.abs(have - want).max() < 4
 
 
+def test_beams_look_at_all_logits(path: Path) -> None:
+    with LLM(path, ctx=128, beams=4, head="screened", threads=1) as screened, LLM(path, ctx=128, beams=4, max_kld=0,
+                                                                                  threads=1) as exact:
+        have, want = (llm.complete(PROMPT_TEXT, beams=4, n=4, max_tokens=20) for llm in (screened, exact))
+    assert [(one.token_ids, one.score) for one in have.choices] == [(one.token_ids, one.score) for one in want.choices]
+
+
 def test_no_estimate_is_off_by_more_than_its_bound(path: Path) -> None:
     ids = ids_of(path)
     with Bundle.open(path) as bundle:
