@@ -128,7 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     if given.output:
-        given.output.write_text(table(rows, given.kv, given.t, isa), encoding="utf-8")
+        old = given.output.read_text(encoding="utf-8") if given.output.exists() else ""
+        written = old[old.find("\n## ") :] if "\n## " in old else ""  # by hand, behind the table
+        given.output.write_text(table(rows, given.kv, given.t, isa) + written, encoding="utf-8")
     return 0
 
 

@@ -432,12 +432,18 @@ def neuron_down_scratch_bytes() -> int:
 
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
+ATTENTION_TOKENS = 16
+"""Most tokens of a walk whose attention is split along the context."""
+ATTENTION_ROWS = 128
+"""Most rows of a unit of work of such a walk: the queries that a thread keeps for the next split of their context."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 """Most blocks of one KV head that the rows of a mask touch, once they lie one behind the other."""
 
 
-def attention_scratch_bytes(head_dim: int) -> int:
-    """Scratch of a thread in attention: a tile's state, queries, scores of one split, sums and merged sums, a path."""
-    rows = 512 + 128 * ATTENTION_TILE + 12 * ATTENTION_TILE * padded_head_dim(head_dim)
+def attention_scratch_bytes(head_dim: int, group: int) -> int:
+    """Scratch of a thread in attention: a tile's state, scores of one split, sums and merged sums, a path, queries."""
+    padded = padded_head_dim(head_dim)
+    tile = 512 + 128 * ATTENTION_TILE + 4 * ATTENTION_TILE * (SPLIT_BLOCKS * BLOCK_TOKENS + 2 * padded)
     path = PATH_BLOCKS * max(kv_head_bytes(kv, head_dim) for kv in KV_ELEMENT_BYTES)
-    return rows + 4 * ATTENTION_TILE * SPLIT_BLOCKS * BLOCK_TOKENS + path
+    rows = min(ATTENTION_ROWS, -(-ATTENTION_TOKENS * group // ATTENTION_TILE) * ATTENTION_TILE)
+    return tile + path + rows * (32 + 4 * padded)

@@ -8,7 +8,6 @@ from .lifetimes import Placement, place_activations
 from .plan import (
     PAGE_BYTES,
     READ_BYTES,
-    SPLIT_TOKENS,
     STREAM_BUFFERS,
     Beside,
     MemoryPlan,
@@ -20,7 +19,7 @@ from .plan import (
 from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
 
-__all__ = ["PAGE_BYTES", "READ_BYTES", "SPLIT_TOKENS", "STREAM_BUFFERS", "Alternative", "Beside", "BlockPool",
+__all__ = ["PAGE_BYTES", "READ_BYTES", "STREAM_BUFFERS", "Alternative", "Beside", "BlockPool",
            "ColdPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives",
            "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits",
            "largest_ctx", "masked", "place_activations", "process_budget", "refusal", "resolve", "scratch",

@@ -17,8 +17,6 @@ from .blocks import shared_blocks
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations, row_stride
 
-SPLIT_TOKENS = 4
-"""Walks of at most this many tokens may split their attention along the context."""
 PYTHON_RESERVE_BYTES = 118_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
 VOCABULARY_RESERVE_BYTES = 340
@@ -230,7 +228,7 @@ class Planner:
         self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
         self._state_bytes = sum(op.state_bytes for op in graph.ops)
         self._records: dict[str, int] = {}
-        self._scratch: dict[int, tuple[int, int]] = {}
+        self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
         self._weights: dict[tuple[Any, ...], _Weights] = {}
 
@@ -261,9 +259,9 @@ class Planner:
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-        if splits not in self._scratch:
-            self._scratch[splits] = scratch(self._kinds, graph.types, splits)
-        thread, shared = self._scratch[splits]
+        if (splits, request.tokens) not in self._scratch:
+            self._scratch[splits, request.tokens] = scratch(self._kinds, graph.types, splits, request.tokens)
+        thread, shared = self._scratch[splits, request.tokens]
         tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 24)
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
@@ -367,9 +365,10 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int
     return layers, end
 
 
-def scratch(ops: Iterable[Op], types: Types, splits: int) -> tuple[int, int]:
+def scratch(ops: Iterable[Op], types: Types, splits: int, tokens: int) -> tuple[int, int]:
     """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
-    needs = [op.scratch(Sizes(types, splits, SPLIT_TOKENS)) for op in ops]
+    sizes = Sizes(types, splits, min(tokens, abi.ATTENTION_TOKENS))
+    needs = [op.scratch(sizes) for op in ops]
     return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)
 
 

@@ -70,7 +70,8 @@ class Layer:
         qkv = np.full((tokens, self.q_stride // 4), np.nan, np.float32)
         qkv[:, :width] = rng.standard_normal((tokens, width)) * 1.5
         self.splits = max(self.walk["rows"]) // 256 + 1
-        self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim)  # no more: what is written behind it shows
+        group = self.heads // self.kv_heads  # no more: what is written behind it shows
+        self.scratch_bytes = abi.attention_scratch_bytes(self.head_dim, group)
         partials = tokens * self.heads * self.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
         self.places = [
             self.bench.put("activations", qkv),
@@ -238,6 +239,41 @@ def test_several_sequences_in_one_walk(kv: str) -> None:
         whole = layer.attend(isa)
         np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
         np.testing.assert_array_equal(layer.attend(isa, threads=2, tile=1), whole)
+
+
+GROUPS = [(3, 3, 6), (6, 2, 10), (8, 2, 16), (8, 1, 64)]
+"""Heads with 1, 3, 4 and 8 heads a KV head."""
+
+
+@pytest.mark.parametrize("past", [0, 14, 15, 16, 17, 254, 255, 256, 257, 2040])
+@pytest.mark.parametrize("kv", KV)
+def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
+    """2 to 16 tokens of one sequence or of several: in splits on one to three threads, whole, and one by one."""
+    number = KV.index(kv) + past
+    heads, window = GROUPS[number % 4], (0, 5, 40, 300)[number // 4 % 4]
+    n = (2, 3, 5, 6, 8, 11, 16)[number % 7]
+    several = [Sequence(past, 1), Sequence(33, n // 2), Sequence(past // 2, 1), Sequence(300, 3)]
+    for sequences in (walk(n, past), several):
+        layer = Layer(kv, heads, sequences, window)
+        for isa in ISAS:
+            layer.store(isa)
+            whole = layer.attend_in_splits(isa)
+            for threads in (2, 3):
+                np.testing.assert_array_equal(layer.attend_in_splits(isa, threads), whole)
+            np.testing.assert_array_equal(layer.attend(isa), whole)
+        layer.only(len(layer.positions) - 2)
+        np.testing.assert_array_equal(layer.attend_in_splits(ISAS[-1]), whole[-2:-1])
+
+
+@pytest.mark.parametrize("heads", [(40, 1, 6), (130, 1, 6), (24, 2, 40)])
+def test_large_groups_are_parted(heads: tuple[int, int, int]) -> None:
+    """More rows of a KV head than a thread keeps queries for: of few tokens, or even of one."""
+    layer = Layer("int8", heads, walk(5, past=254))
+    for isa in ISAS:
+        layer.store(isa)
+        whole = layer.attend(isa)
+        for threads in (1, 3):
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads), whole)
 
 
 @pytest.mark.parametrize("kv", KV)

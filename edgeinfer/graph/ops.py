@@ -136,7 +136,8 @@ class Attention(RowOp):
     def scratch(self, sizes: Sizes) -> Scratch:
         """A tile of rows; partial results of all splits, shared."""
         partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.head_dim))
-        return Scratch(abi.attention_scratch_bytes(self.head_dim), sizes.split_tokens * partial)
+        own = abi.attention_scratch_bytes(self.head_dim, self.heads // self.kv_heads)
+        return Scratch(own, sizes.split_tokens * partial)
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values come in, a row for each query head goes out."""

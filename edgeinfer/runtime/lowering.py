@@ -91,7 +91,7 @@ class Lowering:
     def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, ...], cold_units: tuple[int, ...] = ()):
         self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
         self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
-        self._shared_bytes = scratch(graph.ops, graph.types, plan.splits)[1]
+        self._shared_bytes = scratch(graph.ops, graph.types, plan.splits, plan.request.tokens)[1]
         self.cold_units: tuple[int, ...] = cold_units
         self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 

@@ -18,7 +18,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig, NeuronDown, approximates
 from edgeinfer.kernels import Kernels, abi, choose
-from edgeinfer.memory_planner import SPLIT_TOKENS, Beside, Place
+from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import (
     DECODE,
     PROMPT,
@@ -289,7 +289,7 @@ class Session(Runner):
         """Describe a walk and run it."""
         with self.executor.pool.turn:
             n, outputs, highest, drawn = self._tables.write(segments, offset)
-            split = n <= SPLIT_TOKENS and highest >= SPLIT_ROWS
+            split = n <= abi.ATTENTION_TOKENS and highest >= SPLIT_ROWS
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
                       (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
                       (abi.COUNT_DECODED, sum([len(part.ids) for part in segments if part.role == DECODE])))

@@ -13,7 +13,7 @@ Twin: reference/attention.py.
 
 from __future__ import annotations
 
-from ..abi import COUNT_MERGE, TOKEN_ROW, TOKEN_SEQUENCE
+from ..abi import COUNT_MERGE, TOKEN_ROW
 from ..parameters import ATTENTION
 from ..registry import kernel
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
@@ -22,18 +22,20 @@ from ..vector.targets import attention_tiles
 from .attention_paths import has_path, place_of
 from .attention_rows import (
     SPLIT_SHIFT,
-    T_HIGH,
     T_L,
-    T_LOW,
     T_M,
     acc_at,
+    bounds_at,
     clear_merged,
     finish,
     first_visible,
     merge,
     partial_bytes,
+    places_seen,
+    queries_at,
 )
 from .attention_split import KINDS, split_step
+from .attention_units import few_tokens, together
 
 
 @inline
@@ -52,27 +54,27 @@ def _tile_step(kind, r, widths, chains):
     step, prepare = split_step(kind, r, widths, chains), kind.prepare(r)
 
     @inline
-    def start(rec, ctx, tile, t, row, last, h, group):
+    def start(rec, ctx, queries, t, row, last, h, group):
         n = parameter(rec, ATTENTION.head_dim)
         for i in range(r):
             token_at, head = _query(t, row + i, last, h, group)
             place = place_of(ctx, token_at)
             q = operand(rec, ctx, 0) + token_at * parameter(rec, ATTENTION.q_stride) + 4 * n * head
-            prepare(tile, i, q, n, float_parameter(rec, ATTENTION.scale))
-            store_i64(tile + T_LOW + 8 * i, first_visible(rec, place))
-            store_i64(tile + T_HIGH + 8 * i, place)
+            prepare(queries, i, q, n, float_parameter(rec, ATTENTION.scale))
+            store_i64(bounds_at(queries, r, i), first_visible(rec, place))
+            store_i64(bounds_at(queries, r, i) + 8, place)
 
     @inline
     def whole(rec, ctx, tile, t, row, last, h, group, padded):
         """All splits that the rows see, merged as they come."""
-        start(rec, ctx, tile, t, row, last, h, group)
+        queries = tile + queries_at(padded, 0, parameter(rec, ATTENTION.head_bytes))
+        start(rec, ctx, queries, t, row, last, h, group)
         for i in range(r):
             clear_merged(tile, i, padded)
-        low, high = load_i64(tile + T_LOW), load_i64(tile + T_HIGH + 8 * (r - 1))
-        final = high >> SPLIT_SHIFT
-        for s in range(low >> SPLIT_SHIFT, final + 1):
+        seen = places_seen(queries, r)
+        for s in range(seen[0] >> SPLIT_SHIFT, (seen[1] >> SPLIT_SHIFT) + 1):
             ahead = (t, h, min(s + 1, token(ctx, t, TOKEN_ROW) >> SPLIT_SHIFT))
-            step(rec, ctx, tile, (t, h, s), low, high, padded, ahead)
+            step(rec, ctx, tile, queries, (t, h, s), seen, padded, ahead)
             for i in range(r):
                 sums = tile + acc_at(padded) + 4 * i * padded
                 merge(tile, i, padded, tile + T_M + 4 * i, tile + T_L + 64 * i, sums)
@@ -83,44 +85,27 @@ def _tile_step(kind, r, widths, chains):
             finish(tile, i, padded, out, n)
 
     @inline
-    def single(rec, ctx, tile, unit, row, group, padded, fresh, ahead):
-        """One split of one token; `fresh` says that the tile does not hold its queries yet."""
+    def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
+        """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
         t, h, split = unit
+        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.head_bytes))
         if fresh:
-            start(rec, ctx, tile, t, row, group - 1, h, group)
-        low, high = load_i64(tile + T_LOW), load_i64(tile + T_HIGH + 8 * (r - 1))
-        if low >> SPLIT_SHIFT <= split and split <= high >> SPLIT_SHIFT:
-            step(rec, ctx, tile, unit, low, high, padded, ahead)
-            for i in range(r):
-                _token, head = _query(t, row + i, group - 1, h, group)
-                index = (t * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits) + split
-                partial = operand(rec, ctx, 4) + index * partial_bytes(padded)
-                store_f32(partial, load_f32(tile + T_M + 4 * i))
-                store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
-                for k in range(0, padded, 16):
-                    store_f32x16(partial + 128 + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * (i * padded + k)))
+            start(rec, ctx, queries, t, row, last, h, group)
+        seen = places_seen(queries, r)
+        if seen[0] >> SPLIT_SHIFT <= split and split <= seen[1] >> SPLIT_SHIFT:
+            step(rec, ctx, tile, queries, unit, seen, padded, ahead)
+            for i in range(min(r, last - row + 1)):
+                token_at, head = _query(t, row + i, last, h, group)
+                bounds = bounds_at(queries, r, i)
+                if load_i64(bounds) >> SPLIT_SHIFT <= split and split <= load_i64(bounds + 8) >> SPLIT_SHIFT:
+                    index = (token_at * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits)
+                    partial = operand(rec, ctx, 4) + (index + split) * partial_bytes(padded)
+                    store_f32(partial, load_f32(tile + T_M + 4 * i))
+                    store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
+                    for k in range(0, padded, 16):
+                        store_f32x16(partial + 128 + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * (i * padded + k)))
 
     return whole, single
-
-
-@inline
-def _splits_seen(rec, ctx, tokens):
-    """First split that any of the tokens sees, and how many from there on."""
-    place = place_of(ctx, 0)
-    lowest, highest = first_visible(rec, place), place
-    for t in range(1, tokens):
-        place = place_of(ctx, t)
-        lowest, highest = min(lowest, first_visible(rec, place)), max(highest, place)
-    first = lowest >> SPLIT_SHIFT
-    return first, (highest >> SPLIT_SHIFT) - first + 1
-
-
-@inline
-def _unit(number, kv_heads, first, splits):
-    """(token, KV head, split) of a unit of work: all splits of a head one after the other."""
-    head = div_i64(number, splits)
-    t = div_i64(head, kv_heads)
-    return t, head - t * kv_heads, first + number - head * splits
 
 
 def _prompt(large, small, many, some, one):
@@ -142,12 +127,6 @@ def _prompt(large, small, many, some, one):
                 row += 1
 
     @inline
-    def together(ctx, t, other):
-        """Whether two tokens may share a tile: of one sequence, and neither with a path of its own."""
-        same = token(ctx, t, TOKEN_SEQUENCE) == token(ctx, other, TOKEN_SEQUENCE)
-        return same and not has_path(ctx, t) and not has_path(ctx, other)
-
-    @inline
     def prompt(rec, ctx, tile, group, padded):
         kv_heads, tokens = parameter(rec, ATTENTION.kv_heads), count(ctx, parameter(rec, ATTENTION.rows))
         step = parameter(rec, ATTENTION.tokens)
@@ -157,7 +136,7 @@ def _prompt(large, small, many, some, one):
             t, end = token_tile * step, min(token_tile * step + step, tokens)
             while t < end:
                 stop = t + 1
-                while stop < end and together(ctx, t, stop):
+                while stop < end and not has_path(ctx, t) and together(ctx, t, stop):
                     stop += 1
                 attend(rec, ctx, tile, t, stop, unit - token_tile * kv_heads, group, padded)
                 t = stop
@@ -166,41 +145,12 @@ def _prompt(large, small, many, some, one):
     return prompt
 
 
-def _decode(large, small, many, some, one):
-    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for."""
-
-    @inline
-    def decode(rec, ctx, tile, group, padded):
-        kv_heads, tokens = parameter(rec, ATTENTION.kv_heads), count(ctx, COUNT_MERGE)
-        first, splits = _splits_seen(rec, ctx, tokens)
-        heads, held, number = tokens * kv_heads, -1, claim(ctx)
-        while number < heads * splits:
-            following = claim(ctx)
-            unit = _unit(number, kv_heads, first, splits)
-            ahead = _unit(min(following, heads * splits - 1), kv_heads, first, splits)
-            head, row = unit[0] * kv_heads + unit[1], 0
-            fresh = held != head or group > large
-            while row < group:
-                if group - row > small:
-                    many(rec, ctx, tile, unit, row, group, padded, fresh, ahead)
-                    row += large
-                elif group - row > 1:
-                    some(rec, ctx, tile, unit, row, group, padded, fresh, ahead)
-                    row += small
-                else:
-                    one(rec, ctx, tile, unit, row, group, padded, fresh, ahead)
-                    row += 1
-            held, number = head, following
-
-    return decode
-
-
 def _register(kv, tiles):
     """Kernel of a KV type; rows go through in tiles of three heights."""
     (large, *_), (small, *_), _one = tiles
     steps = [_tile_step(KINDS[kv], *tile) for tile in tiles]
     prompt = _prompt(large, small, *(whole for whole, _single in steps))
-    decode = _decode(large, small, *(single for _whole, single in steps))
+    decode = few_tokens(large, small, *(single for _whole, single in steps))
 
     @kernel(f"attention_{kv}")
     def attention(rec, ctx, tid, n_threads):
@@ -208,7 +158,7 @@ def _register(kv, tiles):
         padded = round_up_16(parameter(rec, ATTENTION.head_dim))
         tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
         if count(ctx, COUNT_MERGE) > 0:
-            decode(rec, ctx, tile, group, padded)
+            decode(rec, ctx, tile, group, padded, n_threads)
         else:
             prompt(rec, ctx, tile, group, padded)
         return 0

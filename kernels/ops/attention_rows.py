@@ -1,13 +1,14 @@
 """Rows of attention: (token, query head) pairs that share a KV head; their queries, sums and how splits are merged.
 
-A tile of up to ATTENTION_TILE rows has its state in a thread's scratch: arrays by row, then queries, scores, sums of
-this split and merged sums. Queries are interleaved by 4 bytes, row i of a tile of r at distance 4 i, so that they lie
-at constant distances from each other.
+The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
+this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
+after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, and the
+elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each other.
 """
 
 from __future__ import annotations
 
-from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS
+from ..abi import ATTENTION_TILE, BLOCK_TOKENS, PATH_BLOCKS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
 from ..vector.record import inline, outlined, parameter
 from ..vector.simd import (
@@ -16,6 +17,7 @@ from ..vector.simd import (
     keep_first,
     load_f32,
     load_f32x16,
+    load_i64,
     max_f32,
     max_lanes,
     round_to_i32,
@@ -40,25 +42,20 @@ LOWEST = -1e30
 SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
 SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
 
-T_SCALE, T_OFFSET, T_M, T_MERGED_M, T_LOW, T_HIGH = 0, 64, 128, 192, 256, 320
+T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
 T_BLOCKS = 384
 """Where the split's blocks lie."""
 T_L, T_MERGED_L = 512, 512 + 64 * ATTENTION_TILE
-T_Q = 512 + 128 * ATTENTION_TILE
+T_SCORES = 512 + 128 * ATTENTION_TILE
+"""Rows of SPLIT_TOKENS floats."""
 SCORES = 4 * SPLIT_TOKENS
 """Bytes of a row's scores of one split."""
 
 
 @inline
-def scores_at(padded):
-    """Offset of the scores: rows of SPLIT_TOKENS floats."""
-    return T_Q + 4 * ATTENTION_TILE * padded
-
-
-@inline
 def acc_at(padded):
     """Offset of the sums over V of this split, a row after the other."""
-    return scores_at(padded) + SCORES * ATTENTION_TILE
+    return T_SCORES + SCORES * ATTENTION_TILE
 
 
 @inline
@@ -74,6 +71,42 @@ def path_at(padded):
 
 
 @inline
+def queries_at(padded, row, head_bytes):
+    """Offset of the queries of the tile that begins with a row of the unit."""
+    return path_at(padded) + PATH_BLOCKS * head_bytes + row * (32 + 4 * padded)
+
+
+@inline
+def offsets_at(queries, r):
+    """Address of the offsets of a tile of r rows."""
+    return queries + 4 * r
+
+
+@inline
+def bounds_at(queries, r, i):
+    """Address of the first and the last place that row i of a tile of r sees."""
+    return queries + 8 * r + 16 * i
+
+
+@inline
+def places_seen(queries, r):
+    """First and last place that any row of a tile of r rows sees, first and last that all of them see."""
+    bounds = bounds_at(queries, r, 0)
+    low, high = load_i64(bounds), load_i64(bounds + 8)
+    all_from, all_to = low, high
+    for i in range(1, r):
+        first, last = load_i64(bounds + 16 * i), load_i64(bounds + 16 * i + 8)
+        low, high, all_from, all_to = min(low, first), max(high, last), max(all_from, first), min(all_to, last)
+    return low, high, all_from, all_to
+
+
+@inline
+def elements_at(queries, r):
+    """Address of the elements of the queries of a tile of r rows."""
+    return queries + 32 * r
+
+
+@inline
 def partial_bytes(padded):
     """One split's result of one row: m (64 bytes for alignment), l, acc."""
     return 128 + 4 * padded
@@ -83,10 +116,10 @@ def partial_bytes(padded):
 
 
 def prepare_int8(r):
-    """Make ``prepare(tile, i, q, n, scale)`` for a tile of r rows."""
+    """Make ``prepare(queries, i, q, n, scale)`` for a tile of r rows."""
 
     @outlined
-    def prepare(tile, i, q, n, scale):
+    def prepare(queries, i, q, n, scale):
         """Quantise with one scale (softmax's folded in); the offset (-8 x sum) undoes that of unsigned products."""
         largest = splat_f32(0.0)
         for k in range(0, n, 16):
@@ -96,23 +129,23 @@ def prepare_int8(r):
         total = splat_i32(0)
         for k in range(0, n, 16):
             values = round_to_i32(keep_first(load_f32x16(q + 4 * k), n - k) * inverse)
-            scatter_i8x4(tile + T_Q + k * r + 4 * i, values, 4 * r)
+            scatter_i8x4(elements_at(queries, r) + k * r + 4 * i, values, 4 * r)
             total = total + values
-        store_f32(tile + T_SCALE + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
-        store_i32(tile + T_OFFSET + 4 * i, -8 * sum_lanes_i32(total))
+        store_f32(queries + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / 127.0) * splat_f32(scale)))
+        store_i32(offsets_at(queries, r) + 4 * i, -8 * sum_lanes_i32(total))
 
     return prepare
 
 
 def prepare_float(r):
-    """Make ``prepare(tile, i, q, n, scale)`` for a tile of r rows."""
+    """Make ``prepare(queries, i, q, n, scale)`` for a tile of r rows."""
 
     @outlined
-    def prepare(tile, i, q, n, scale):
+    def prepare(queries, i, q, n, scale):
         """Scale a query."""
         for k in range(0, n, 16):
             values = keep_first(load_f32x16(q + 4 * k) * splat_f32(scale), n - k)
-            scatter_f32(tile + T_Q + 4 * k * r + 4 * i, values, 4 * r)
+            scatter_f32(elements_at(queries, r) + 4 * k * r + 4 * i, values, 4 * r)
 
     return prepare
 

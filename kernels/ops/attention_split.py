@@ -13,21 +13,25 @@ from typing import Any, NamedTuple
 from ..abi import BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
 from ..vector.chains import add_chains, dot_chains, sum_chains
 from ..vector.int8_dot import scale_add, start_s8
+from ..vector.int16_dot import WEIGHT_MAX, add_weighted_pair, scale_sums, store_i16x16, zero_sums
 from ..vector.record import inline, outlined, token
 from ..vector.simd import (
+    div_f32,
     first_lane,
     lane_numbers,
     load_f32x16,
     load_i64,
     mask_outside,
+    max_f32,
     max_lanes,
     prefetch,
+    round_to_i32,
     splat_f32,
     store_f32,
     store_f32x16,
     vmax,
 )
-from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_rows_i8, fma_splat, load_f16x16
+from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
 from ..vector.tiles import load_lines, store_block, store_tile, zero_tile
 from ..vector.vecmath import exp
 from .attention_paths import (
@@ -42,17 +46,16 @@ from .attention_paths import (
 from .attention_rows import (
     LOWEST,
     SCORES,
-    T_HIGH,
     T_L,
-    T_LOW,
     T_M,
-    T_OFFSET,
-    T_Q,
-    T_SCALE,
+    T_SCORES,
+    T_WEIGHT,
     acc_at,
+    bounds_at,
+    elements_at,
+    offsets_at,
     prepare_float,
     prepare_int8,
-    scores_at,
 )
 
 AHEAD = 4
@@ -63,17 +66,17 @@ AHEAD = 4
 
 def _scores_int8(r, chains):
     @inline
-    def scores(tile, block, ahead, padded):
-        ints = add_chains(chains, start_s8(1, r, tile + T_OFFSET))
+    def scores(queries, block, ahead, padded):
+        ints = add_chains(chains, start_s8(1, r, offsets_at(queries, r)))
         v = block + BLOCK_TOKENS * padded
         for line in range(0, padded >> 2, chains):
-            ints = dot_chains(ints, load_lines(chains, block + 64 * line, 64), tile + T_Q + 4 * r * line)
+            ints = dot_chains(ints, load_lines(chains, block + 64 * line, 64), elements_at(queries, r) + 4 * r * line)
             for i in range(chains):
                 prefetch(v + 64 * (line + i))
                 prefetch(ahead + 64 * (line + i))
         prefetch(ahead + 2 * BLOCK_TOKENS * padded)
         k_scales = load_f16x16(block + 2 * BLOCK_TOKENS * padded)
-        return scale_add(zero_tile(r), sum_chains(chains, ints), k_scales, tile + T_SCALE)
+        return scale_add(zero_tile(r), sum_chains(chains, ints), k_scales, queries)
 
     return scores
 
@@ -81,11 +84,11 @@ def _scores_int8(r, chains):
 def _scores_float(load, element):
     def make(r, chains):
         @inline
-        def scores(tile, block, ahead, padded):
+        def scores(queries, block, ahead, padded):
             acc = zero_tile(r)
             v = block + BLOCK_TOKENS * padded * element
             for d in range(padded):
-                acc = fma_splat(acc, load(block + 16 * element * d), tile + T_Q + 4 * r * d, 4)
+                acc = fma_splat(acc, load(block + 16 * element * d), elements_at(queries, r) + 4 * r * d, 4)
                 prefetch(v + 16 * element * d)
                 prefetch(ahead + 16 * element * d)
             return acc
@@ -107,26 +110,100 @@ def _v_scales_float(block, padded):
     return splat_f32(1.0)
 
 
+# -- weights of a split's rows of V, and their sums --------------------------------------------------------------------
+
+
+@inline
+def _round_weights(tile, i, row, first, last, largest):
+    """With int8 KV weights are int16 with one scale a row, so that sums are exact and two products an instruction.
+
+    The scale is that of the largest weight. What a row does not see has weight 0, so other rows of the tile do not
+    matter; nor do they below, because integers add up the same in any order.
+    """
+    top = max_f32(max_lanes(largest), first_lane(splat_f32(1e-30)))
+    store_f32(tile + T_WEIGHT + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / WEIGHT_MAX)))
+    inverse = splat_f32(div_f32(first_lane(splat_f32(1.0 * WEIGHT_MAX)), top))
+    for b in range(first, last):
+        store_i16x16(row + 32 * b, round_to_i32(load_f32x16(row + 64 * b) * inverse))
+
+
+@inline
+def _keep_weights(tile, i, row, first, last, largest):
+    """With KV in floats weights stay as they are."""
+
+
+def _sums_int8(r, n):
+    size = n * r
+
+    @inline
+    def start():
+        return zero_sums(size)
+
+    @inline
+    def add(acc, tile, b, v, keys, padded):
+        p = tile + T_SCORES + 32 * b
+        for j in range(0, BLOCK_TOKENS, 2):
+            acc = add_weighted_pair(acc, r, v + j * padded, padded, p + 2 * j, SCORES)
+            prefetch(keys + j * padded)
+            prefetch(keys + (j + 1) * padded)
+        return acc
+
+    @inline
+    def end(acc, tile):
+        return scale_sums(acc, r, tile + T_WEIGHT)
+
+    return start, add, end
+
+
+def _sums_float(fma_rows, element):
+    def make(r, n):
+        size, lines = n * r, -(-16 * n * element // 64)
+
+        @inline
+        def start():
+            return zero_tile(size)
+
+        @inline
+        def add(acc, tile, b, v, keys, padded):
+            p = tile + T_SCORES + 64 * b
+            for j in range(BLOCK_TOKENS):
+                acc = fma_rows(acc, r, v + j * padded * element, p + 4 * j, SCORES)
+                for line in range(lines):
+                    prefetch(keys + j * padded * element + 64 * line)
+            return acc
+
+        @inline
+        def end(acc, tile):
+            return acc
+
+        return start, add, end
+
+    return make
+
+
 class KvKind(NamedTuple):
     """What differs between the stored types of K and V."""
 
     prepare: Callable[[int], Any]
-    """Makes what puts a row's query into a tile of r rows: (tile, i, q, n, scale)."""
+    """Makes what puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
     scores: Callable[[int, int], Any]
     """Makes the scores of a block for r rows, in so many chains."""
     v_scales: Any
-    fma_rows: Any
+    weigh: Any
+    """Gives weights the form that the sums want."""
+    sums: Callable[[int, int], Any]
+    """Makes the steps of weighted sums for r rows and n vectors of V: start, a block, end."""
     element: int
     """Bytes of an element."""
 
 
 KINDS = {
-    "int8": KvKind(prepare_int8, _scores_int8, _v_scales_int8, fma_rows_i8, 1),
-    "f16": KvKind(prepare_float, _scores_float(load_f16x16, 2), _v_scales_float, fma_rows_f16, 2),
-    "f32": KvKind(prepare_float, _scores_float(load_f32x16, 4), _v_scales_float, fma_rows_f32, 4),
+    "int8": KvKind(prepare_int8, _scores_int8, _v_scales_int8, _round_weights, _sums_int8, 1),
+    "f16": KvKind(prepare_float, _scores_float(load_f16x16, 2), _v_scales_float, _keep_weights,
+                  _sums_float(fma_rows_f16, 2), 2),
+    "f32": KvKind(prepare_float, _scores_float(load_f32x16, 4), _v_scales_float, _keep_weights,
+                  _sums_float(fma_rows_f32, 4), 4),
 }
-
-# -- weighted sums of V ------------------------------------------------------------------------------------------------
 
 
 def _values(kind, r, widths):
@@ -134,23 +211,18 @@ def _values(kind, r, widths):
 
     Every element is a sum in token order, whatever the width and the number of rows.
     """
-    fma_rows, element, n = kind.fma_rows, kind.element, widths[0]
-    size, lines = n * r, -(-16 * n * element // 64)
+    (start, add, finish), element, n = kind.sums(r, widths[0]), kind.element, widths[0]
 
     @inline
     def some(rec, tile, span, padded, ahead, k):
         begin, end, base, kv_head = span
         next_blocks, next_head, last = ahead
-        acc = zero_tile(size)
+        acc = start()
         for b in range(begin, end):
             v = split_block(tile, kv_head, b - base) + (BLOCK_TOKENS * padded + k) * element
-            p = tile + scores_at(padded) + 64 * (b - base)
             keys = block_address(rec, next_blocks, next_head, min(b - base, last)) + k * element
-            for j in range(BLOCK_TOKENS):
-                acc = fma_rows(acc, r, v + j * padded * element, p + 4 * j, SCORES)
-                for line in range(lines):
-                    prefetch(keys + j * padded * element + 64 * line)
-        store_block(n, acc, tile + acc_at(padded) + 4 * k, 4 * padded)
+            acc = add(acc, tile, b - base, v, keys, padded)
+        store_block(n, finish(acc, tile), tile + acc_at(padded) + 4 * k, 4 * padded)
 
     if len(widths) == 1:
 
@@ -178,10 +250,10 @@ def _values(kind, r, widths):
 
 
 @outlined
-def _mask_row(tile, i, at, first):
-    """Scores of one block of row i: what the row does not see becomes LOWEST."""
-    low = max(load_i64(tile + T_LOW + 8 * i) - first, 0)
-    high = min(load_i64(tile + T_HIGH + 8 * i) - first, BLOCK_TOKENS - 1)
+def _mask_row(bounds, at, first):
+    """Scores of one block of a row: what the row does not see becomes LOWEST."""
+    low = max(load_i64(bounds) - first, 0)
+    high = min(load_i64(bounds + 8) - first, BLOCK_TOKENS - 1)
     if low > 0 or high < BLOCK_TOKENS - 1:
         store_f32x16(at, mask_outside(load_f32x16(at), lane_numbers(), low, high, first_lane(splat_f32(LOWEST))))
 
@@ -189,45 +261,50 @@ def _mask_row(tile, i, at, first):
 def split_step(kind, r, widths, chains):
     """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
 
-    ``step(rec, ctx, tile, (t, h, split), low, high, padded, ahead)``: `ahead` is what the thread does next.
+    ``step(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
+    `places_seen`, `ahead` is what the thread does next.
     """
-    scores, v_scales, values = kind.scores(r, chains), kind.v_scales, _values(kind, r, widths)
+    scores, v_scales, values, weigh = kind.scores(r, chains), kind.v_scales, _values(kind, r, widths), kind.weigh
     gather = path_gather(kind.element)
 
     @inline
-    def score(tile, span, padded):
+    def score(tile, queries, span, seen, padded):
         """Pass 1: scores of blocks begin .. end, block b of the split at 64 (b - base)."""
         begin, end, base, kv_head = span
-        all_from, all_to = load_i64(tile + T_LOW + 8 * (r - 1)), load_i64(tile + T_HIGH)  # what every row sees
+        _low, _high, all_from, all_to = seen
         for b in range(begin, end):
             ahead = split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
-            at = tile + scores_at(padded) + 64 * (b - base)
-            store_tile(scores(tile, split_block(tile, kv_head, b - base), ahead, padded), at, SCORES)
+            at = tile + T_SCORES + 64 * (b - base)
+            store_tile(scores(queries, split_block(tile, kv_head, b - base), ahead, padded), at, SCORES)
             first = b * BLOCK_TOKENS
             if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
                 for i in range(r):
-                    _mask_row(tile, i, at + SCORES * i, first)
+                    _mask_row(bounds_at(queries, r, i), at + SCORES * i, first)
 
     @outlined
     def softmax(tile, i, span, padded):
         """Pass 2: scores of row i to weights (times the V scales), their largest and their sum."""
         begin, end, base, kv_head = span
-        row = tile + scores_at(padded) + SCORES * i
+        row = tile + T_SCORES + SCORES * i
         top = load_f32x16(row + 64 * (begin - base))
         for b in range(begin + 1, end):
             top = vmax(top, load_f32x16(row + 64 * (b - base)))
         m = max_lanes(top)
-        total = splat_f32(0.0)
+        total, largest = splat_f32(0.0), splat_f32(0.0)
         for b in range(begin, end):
             p = exp(load_f32x16(row + 64 * (b - base)) - splat_f32(m))
             total = total + p
-            store_f32x16(row + 64 * (b - base), p * v_scales(split_block(tile, kv_head, b - base), padded))
+            weight = p * v_scales(split_block(tile, kv_head, b - base), padded)
+            largest = vmax(largest, weight)
+            store_f32x16(row + 64 * (b - base), weight)
+        weigh(tile, i, row, begin - base, end - base, largest)
         store_f32(tile + T_M + 4 * i, m)
         store_f32x16(tile + T_L + 64 * i, total)
 
     @outlined
-    def step(rec, ctx, tile, unit, low, high, padded, ahead):
+    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
         t, h, split = unit
+        low, high, _all_from, _all_to = seen
         base = split * SPLIT_BLOCKS
         begin, end = max(base, low >> 4), min(base + SPLIT_BLOCKS, (high >> 4) + 1)
         blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
@@ -236,7 +313,7 @@ def split_step(kind, r, widths, chains):
             set_split_block(tile, kv_head, b - base, block_address(rec, blocks, kv_head, b))
         if has_path(ctx, t):
             gather(rec, ctx, tile, unit, blocks, kv_head, padded)
-        score(tile, span, padded)
+        score(tile, queries, span, seen, padded)
         for i in range(r):
             softmax(tile, i, span, padded)
         next_t, next_h, next_split = ahead

@@ -49,13 +49,20 @@ class Partial(NamedTuple):
     """How far float32 may be from a weight, as a share of it: (heads,)."""
 
 
-def attend(q: Doubles, k: Doubles, v: Doubles) -> Partial:
-    """Attention of the query heads that share a KV head; q, scaled, is (heads, n), k and v are (positions, n)."""
+def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None) -> Partial:
+    """Attention of the query heads that share a KV head; q, scaled, is (heads, n), k and v are (positions, n).
+
+    With int8 KV weights may be rounded: times the scale of their V row, to a share of the largest of these.
+    """
     scores = q @ k.T
     largest = scores.max(axis=1)
     weights = np.exp(scores - largest[:, None])
     relative = TOLERANCES["attention"] * (1 + (np.abs(q) @ np.abs(k).T).max(axis=1))
-    return Partial(largest, weights, weights @ v, relative[:, None] * (weights @ np.abs(v)) + TINY, relative)
+    slack = relative[:, None] * (weights @ np.abs(v)) + TINY
+    if v_scales is not None:
+        codes = np.divide(v, v_scales[:, None], out=np.zeros_like(v), where=v_scales[:, None] > 0)
+        slack += TOLERANCES["weight"] * (weights * v_scales).max(axis=1)[:, None] * np.abs(codes).sum(axis=0)
+    return Partial(largest, weights, weights @ v, slack, relative)
 
 
 def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
@@ -66,8 +73,23 @@ def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
     return (np.rint(codes).astype(np.float64) * (scales * np.float32(scale))).reshape(q.shape)
 
 
-def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> tuple[Doubles, Doubles]:
-    """K and V of the blocks in order, each of shape (kv_heads, positions, n)."""
+class Stored(NamedTuple):
+    """What blocks hold, in order."""
+
+    k: Doubles
+    """(kv_heads, positions, n)."""
+    v: Doubles
+    """(kv_heads, positions, n)."""
+    v_scales: Doubles | None
+    """With int8 KV: (kv_heads, positions)."""
+
+    def of(self, head: int, rows: NDArray[np.int64]) -> tuple[Doubles, Doubles, Doubles | None]:
+        """K, V and scales of V of a head at some positions."""
+        return self.k[head, rows], self.v[head, rows], None if self.v_scales is None else self.v_scales[head, rows]
+
+
+def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> Stored:
+    """K and V of the blocks in order."""
     p = view.parameters(ATTENTION)
     padded, size, kv_heads = padded_head_dim(p.head_dim), KV_ELEMENT_BYTES[kv], p.kv_heads
     live = view.array(2, np.uint8, (int(blocks.max()) + 1, kv_heads, p.head_bytes), (p.block_bytes, p.head_bytes, 1))
@@ -78,11 +100,13 @@ def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32])
     lines = np.ascontiguousarray(data[..., :half]).view(dtype).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
     k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
     v = np.ascontiguousarray(data[..., half : 2 * half]).view(dtype).reshape(kv_heads, -1, padded).astype(np.float64)
+    v_scales = None
     if kv == "int8":
         scales = np.ascontiguousarray(data[..., 2 * half :]).view(np.float16).astype(np.float64)
         scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
-        k, v = k * scales[0].reshape(kv_heads, -1, 1), v * scales[1].reshape(kv_heads, -1, 1)
-    return k[..., : p.head_dim], v[..., : p.head_dim]
+        v_scales = scales[1].reshape(kv_heads, -1)
+        k, v = k * scales[0].reshape(kv_heads, -1, 1), v * v_scales[..., None]
+    return Stored(k[..., : p.head_dim], v[..., : p.head_dim], v_scales)
 
 
 class Path(NamedTuple):
@@ -132,13 +156,12 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         for sequence in np.unique(sequences):
             mine = np.flatnonzero(sequences == sequence)
             n_blocks = max(int(seen[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
-            k, v = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
+            stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
             for t, h in itertools.product(map(int, mine), range(p.kv_heads)):
-                q, keys, values = queries[t, h], k[h, seen[t].rows], v[h, seen[t].rows]
                 if merged:
-                    out += _splits(view, t, h, q, keys, values, seen[t])
+                    out += _splits(view, t, h, queries[t, h], stored, seen[t])
                     continue
-                part = attend(q, keys, values)
+                part = attend(queries[t, h], *stored.of(h, seen[t].rows))
                 total = part.weights.sum(axis=1, keepdims=True)
                 y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
@@ -159,13 +182,13 @@ def partials(view: RecordView, row: int, split: int) -> tuple[NDArray[np.float32
     return m, total, acc[: p.head_dim], acc[p.head_dim :]
 
 
-def _splits(view: RecordView, t: int, h: int, q: Doubles, k: Doubles, v: Doubles, path: Path) -> list[Expected]:
+def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: Path) -> list[Expected]:
     """Partial results of token t, KV head h: largest score, weights summed by place modulo 16, weighted sum of V."""
     p = view.parameters(ATTENTION)
     out, high = [], path.low + len(path.rows)
     for split in path.splits:
         start, end = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
-        part = attend(q, k[start - path.low : end - path.low], v[start - path.low : end - path.low])
+        part = attend(q, *stored.of(h, path.rows[start - path.low : end - path.low]))
         lanes = np.zeros((len(q), SPLIT_TOKENS))
         lanes[:, start % SPLIT_TOKENS : (end - 1) % SPLIT_TOKENS + 1] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)

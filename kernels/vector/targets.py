@@ -13,7 +13,6 @@ from numba.extending import intrinsic
 from ..isa import LADDER, Isa
 from .simd import (
     F32,
-    I8,
     I16,
     I32,
     I64,
@@ -192,7 +191,6 @@ def _outer_fma(name, llvm, align, widen):
     return fma_rows
 
 
-fma_rows_i8 = _outer_fma("fma_rows_i8", ir.VectorType(I8, 16), 1, lambda b, v: b.sitofp(b.sext(v, VI), VF))
 fma_rows_f16 = _outer_fma("fma_rows_f16", ir.VectorType(I16, 16), 2, emit_widen_f16)
 fma_rows_f32 = _outer_fma("fma_rows_f32", VF, 4, lambda b, v: v)
 
