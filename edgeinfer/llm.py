@@ -80,9 +80,11 @@ class LLM:
         model where there is one, else what followed the last tokens where they stood before.
     draft_tokens : int, optional
         Most guesses of a walk; by default 7.
-    draft : str or Path, optional
+    draft : str, Path or Recipe, optional
         A smaller model with the same tokenizer, as `model` is given. It is opened, within the same budget, where
-        `speculate` is auto or draft.
+        `speculate` is auto or draft. Where that is self, the recipe by which the model guesses for itself, such as
+        ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, else with a part of its
+        layers.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -139,7 +141,7 @@ class LLM:
         max_kld: float | None = None,
         speculate: str | None = None,
         draft_tokens: int | None = None,
-        draft: str | Path | None = None,
+        draft: str | Path | Recipe | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -156,8 +158,8 @@ class LLM:
         if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
             config = replace(config, max_sequences=max(config.max_sequences, beams),
                              own_tokens=config.own_tokens or GenerationConfig.max_tokens)
-        draft = None if draft is None else checked("draft", draft, PATH)
-        if self._speculate == "draft" and draft is None:
+        draft = draft if draft is None or isinstance(draft, Recipe) else checked("draft", draft, PATH)
+        if self._speculate == "draft" and (draft is None or isinstance(draft, Recipe)):
             raise UsageError("speculate is 'draft', and no draft model is given; give one with draft (--draft MODEL).")
         self.name = checked("model", model, PATH)
         if progress is not None:
@@ -433,14 +435,14 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
     return dict(named)
 
 
-def _guesser(kind: str, draft: str | Path | None, bundle: Bundle, tokenizer: Tokenizer | None, config: RuntimeConfig,
-             progress: Progress | None, opened: ExitStack) -> Draft | Lighter | None:
+def _guesser(kind: str, draft: str | Path | Recipe | None, bundle: Bundle, tokenizer: Tokenizer | None,
+             config: RuntimeConfig, progress: Progress | None, opened: ExitStack) -> Draft | Lighter | None:
     """Find the model, or the part of this one, that guesses; most runs have none and import nothing for it."""
     if kind == "self":
         from .runtime import Lighter
 
-        return Lighter.of_bundle(bundle, config.recipe)
-    if draft is None or kind not in ("auto", "draft"):
+        return Lighter.of_bundle(bundle, config.recipe, draft if isinstance(draft, Recipe) else None)
+    if draft is None or isinstance(draft, Recipe) or kind not in ("auto", "draft"):
         return None
     from .draft import Draft
 

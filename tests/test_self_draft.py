@@ -15,7 +15,7 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.engine import SelfDraft
 from edgeinfer.errors import BudgetError, CancelledError, RequestError, UsageError
 from edgeinfer.runner import DECODE, Cancellation, Segment
-from edgeinfer.runtime import Lighter, LighterSession, Session, planner_of
+from edgeinfer.runtime import Lighter, LighterSession, Session
 from tests.drafts import SETTINGS, Written
 from tests.sessions import SPLIT, TINY, free_blocks, logits_of, session, tokens, write_model
 from tests.test_sparse_predict import with_predictor
@@ -30,8 +30,7 @@ def opened(path: Path, exits: str | None = None, **options: object) -> Iterator[
     """A session and the way in which it guesses for itself, in one plan."""
     bundle, config = Bundle.open(path), RuntimeConfig(**{  # type: ignore[arg-type]
         "ctx": CTX, "threads": 1, "prefill_chunk": 64, "max_sequences": 6, "outputs": 8, **options})
-    plain = config.recipe
-    lighter = Lighter((planner_of(bundle, Recipe.parse(exits)),)) if exits else Lighter.of_bundle(bundle, plain)
+    lighter = Lighter.of_bundle(bundle, config.recipe, Recipe.parse(exits) if exits else None)
     own = Session(bundle, config, beside=lighter.beside)
     ahead = lighter.open(own)
     try:

@@ -63,8 +63,10 @@ class Lighter(NamedTuple):
         return cls(tuple(map(make, recipes)))
 
     @classmethod
-    def of_bundle(cls, bundle: Bundle, plain: Recipe) -> Lighter:
-        """Return those of a bundle."""
+    def of_bundle(cls, bundle: Bundle, plain: Recipe, own: Recipe | None = None) -> Lighter:
+        """Return those of a bundle, or the one by its `own` recipe."""
+        if own:
+            return cls((planner_of(bundle, own),))
         predictor = any(entry.part == "predictor" for entry in bundle.header.files)
         return cls.of(bundle.config, plain, predictor, partial(planner_of, bundle))
 
