@@ -1,6 +1,7 @@
 """Planned against measured peak memory, seen from outside; and runs in control groups that allow no more than planned.
 
-    python benchmarks/memory.py [--shapes ...] [--weights ...] [--contexts ...] [--kv ...] [--beams ...] [--out FILE]
+    python benchmarks/memory.py [--shapes ...] [--weights ...] [--contexts ...] [--kv ...] [--beams ...] [--draft SHAPE]
+                                [--out FILE]
 
 Each run is `edgeinfer run` on random weights of a known shape. Its peak is VmHWM of /proc/PID/status, read by this
 process, and the most memory of a control group made for it. Where a row says `filled`, the prompt fills the context; in
@@ -53,6 +54,8 @@ class Case:
     cold: bool = False
     """The page cache holds nothing of the weights."""
     beams: int = 1
+    draft: Path | None = None
+    """A smaller model that guesses."""
     """Of a search; each has `SEARCHED` tokens of its own."""
 
     @property
@@ -81,20 +84,23 @@ class Row:
         return abs(self.difference) <= max(SHARE * self.planned, BYTES)
 
 
-def bundle_of(shape: str, weights: str) -> tuple[Path, bool]:
-    """Random weights of a shape, and whether they were in the cache already."""
+def bundle_of(shape: str, weights: str, target: str = "") -> tuple[Path, bool]:
+    """Random weights of a shape, and whether they were in the cache already; a draft has its target's vocabulary."""
     stored = WeightType.of(weights).suffix.replace("_", "-")
-    path = cache_root() / "bundles" / f"random-{shape}-{stored}-v{FORMAT_VERSION}"
+    name, vocab_size = f"{shape}-for-{target}" if target else shape, SHAPES[target or shape].vocab_size
+    path = cache_root() / "bundles" / f"random-{name}-{stored}-v{FORMAT_VERSION}"
     there = path.exists()
     if not there:
         print(f"writing {path.name}", file=sys.stderr, flush=True)
-        write_random_bundle(replace(SHAPES[shape], max_position_embeddings=LONGEST), path, weights)
+        config = replace(SHAPES[shape], max_position_embeddings=LONGEST, vocab_size=vocab_size)
+        write_random_bundle(config, path, weights)
     return path, there
 
 
 def command(path: Path, case: Case) -> list[str]:
     return [sys.executable, "-m", "edgeinfer", "run", str(path), "-", "--raw", "--json", "--temp", "0", "--no-stats",
-            "-n", str(case.tokens), "-c", str(case.ctx), "--kv", case.kv, "--beams", str(case.beams)]
+            "-n", str(case.tokens), "-c", str(case.ctx), "--kv", case.kv, "--beams", str(case.beams),
+            *(["--draft", str(case.draft), "--speculate", "draft"] if case.draft else [])]
 
 
 def environment() -> dict[str, str]:
@@ -150,13 +156,13 @@ def limited(path: Path, case: Case) -> Limited | None:
     return Limited(case, planned["total_bytes"], codes[0], planned["resident_bytes"] // 2, codes[1])
 
 
-def cases(shape: str, weights: str, given: argparse.Namespace) -> Iterator[Case]:
+def cases(shape: str, weights: str, given: argparse.Namespace, draft: Path | None) -> Iterator[Case]:
     for ctx in given.contexts:
         for kv in given.kv:
             fill = shape in given.filled and weights == "q4" and ctx <= LONGEST_FILLED
             for beams in given.beams:
                 cold = (ctx, kv, beams) == (given.contexts[0], given.kv[0], given.beams[0])
-                yield Case(shape, weights, ctx, kv, fill, cold, beams)
+                yield Case(shape, weights, ctx, kv, fill, cold, beams, draft)
 
 
 def megabytes(nbytes: int | None) -> str:
@@ -168,7 +174,8 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         case = row.case
-        said = (("filled", case.filled), ("cold cache", case.cold), (f"{case.beams} beams", case.beams > 1))
+        said = (("filled", case.filled), ("cold cache", case.cold), (f"{case.beams} beams", case.beams > 1),
+                (f"beside {case.draft.name.split('-for-')[0]}" if case.draft else "", case.draft))
         how = ", ".join(word for word, true in said if true)
         yield (f"| {case.shape} | {case.weights} | {case.ctx} | {case.kv} | {how} | {megabytes(row.planned)} "
                f"| {megabytes(row.measured)} | {row.difference / 1e6:+.1f} | {100 * row.difference / row.planned:+.1f} "
@@ -210,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8192, 16384])
     parser.add_argument("--kv", nargs="+", default=["int8", "f16", "f32"])
     parser.add_argument("--beams", nargs="+", type=int, default=[1], help="of a search; 1 is none")
+    parser.add_argument("--draft", metavar="SHAPE", help="shape of a draft model beside each, with weights alike")
     parser.add_argument("--filled", nargs="*", default=["smollm2-135m"],
                         help="shapes whose prompts fill the context, with q4 weights")
     parser.add_argument("--out", type=Path, help="write the tables to this file instead of printing them")
@@ -217,15 +225,16 @@ def main(arguments: list[str] | None = None) -> int:
     rows, limits, left_out = [], [], []
     for shape, weights in pairs(given.shapes, given.weights):
         path, there = bundle_of(shape, weights)
-        for case in cases(shape, weights, given):
+        draft, kept = bundle_of(given.draft, weights, shape) if given.draft else (None, True)
+        for case in cases(shape, weights, given, draft):
             if too_large(path, case):
                 left_out.append(case)
                 continue
             rows.append(measure(path, case))
             print(*table(rows[-1:]), sep="\n", file=sys.stderr, flush=True)
         limits.append(limited(path, Case(shape, weights, given.contexts[-1], given.kv[0], cold=True)))
-        if not there:
-            shutil.rmtree(path)
+        for made in [path] * (not there) + [draft] * (not kept):
+            shutil.rmtree(made)
     tried = [row for row in limits if row]
     text = "\n".join(report(rows, tried, left_out)) + "\n"
     if given.out:

@@ -15,6 +15,7 @@ import pytest
 from edgeinfer import LLM, engine
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import convert
 from edgeinfer.errors import BudgetError, EdgeInferError, RequestError, TokenizerError, UsageError
 from edgeinfer.memory_planner import alternatives, beside_draft, draft_config, resolve, to_request
 from edgeinfer.runtime import LighterSession, planner_of
@@ -72,6 +73,32 @@ def test_a_model_as_draft_of_itself_is_always_right(pair: tuple[Path, Path], alw
         done = llm.complete("What was she?", max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
         assert done.speculation and done.speculation.drafter == "draft"
         assert done.speculation.accepted == done.speculation.drafted
+
+
+@pytest.mark.parametrize(("model", "draft", "least"), [
+    ("fables-5m-silu", "fables-draft", 0.5),
+    ("babyllama-tok361-hf", "babyllama-tok105-as361-hf", 0.8),
+    ("babyllama-tok105-as361-hf", "babyllama-tok361-hf", 0.8),
+])  # fmt: skip
+def test_trained_pairs(shared_data: Callable[[str], Path], tmp_path: Path, always: None, model: str, draft: str,
+                       least: float) -> None:
+    """The same texts at each number of guesses, of which most are right; greedy, and drawn with the same numbers."""
+    for name in (model, draft):
+        convert(shared_data(f"models/{name}"), tmp_path / name, weights="f16")
+    requests: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "n": 3}]
+    options: dict[str, Any] = {"ctx": 200, "threads": 1, "max_sequences": 3}
+    with LLM(tmp_path / model, speculate="off", **options) as plain:
+        expected = [outcome(plain, max_tokens=40, **request) for request in requests]
+    right = drafted = 0
+    with LLM(tmp_path / model, draft=tmp_path / draft, draft_tokens=7, **options) as llm:
+        for guesses in (2, 7):
+            for request, text in zip(requests, expected, strict=True):
+                assert outcome(llm, "draft", max_tokens=40, draft_tokens=guesses, **request) == text
+        for seed in range(4):
+            done = llm.complete("The fox", max_tokens=40, draft_tokens=1, seed=seed).speculation
+            assert done
+            right, drafted = right + done.accepted, drafted + done.drafted
+    assert right >= least * drafted
 
 
 def test_what_may_not_guess_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
