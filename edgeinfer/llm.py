@@ -159,7 +159,10 @@ class LLM:
             config = replace(config, max_sequences=max(config.max_sequences, beams),
                              own_tokens=config.own_tokens or GenerationConfig.max_tokens)
         draft = draft if draft is None or isinstance(draft, Recipe) else checked("draft", draft, PATH)
-        if self._speculate == "draft" and (draft is None or isinstance(draft, Recipe)):
+        if isinstance(draft, Recipe) and self._speculate != "self":
+            raise UsageError(f"draft is the recipe {draft}, by which a model guesses for itself; give "
+                             "speculate='self', or a draft model.")
+        if self._speculate == "draft" and draft is None:
             raise UsageError("speculate is 'draft', and no draft model is given; give one with draft (--draft MODEL).")
         self.name = checked("model", model, PATH)
         if progress is not None:

@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer import LLM, engine
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.errors import BudgetError, EdgeInferError, RequestError, TokenizerError, UsageError
 from edgeinfer.memory_planner import alternatives, beside_draft, draft_config, resolve, to_request
@@ -111,6 +111,7 @@ def test_what_may_not_guess_is_refused(pair: tuple[Path, Path], tmp_path: Path) 
         ({"draft": short}, RequestError, "has a context of 64 tokens, and the run one of 128; run with --ctx 64, or"),
         ({"speculate": "draft"}, UsageError, "speculate is 'draft', and no draft model is given; give one with draft"),
         ({"draft": 5}, UsageError, "draft"),
+        ({"draft": Recipe(), "speculate": "draft"}, UsageError, "draft is the recipe fuse_input, by which a model"),
     ]
     for options, kind, message in refused:
         with pytest.raises(kind, match=message):

@@ -186,6 +186,16 @@ def test_it_is_planned_with_reasons_and_within_the_budget(path: Path) -> None:
         pass
 
 
+def test_a_model_whose_weights_are_read_from_storage_does_not_guess(path: Path) -> None:
+    with opened(path, EXIT) as (target, _):
+        lighter = Lighter.of_bundle(target.bundle, Recipe(), Recipe.parse(EXIT))
+        streamed = replace(target.plan, parts=(("layers.0.qkv",),))
+        assert lighter.beside.plan(streamed) is streamed
+        target.plan = streamed
+        with pytest.raises(RequestError, match="Weights of the model are read from storage, so it cannot guess for"):
+            lighter.open(target)
+
+
 def test_an_early_exit_is_a_recipe(path: Path) -> None:
     """Of the whole model with all layers it would be refused; with fewer it gives other logits, by fewer records."""
     with session(path) as whole, session(path, recipe=Recipe.parse(EXIT)) as short:
