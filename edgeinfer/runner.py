@@ -238,6 +238,10 @@ class Runner(abc.ABC):
     def close(self) -> None:
         """End a walk that runs and give all memory back. Callable twice, and from any thread."""
 
+    def room(self, sequences: Items[Sequence], most: int) -> int:
+        """Return how many tokens, `most` at most, each of several sequences can be given by one walk."""
+        return min(most, int(self.config.ctx or 0) - max(map(len, sequences)))
+
     def release(self, sequence: Sequence) -> None:
         """Give back what the sequence holds; it is empty afterwards."""
         self.truncate(sequence, 0)

@@ -113,6 +113,24 @@ def test_whatever_threads_chunks_and_kv(path: Path, threads: int, kv: str, chunk
             assert outcome(complete(runner, Parrot([plain.token_ids], 0.7), guesses, **options)) == outcome(plain)
 
 
+def test_guesses_take_no_block_that_is_not_there(path: Path) -> None:
+    """Texts that end in time need fewer blocks than the guesses behind their ends would."""
+    with session(path, max_sequences=3, ctx=64, draft_tokens=7) as runner:
+        texts = [choice.token_ids for choice in complete(runner, n=3).choices]
+        held = []
+        while runner.kv.pool.n_free > 7:  # one of the prompt, and two of each text up to 48 tokens
+            held.append(runner.new_sequence())
+            runner.prefill(held[-1], [1])
+        eos = {text[25] for text in texts}
+        plain = complete(runner, n=3, eos=tuple(eos))
+        assert all(choice.finish_reason == "stop" for choice in plain.choices)
+        assert max(len(choice.token_ids) for choice in plain.choices) > 20
+        guessed = complete(runner, Parrot(texts, 1.0), n=3, eos=tuple(eos))
+        assert outcome(guessed) == outcome(plain) and guessed.speculation and guessed.speculation.walks
+        for sequence in held:
+            runner.release(sequence)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
 def test_few_tokens_and_a_context_that_ends(path: Path, max_tokens: int) -> None:
     with session(path, ctx=len(PROMPT) + max_tokens, draft_tokens=7) as runner:
@@ -308,6 +326,32 @@ def test_free_guesses_are_judged_without_being_checked(monkeypatch: pytest.Monke
     assert np.count_nonzero(clock.run(400)) < 8
     clock.right = 1.0  # now the text repeats itself: nothing is checked, and yet it is seen
     assert np.count_nonzero(clock.run(60)) > 10
+
+
+def test_reading_a_prompt_is_no_part_of_what_guesses_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda n: 1 + 0.05 * (n - 1), right=0.95, draft=0.02)
+    drafter, unread = clock.speculation.drafter, [100.0]
+    guess = drafter.guess
+
+    def catch_up(texts: Items[Any], cancel: Cancellation | None = None) -> None:
+        clock.now += unread.pop() if unread else 0
+
+    def reading(texts: Items[Any], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
+        catch_up(texts)
+        return guess(texts, n, cancel)
+
+    monkeypatch.setattr(drafter, "catch_up", catch_up)
+    monkeypatch.setattr(drafter, "guess", reading)
+    assert np.median(clock.run(60)[10:]) == 7
+    report = clock.speculation.report()
+    assert report.gain and report.gain < 3  # but the text was as much later
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_clocks_that_stand_still_or_go_back(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    clock = Clock(monkeypatch, lambda n: seconds, right=0.9)
+    clock.run(100)
+    assert clock.speculation.report().drafted
 
 
 def test_guesses_retire_where_sequences_fill_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:

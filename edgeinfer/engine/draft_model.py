@@ -41,14 +41,17 @@ class DraftModel(Drafter):
         self._held: dict[int, _Held] = {}
         self._kept = [] if kept is None else kept
 
+    def catch_up(self, texts: Items[Text], cancel: Cancellation | None = None) -> None:
+        """Walk over all but the last few tokens of each text."""
+        self._read(self._wanted(texts), cancel)
+
     def guess(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Draw n tokens behind each text; see `Drafter.guess`."""
-        wanted = [text for text in texts if self._readable(text)]
+        wanted = self._wanted(texts)
         n = min([n, *(int(self._runner.config.ctx or 0) - len(text.tokens) + 1 for text in wanted)])
         guesses: list[list[int]] = []
         if wanted and n > 0:
-            at_once = max(1, min(AT_ONCE, self._runner.config.prefill_chunk // len(wanted)))
-            held = [self._catch_up(text, at_once, cancel) for text in wanted]
+            held = self._read(wanted, cancel)
             pending = [text.tokens[len(sequence) :] for text, (sequence, _) in zip(wanted, held, strict=True)]
             samplers = [text.sampler.guessing(self._runner.model.vocab_size, n) for text in wanted]
 
@@ -72,6 +75,15 @@ class DraftModel(Drafter):
                 while self._kept:
                     self._runner.release(self._kept.pop())
                 self._kept.append(sequence)
+
+    def _wanted(self, texts: Items[Text]) -> list[Text]:
+        """Return the texts behind which it can guess."""
+        ctx = int(self._runner.config.ctx or 0)
+        return [text for text in texts if len(text.tokens) <= ctx and self._readable(text)]
+
+    def _read(self, texts: list[Text], cancel: Cancellation | None) -> list[_Held]:
+        at_once = max(1, min(AT_ONCE, self._runner.config.prefill_chunk // max(len(texts), 1)))
+        return [self._catch_up(text, at_once, cancel) for text in texts]
 
     def _readable(self, text: Text) -> bool:
         """Whether the draft knows all tokens; those that were seen before need not be looked at again."""

@@ -55,6 +55,9 @@ class Drafter(abc.ABC):
         """Return the share of guesses of a level that are expected to be right before any was checked."""
         return 0.65
 
+    def catch_up(self, texts: Items[Text], cancel: Cancellation | None = None) -> None:  # noqa: B027
+        """Read what is new in the texts before `guess`, which does it otherwise; raises as `guess`."""
+
     @abc.abstractmethod
     def guess(self, texts: Items[Text], n: int, cancel: Cancellation | None = None) -> list[list[int]]:
         """Guess up to n tokens, one or more, that follow each of the texts.

@@ -126,9 +126,10 @@ class Generation:
         """Walk over the last token of each sample, and over guesses behind it, if there are any."""
         room = self.room - max(sample.n_tokens for sample in live) - 1
         speculation = self._speculation
-        guesses = speculation.guesses(live, room, self._cancellation) if speculation else []
-        if guesses:
-            return self._check(live, sequences, guesses)
+        if speculation:
+            walked = self._runner.room(sequences, min(room + 1, self._runner.config.outputs))
+            if guesses := speculation.guesses(live, walked - 1, self._cancellation):
+                return self._check(live, sequences, guesses)
         ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
         before = [len(sequence) for sequence in sequences]
         further = 0 if any(sample.sampler.needs_each for sample in live) else room
@@ -136,6 +137,9 @@ class Generation:
         logits = self._runner.decode(sequences, ids, self._cancellation, draws, further)
         chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
         text = self._choose(live, logits, chosen)
+        for sample, sequence in zip(live, sequences, strict=True):
+            if sample.finish_reason:  # its blocks behind the end are for the others
+                self._runner.truncate(sequence, min(len(sequence), len(sample.tokens)))
         if speculation:
             speculation.plain(1 + len(chosen[0]))
         return text

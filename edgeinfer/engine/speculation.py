@@ -32,6 +32,8 @@ WAIT, LONGEST_WAIT = 32, 4096
 """Tokens until guesses that did not pay are tried again: at first, and after many in vain."""
 REFRESH = 64
 """Walks with guesses after which one goes without: t(1) grows with the context."""
+LEAST_SECONDS = 1e-7
+"""Of anything: clocks may stand still for a while."""
 STEPS = 3
 """Further steps of a walk without guesses, where guesses pay: the text is looked at again behind them."""
 
@@ -44,6 +46,7 @@ class Times:
 
     def took(self, what: str, n: int, seconds: float) -> None:
         """Take note; what disturbs a measurement makes it longer, so shorter ones count more."""
+        seconds = max(LEAST_SECONDS, seconds)
         known = self._seconds.setdefault(what, {})
         before = known.get(n)
         if before is None:
@@ -159,6 +162,7 @@ class Speculation:
         """
         self._began = time.perf_counter()
         self._resolve(texts)
+        self._drafting = 0.0
         levels = [self.drafter.level(text) for text in texts]
         for level in set(levels) - {0, *self._levels}:
             self._levels[level] = _Level(self.drafter.prior(level))
@@ -170,11 +174,16 @@ class Speculation:
             return []
         asked = [text for text, level in zip(texts, levels, strict=True) if level]
         began = time.perf_counter()
+        self.drafter.catch_up(asked, cancel)  # reading a prompt is no part of what guesses cost from then on
+        ready = time.perf_counter()
         found = iter(self.drafter.guess(asked, n, cancel))
-        self._drafting = time.perf_counter() - began
-        self._times.took(self.drafter.name, n, self._drafting)
+        ended = time.perf_counter()
+        self._drafting = ended - began
         guesses = [next(found) if level else [] for level in levels]
-        return guesses if any(guesses) else []
+        if not any(guesses):
+            return []
+        self._times.took(self.drafter.name, n, ended - ready)
+        return guesses
 
     def further(self, further: int) -> int:
         """Return how many steps a walk without guesses may go on by itself."""
@@ -225,17 +234,17 @@ class Speculation:
 
     def plain(self, n_tokens: int) -> None:
         """Take note of a walk without guesses, which gave each text so many tokens."""
-        seconds = time.perf_counter() - self._began
+        seconds = self._elapsed()
         if self._now:
-            self._times.took("walk", len(self._now), seconds / n_tokens)
+            self._times.took("walk", len(self._now), (seconds - self._drafting) / n_tokens)
         self._unrefreshed = 0
         self._wait(n_tokens)
         self._seconds += seconds
-        self._instead += seconds
+        self._instead += seconds - self._drafting
 
     def checked(self, guesses: Items[list[int]], accepted: Items[int]) -> None:
         """Take note of a walk that checked guesses, of which so many of each text were right."""
-        seconds, texts, drafted = time.perf_counter() - self._began, len(guesses), sum(map(len, guesses))
+        seconds, texts, drafted = self._elapsed(), len(guesses), sum(map(len, guesses))
         self._times.took("walk", texts + drafted, seconds - self._drafting)
         for level, guess, right in zip(self._now, guesses, accepted, strict=True):
             if level and guess:
@@ -252,6 +261,9 @@ class Speculation:
         self._wait(1 + sum(accepted) // texts)
         self._seconds += seconds
         self._instead += (self._times.walk(texts) or 0.0) * (1 + sum(accepted) / texts)
+
+    def _elapsed(self) -> float:
+        return max(LEAST_SECONDS, time.perf_counter() - self._began)
 
     def _wait(self, n_tokens: int) -> None:
         for level in self._levels.values():

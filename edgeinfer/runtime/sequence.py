@@ -80,6 +80,12 @@ class KVCache:
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
             blocks.append(self._take())
 
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
+        needed = sum(-(-(len(sequence) + n_tokens) // abi.BLOCK_TOKENS) - len(sequence.blocks)
+                     + bool(sequence.blocks and self.pool.is_shared(sequence.blocks[-1])) for sequence in sequences)
+        return needed <= self.pool.n_free
+
     def _own(self, sequence: Sequence, number: int) -> None:
         """Copy a block of the sequence that others share."""
         shared = sequence.blocks[number]

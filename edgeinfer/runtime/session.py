@@ -158,6 +158,10 @@ class Session(Runner):
         segments = decoding(sequences, ids, draws)
         return self._take_in(plain_segments(segments), cancel, further) if further > 0 else self.walk(segments, cancel)
 
+    def room(self, sequences: Items[Sequence], most: int) -> int:
+        """Return how many tokens each can be given, by context and KV blocks; see `Runner.room`."""
+        return next((n for n in range(super().room(sequences, most), 0, -1) if self.kv.fits(sequences, n)), 0)
+
     def reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Make room for a prompt for `walk_range`; `append` takes its tokens in, `truncate` calls it off."""
         self.kv.check_own(sequence)
@@ -281,9 +285,7 @@ class Session(Runner):
         further = min(further, most, self.plan.request.ctx - longest)
         if longest <= SPLIT_ROWS:
             further = min(further, SPLIT_ROWS - longest)
-        ends = [len(segment.sequence) + offset + 1 + further for segment in segments]
-        needed = sum(-(-end // abi.BLOCK_TOKENS) + 1 for end in ends)  # with a copy of the last one, if it is shared
-        return further if needed - sum(len(s.sequence.blocks) for s in segments) <= self.kv.pool.n_free else 0
+        return further if self.kv.fits([segment.sequence for segment in segments], offset + 1 + further) else 0
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
              cancel: Cancellation | None, further: int = 0) -> Logits:
