@@ -11,7 +11,7 @@ def test_what_people_see() -> None:
     done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
     assert done.code == 3
-    assert lines[0].startswith("It does not fit: 5.78 GB of 5.00 GB; ") and lines[0].endswith("s (llama.cpp, CPU)")
+    assert lines[0].startswith("It does not fit: 5.80 GB of 5.00 GB; ") and lines[0].endswith("s (llama.cpp, CPU)")
     assert lines[1].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("W  weights") and "5.05 GB" in line and "mapped" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
@@ -19,7 +19,7 @@ def test_what_people_see() -> None:
     assert any(line.strip().startswith("=") and line.endswith("budget 5.00 GB") for line in lines)
     assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("too much") for line in lines)
     assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
-    assert done.sentence.startswith("The run needs 5.78 GB and the budget is 5.00 GB. Fits: --weights q4 --group-size")
+    assert done.sentence.startswith("The run needs 5.80 GB and the budget is 5.00 GB. Fits: --weights q4 --group-size")
     shape = edgeinfer("plan", "mixtral-8x7b", "--device", "m1-max", "--budget", "64GiB")
     assert shape.code == 0 and "A shape only: edgeinfer cannot run Mixtral, a mixture of experts, yet" in shape.out
     assert "remain" in shape.out and "context  32768 tokens fit at most" in shape.out

@@ -201,3 +201,19 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
     again = opened.new_sequence()
     np.testing.assert_array_equal(opened.prefill(again, ids), expected)
     opened.release(again)
+
+
+@pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
+def test_what_was_forgotten_reaches_nobody(path: Path, kv: str) -> None:
+    """Rows behind the last token may hold NaN, as after an overflow, and a weight of 0 times NaN is NaN."""
+    with session(path, kv=kv, max_sequences=2) as running:
+        ids = tokens(30)
+        whole = running.prefill(running.new_sequence(), ids[:21]).copy()
+        sequence = running.new_sequence()
+        running.prefill(sequence, ids[:19])
+        for part in running.kv._parts:
+            part[:, sequence.blocks[-1], ..., 2:] = np.iinfo(part.dtype).max  # as floats: NaN
+        running.truncate(sequence, 18)
+        fork = running.fork(sequence)
+        for one in (sequence, fork):
+            assert np.array_equal(running.prefill(one, ids[18:21]), whole)

@@ -9,6 +9,7 @@ t(n) and draft(g) are measured, not assumed: on processors they depend on the mo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +31,8 @@ MARGIN = 1.05
 """Gain from which guesses are checked: the best of several noisy estimates is too good."""
 WAIT, LONGEST_WAIT = 32, 4096
 """Tokens until guesses that did not pay are tried again: at first, and after many in vain."""
+FIRST_WALKS = 3
+"""Walks without guesses before any are checked."""
 REFRESH = 64
 """Walks with guesses after which one goes without: t(1) grows with the context."""
 LEAST_SECONDS = 1e-7
@@ -43,6 +46,7 @@ class Times:
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[int, float]] = {}
+        self._plain: Counter[int] = Counter()
 
     def took(self, what: str, n: int, seconds: float) -> None:
         """Take note; what disturbs a measurement makes it longer, so shorter ones count more."""
@@ -53,6 +57,15 @@ class Times:
             known[n] = seconds
         else:
             known[n] += 0.3 * (seconds - before) if seconds < before else 0.15 * (min(seconds, 2 * before) - before)
+
+    def plain(self, texts: int, seconds: float) -> None:
+        """Take note of a walk over a token of each text: everything else is held against it."""
+        self._plain[texts] += 1
+        self.took("walk", texts, seconds)
+
+    def known(self, texts: int) -> bool:
+        """Whether enough such walks were measured; the first ones of a process find cold caches."""
+        return self._plain[texts] >= FIRST_WALKS
 
     def walk(self, n: int) -> float | None:
         """Return the seconds of a walk over n tokens, between the nearest ones known; None where nothing is."""
@@ -151,6 +164,8 @@ class Speculation:
         """Of each text, for the next walk; None where there is nothing to guess."""
         self._shadows: dict[int, _Shadow] = {}
         self._began = self._drafting = 0.0
+        self._measured = False
+        """Whether the next walk goes without guesses to know how long such walks take."""
         self._unrefreshed = self._walks = self._texts = self._tokens = self._drafted = 0
         self._accepted: list[int] = []
         self._seconds = self._instead = 0.0
@@ -187,8 +202,8 @@ class Speculation:
 
     def further(self, further: int) -> int:
         """Return how many steps a walk without guesses may go on by itself."""
-        waits = any(level and not level.off for level in self._levels.values())
-        return min(further, STEPS) if waits else further
+        waits = any(not level.off for level in self._levels.values())
+        return min(further, STEPS) if waits and not self._measured else further
 
     def _choose(self, room: int) -> int:
         """Return the number of guesses that gives the most tokens a second, or is due to be tried."""
@@ -197,8 +212,9 @@ class Speculation:
         choices = [n for n in self._choices if n <= most] if levels else []
         if self._fixed or not choices:
             return choices[-1] if choices else 0
-        plain = self._times.walk(texts) if self._unrefreshed < REFRESH else None
-        if plain is None:
+        self._measured = not self._times.known(texts) or self._unrefreshed >= REFRESH
+        plain = self._times.walk(texts)
+        if self._measured or plain is None:
             return 0
         speeds = {n: self._speed(levels, n) for n in choices}
         best = max(choices, key=lambda n: speeds[n])
@@ -236,7 +252,7 @@ class Speculation:
         """Take note of a walk without guesses, which gave each text so many tokens."""
         seconds = self._elapsed()
         if self._now:
-            self._times.took("walk", len(self._now), (seconds - self._drafting) / n_tokens)
+            self._times.plain(len(self._now), (seconds - self._drafting) / n_tokens)
         self._unrefreshed = 0
         self._wait(n_tokens)
         self._seconds += seconds

@@ -77,6 +77,10 @@ class KVCache:
         blocks, used = sequence.blocks, len(sequence.tokens)
         if used % abi.BLOCK_TOKENS:
             self._own(sequence, len(blocks) - 1)
+            if sequence.cut:
+                for part in self._parts:
+                    part[:, blocks[-1], ..., used % abi.BLOCK_TOKENS :] = 0
+        sequence.cut = False
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
             blocks.append(self._take())
 
@@ -116,7 +120,7 @@ class KVCache:
         for block in sequence.blocks:
             self.pool.share(block)
         copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
-        copy.decoded = sequence.decoded
+        copy.decoded, copy.cut = sequence.decoded, sequence.cut
         return copy
 
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
@@ -125,6 +129,7 @@ class KVCache:
         if not 0 <= n_tokens <= len(sequence.tokens):
             raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {n_tokens}.")
         sequence.reserved = 0
+        sequence.cut = sequence.cut or n_tokens < len(sequence.tokens)
         del sequence.tokens[n_tokens:]
         if sequence.decoded is not None and sequence.decoded >= n_tokens:
             sequence.decoded = None
@@ -217,6 +222,7 @@ class KVCache:
         except BaseException:
             self.trim(sequence)
             raise
+        sequence.cut = True  # whoever saved it may have cut it
         sequence.tokens, sequence.decoded = header["tokens"], None if header["model"] == prompts else 0
         return sequence
 
