@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path) -> None:
     arguments = ("bench", path, "-p", "0", "-n", "2", "-r", "1", "--no-startup", "--speculate")
     out = edgeinfer(*arguments, "--accept", "0.5", "--draft", path, "--json").json["speculation"]
     assert out["ratios"]["1"] == 1 and out["draft_ms"] > 0 and out["stated"]["accept"] == 0.5
-    assert set(out["pays_from"]) == {"lookup", "draft"}
+    assert set(out["pays_from"]) == {"lookup", "draft", "self"} and out["self_ms"] > 0
     said = edgeinfer(*arguments).out
     assert "tokens of a walk" in said and "lookup:" in said
     for wrong, words in ((["--accept", "1.5", "--speculate"], "from 0 to 1"), (["--accept", "0.5"], "--speculate")):

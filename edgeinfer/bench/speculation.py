@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..config import GenerationConfig
@@ -21,7 +22,7 @@ from .repetitions import token_ids
 
 if TYPE_CHECKING:
     from ..engine import Completion
-    from ..runner import Cancellation, Runner
+    from ..runner import Ahead, Cancellation, Runner
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """Tokens of a walk."""
@@ -132,6 +133,8 @@ class SpeculationBench(NamedTuple):
     """Median time of a walk over so many tokens."""
     draft_seconds: float | None
     """Of a guessed token, of the draft model; None without one."""
+    self_seconds: float | None
+    """The same of a part of the model itself."""
     pays_from: dict[str, float | None]
     """Per drafter the least acceptance with which some number of guesses is faster than none; None: no acceptance."""
     stated: dict[str, float] | None
@@ -140,7 +143,7 @@ class SpeculationBench(NamedTuple):
 
 
 def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repetitions: int,
-                        accept: float | None) -> SpeculationBench:
+                        accept: float | None, ahead: Ahead | None = None) -> SpeculationBench:
     """Measure walks over several tokens behind a context, a draft's, and replay a text at a stated acceptance.
 
     Parameters
@@ -150,13 +153,16 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
     depth : tokens of context
     repetitions : of each; those of different numbers of tokens take turns
     accept : share of right guesses that a text is replayed with
+    ahead : a part of the model itself that guesses
     """
     ids = token_ids(runner.model.vocab_size)
     prompt = [next(ids) for _ in range(max(depth, 1))]
     seconds = walk_times(runner, prompt, repetitions)
     drafted = None if draft is None else walk_times(draft, [
         token % draft.model.vocab_size for token in prompt], repetitions, (1,))[1]
-    pays = {"lookup": pays_from(seconds, 0.0)} | ({"draft": pays_from(seconds, drafted)} if drafted else {})
+    own = None if ahead is None else ahead_seconds(runner, ahead, prompt, repetitions)
+    pays = {name: pays_from(seconds, cost) for name, cost in (("lookup", 0.0), ("draft", drafted), ("self", own))
+            if cost is not None}
     found = None
     if accept is not None:
         text = [next(ids) for _ in range(REPLAYED_TOKENS)]
@@ -164,7 +170,7 @@ def measure_speculation(runner: Runner, draft: Runner | None, depth: int, repeti
             text = [token % min(draft.model.vocab_size, runner.model.vocab_size) for token in text]
         found = _at_acceptance(runner, draft, prompt, text, accept, repetitions)
         found["predicted"] = max(gain(seconds, drafted or 0.0, accept, n) for n in GUESSES)
-    return SpeculationBench(seconds, drafted, pays, found)
+    return SpeculationBench(seconds, drafted, own, pays, found)
 
 
 def walk_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Items[int] = COUNTS) -> dict[int, float]:
@@ -181,6 +187,19 @@ def walk_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Ite
             runner.truncate(sequence, len(prompt))
     runner.release(sequence)
     return {n: statistics.median(times[1:]) for n, times in taken.items()}
+
+
+def ahead_seconds(runner: Runner, ahead: Ahead, prompt: Items[int], repetitions: int) -> float:
+    """Return the median seconds of a token that a part of the model guesses behind a prompt."""
+    sequence, times = runner.new_sequence(), []
+    runner.prefill(sequence, prompt)
+    for token in repeat(prompt[0], repetitions + 1):
+        began = time.perf_counter()
+        ahead.ahead([sequence], [token], [0], 0, 0)
+        times.append(time.perf_counter() - began)
+        runner.truncate(sequence, len(prompt))
+    runner.release(sequence)
+    return statistics.median(times[1:])
 
 
 def gain(seconds: Mapping[int, float], draft: float, accept: float, n: int) -> float:

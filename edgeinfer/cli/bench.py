@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
-from ..errors import EdgeInferError, UsageError
+from ..errors import EdgeInferError, RequestError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
@@ -72,8 +72,8 @@ JSON_FIELDS = {
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
         "`at_the_moment` (with the bandwidth or peak beside the test); `basis`, `error`, `error_source`; else null",
         "speculation": "with --speculate: `walks`, milliseconds of a walk over 1, 2, ... tokens, and `ratios` to one; "
-        "`draft_ms` of a guessed token; `pays_from`, per drafter the least acceptance with which guesses pay, null "
-        "where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
+        "`draft_ms` and `self_ms` of a guessed token; `pays_from`, per drafter the least acceptance with which guesses "
+        "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
         "`tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
     },
@@ -221,19 +221,25 @@ def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int
     from ..bench import COUNTS, REPLAYED_TOKENS, measure_speculation
     from ..bundle import Bundle
     from ..offload import placer
-    from ..runtime import Session
+    from ..runtime import Lighter, Session
 
     ctx = max(depth, 1) + REPLAYED_TOKENS + max(COUNTS)
     config = replace(config, ctx=ctx, outputs=max(COUNTS), draft_tokens=DEFAULT_DRAFT_TOKENS)
     with ExitStack() as opened:
         bundle = opened.enter_context(Bundle.open(path))
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle))))
+        lighter = None
+        with suppress(RequestError):  # one layer: no part of it can guess
+            lighter = Lighter.of_bundle(bundle, config.recipe)
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle),
+                                                       beside=lighter and lighter.beside)))
+        ahead = opened.enter_context(closing(lighter.open(session))) if lighter and lighter.planned(session.plan) \
+            else None
         guesser = None
         if draft is not None:
             small = opened.enter_context(Bundle.open(draft))
             guesser = opened.enter_context(closing(Session(small, RuntimeConfig(ctx=ctx, kv=config.kv), host=session)))
         progress("measure", 0, 1, "walks over several tokens")
-        return speculation_object(measure_speculation(session, guesser, depth, repetitions, accept))
+        return speculation_object(measure_speculation(session, guesser, depth, repetitions, accept, ahead))
 
 
 def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:

@@ -64,7 +64,8 @@ def speculation_object(found: SpeculationBench) -> dict[str, Any]:
     """Return the JSON object of walks over several tokens."""
     walks = {str(n): 1000 * seconds for n, seconds in found.seconds.items()}
     return {"walks": walks, "ratios": {n: ms / walks["1"] for n, ms in walks.items()},
-            "draft_ms": found.draft_seconds and 1000 * found.draft_seconds, "pays_from": found.pays_from,
+            "draft_ms": found.draft_seconds and 1000 * found.draft_seconds,
+            "self_ms": found.self_seconds and 1000 * found.self_seconds, "pays_from": found.pays_from,
             "stated": found.stated}
 
 
@@ -76,7 +77,7 @@ def _speculation_lines(out: dict[str, Any] | None) -> Iterator[str]:
     rows = [(n, f"{ms:.2f} ms", f"{out['ratios'][n]:.2f}") for n, ms in out["walks"].items()]
     yield from table(rows, right=[0, 1, 2])
     for drafter, least in out["pays_from"].items():
-        cost = f", at {out['draft_ms']:.2f} ms a guess" if drafter == "draft" else ""
+        cost = "" if drafter == "lookup" else f", at {out[f'{drafter}_ms']:.2f} ms a guess"
         yield (f"{drafter}: no acceptance pays{cost}" if least is None else
                f"{drafter}: pays from an acceptance of {least:.2f} on{cost}")
     if stated := out["stated"]:
