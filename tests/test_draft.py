@@ -214,3 +214,32 @@ def test_the_commands_take_a_draft(pair: tuple[Path, Path]) -> None:
     assert missing.code == 2 and missing.sentence.startswith("--speculate is draft, and no draft model is given")
     failed = edgeinfer("run", model, "a", "--draft", model)
     assert failed.code == 1 and failed.sentence.startswith(f"The draft {model} is the model itself")
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_who_guesses_is_said_once(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that exclude each other are refused by both commands; variables give way to flags."""
+    model, draft = pair
+    run, plan = ("run", model, "a", "-n", 4, "-c", 128, "--json"), ("plan", model, "-c", 128, "--json")
+    for flags, said in (
+        (("--speculate", "lookup", "--draft", draft), "--speculate lookup needs no draft model, and --draft is "),
+        (("--speculate", "off", "--draft", draft), "--speculate off needs no draft model, and --draft is "),
+        (("--beams", 2, "--draft", draft), "--draft is given, and beam search checks no guesses; leave "),
+        (("--beams", 2, "--speculate", "self"), "speculate is self, and beam search checks no guesses; leave "),
+    ):
+        for command in (run, plan):
+            failed = edgeinfer(*command, *flags)
+            assert failed.code == 2 and failed.sentence.startswith(said)
+
+    def guesser(*flags: Any) -> str | None:
+        done, planned = edgeinfer(*run, *flags).json, edgeinfer(*plan, *flags, "-n", 4).json
+        assert done["planned_bytes"] == planned["total_bytes"]
+        return done["speculation"] and done["speculation"]["drafter"]
+
+    monkeypatch.setenv("EDGEINFER_DRAFT", str(draft))
+    assert guesser() == "draft" and guesser("--speculate", "lookup") == "lookup"
+    monkeypatch.setenv("EDGEINFER_SPECULATE", "draft")
+    assert guesser("--beams", 2) is None and guesser("--speculate", "off") is None
+    monkeypatch.delenv("EDGEINFER_DRAFT")
+    monkeypatch.setenv("EDGEINFER_SPECULATE", "off")
+    assert guesser("--draft", draft) == "draft"

@@ -136,6 +136,20 @@ def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[
     return {name: value for name, value in asked.items() if name not in SAMPLING}
 
 
+def guessing(command: typer.Context, speculate: str, draft: str | None, beams: int) -> tuple[str, str | None]:
+    """Return who guesses and the draft model; of what excludes each other flags are refused, and variables give way."""
+    chosen, drafted = (_source(command, name) == "COMMANDLINE" for name in ("speculate", "draft"))
+    if beams > 1:
+        if drafted and draft is not None and _source(command, "beams") == "COMMANDLINE":
+            raise UsageError("--draft is given, and beam search checks no guesses; leave one of them out.")
+        return speculate if chosen and speculate != "auto" else "off", None
+    if draft is None or speculate in ("auto", "draft") or speculate not in SPECULATIONS:
+        return speculate, draft
+    if chosen and drafted:
+        raise UsageError(f"--speculate {speculate} needs no draft model, and --draft is given; leave one of them out.")
+    return ("auto", draft) if drafted else (speculate, None)
+
+
 def _source(command: typer.Context, name: str) -> str:
     source = command.get_parameter_source(name)
     return source.name if source else ""

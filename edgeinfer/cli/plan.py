@@ -34,6 +34,7 @@ DEVICE_MEMORY = "memory of"
 
 
 def plan(
+    command: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -91,15 +92,16 @@ def plan(
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     checked("beams", beams, BEAMS)
-    GenerationConfig(speculate=speculate, draft_tokens=draft_tokens)
+    speculate, draft = options.guessing(command, speculate, draft, beams)
+    GenerationConfig(speculate=speculate, draft_tokens=draft_tokens, beams=beams)
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
-                           draft_tokens=rows_for_guesses("off" if beams > 1 else speculate, draft_tokens),
+                           draft_tokens=rows_for_guesses(speculate, draft_tokens),
                            mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
-    report = _planned(model, (weights, group_size), config, bound, profile, "off" if beams > 1 else speculate, draft)
+    report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft)
     if json:
         print_json(report)
     else:

@@ -126,8 +126,9 @@ def run(
     }
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
+    speculate, draft = options.guessing(command, speculate, draft, beams)
+    asked["speculate"] = speculate
     check_request(text, asked, json)
-    speculate = "off" if beams > 1 and speculate == "auto" else speculate
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
     with ProgressLine() as progress:
