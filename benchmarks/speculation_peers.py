@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mapped", action="store_true", help="llama.cpp's weights stay as they lie in the file, not "
+                        "rearranged for its fastest kernels (needed where those for AMX fail, as in some machines)")
     parser.add_argument("--output", type=Path, help="a Markdown file whose section is replaced")
     options = parser.parse_args()
     models, rows = Models(options.models, lambda said: print(said, file=sys.stderr, flush=True)), []
@@ -51,10 +53,11 @@ def main() -> None:
             Worker(THEIRS, [options.python, str(HERE / "llama_cpp_worker.py")]) as theirs:
         sides = {OURS: ours, THEIRS: theirs}
         for name, worker in sides.items():
-            worker.ask("load", path=paths[name][0], threads=options.threads)
+            mapped = {"mapped": True} if options.mapped and name == THEIRS else {}
+            worker.ask("load", path=paths[name][0], threads=options.threads, **mapped)
             worker.ask("context", ctx=ctx, **({"outputs": 16} if name == OURS else {}))
             if options.draft:
-                worker.ask("draft", path=paths[name][1], ctx=ctx)
+                worker.ask("draft", path=paths[name][1], ctx=ctx, **mapped)
         for accept in options.accept:
             for guesses in options.guesses:
                 row = compare(sides, options, accept, guesses)

@@ -96,10 +96,10 @@ class LlamaCpp:
             times.append(time.perf_counter() - began)
         return {"seconds": times[1:]}
 
-    def draft(self, path: str, ctx: int) -> dict[str, Any]:
+    def draft(self, path: str, ctx: int, mapped: bool = False) -> dict[str, Any]:
         """Open a model that guesses, with a context and threads like those of the one that checks."""
         self._draft = LlamaCpp()
-        self._draft.load(path, self._threads)
+        self._draft.load(path, self._threads, mapped)
         return self._draft.context(ctx)
 
     def guess(self, tokens: int, depth: int, guesses: int, accept: float, draft: bool = False) -> dict[str, Any]:
