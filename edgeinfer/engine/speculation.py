@@ -46,17 +46,26 @@ class Times:
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[int, float]] = {}
+        self._again: set[tuple[str, int]] = set()
+        """What was measured more than once."""
         self._plain: Counter[int] = Counter()
 
     def took(self, what: str, n: int, seconds: float) -> None:
-        """Take note; what disturbs a measurement makes it longer, so shorter ones count more."""
+        """Take note; what disturbs a measurement makes it longer, so shorter ones count more.
+
+        The first one finds cold caches, and counts for nothing beside a shorter second.
+        """
         seconds = max(LEAST_SECONDS, seconds)
         known = self._seconds.setdefault(what, {})
         before = known.get(n)
         if before is None:
             known[n] = seconds
+        elif seconds < before:
+            known[n] += (1.0 if (what, n) not in self._again else 0.3) * (seconds - before)
         else:
-            known[n] += 0.3 * (seconds - before) if seconds < before else 0.15 * (min(seconds, 2 * before) - before)
+            known[n] += 0.15 * (min(seconds, 2 * before) - before)
+        if before is not None:
+            self._again.add((what, n))
 
     def plain(self, texts: int, seconds: float) -> None:
         """Take note of a walk over a token of each text: everything else is held against it."""
