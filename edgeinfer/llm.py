@@ -352,9 +352,12 @@ class LLM:
         kind, rows = config.speculate or self._speculate, self.session.config
         if kind == "off":
             return None
-        if (config.draft_tokens or 0) > rows.draft_tokens or not rows.draft_tokens:
-            raise RequestError(f"{config.draft_tokens or 'Guesses'} guesses were asked for, but the model is open for "
-                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens or 7}.")
+        if not rows.draft_tokens:
+            raise RequestError(f"speculate is {kind!r}, and the model was opened with speculate='off'; open it "
+                               "without.")
+        if (config.draft_tokens or 0) > rows.draft_tokens:
+            raise RequestError(f"{config.draft_tokens} guesses were asked for, but the model is open for "
+                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens}.")
         from .engine import Speculation
 
         return Speculation(self._drafter(kind), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)

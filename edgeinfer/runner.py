@@ -60,7 +60,8 @@ class Sequence:
     listed: int = 0
     """First blocks that stand in the table already."""
     cut: bool = False
-    """Whether rows behind the last token may hold what was forgotten: it must not reach others, were it NaN."""
+    """Whether rows behind the last token may hold what was forgotten or never taken in: it must not reach others, were
+    it NaN."""
     decoded: int | None = None
     """Index of the first token that may not have been walked as part of a prompt; None where all were."""
 

@@ -84,3 +84,11 @@ def test_variables_contradict_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert edgeinfer("run", "demo", *rest).json["score"] == pytest.approx(searched["score"] / 8)
     sampled = edgeinfer("run", "demo", *rest, "--temp", 0.5).json
     assert sampled["score"] is None and sampled["seed"] == 3
+    assert edgeinfer("run", "demo", *rest, "--speculate", "lookup").json["speculation"]["drafter"] == "lookup"
+    plan = edgeinfer("plan", "demo", "-c", 64, "--json", "--speculate", "lookup").json
+    assert "a prompt once" not in next(region["reason"] for region in plan["regions"] if region["name"] == "kv")
+    monkeypatch.setenv("EDGEINFER_SPECULATE", "lookup")
+    searched = edgeinfer("run", "demo", *rest).json
+    assert searched["score"] is not None and searched["speculation"] is None
+    refused = edgeinfer("run", "demo", PROMPT, *BEAMS, "--speculate", "lookup")
+    assert refused.sentence.startswith("speculate is lookup, and beam search checks no guesses")

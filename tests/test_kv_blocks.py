@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import RequestError
+from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.memory_planner import BlockPool
+from edgeinfer.runner import Cancellation, Segment, Sequence
 from edgeinfer.runtime import Session
 from tests.sessions import free_blocks, session, tokens, write_model
 
@@ -203,6 +204,12 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
     opened.release(again)
 
 
+def overflow(running: Session, sequence: Sequence, row: int) -> None:
+    """Fill the last block of a sequence with NaN from a row on."""
+    for part in running.kv._parts:
+        part[:, sequence.blocks[-1], ..., row:] = np.iinfo(part.dtype).max  # as floats: NaN
+
+
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_what_was_forgotten_reaches_nobody(path: Path, kv: str) -> None:
     """Rows behind the last token may hold NaN, as after an overflow, and a weight of 0 times NaN is NaN."""
@@ -211,9 +218,37 @@ def test_what_was_forgotten_reaches_nobody(path: Path, kv: str) -> None:
         whole = running.prefill(running.new_sequence(), ids[:21]).copy()
         sequence = running.new_sequence()
         running.prefill(sequence, ids[:19])
-        for part in running.kv._parts:
-            part[:, sequence.blocks[-1], ..., 2:] = np.iinfo(part.dtype).max  # as floats: NaN
+        overflow(running, sequence, 2)
         running.truncate(sequence, 18)
         fork = running.fork(sequence)
         for one in (sequence, fork):
             assert np.array_equal(running.prefill(one, ids[18:21]), whole)
+
+
+@pytest.mark.parametrize("way", ["reserved", "cancelled", "kept"])
+def test_what_was_never_taken_in_reaches_nobody(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses of the model itself, walks that end early, and branches of a tree leave rows behind the last token."""
+    with session(path, kv="f32", threads=1) as running:
+        ids = tokens(30)
+        whole = running.prefill(running.new_sequence(), ids[:21]).copy()
+        sequence = running.new_sequence()
+        if way == "kept":
+            running.prefill(sequence, ids[:16])
+            running.walk([Segment(sequence, (7, *ids[16:18]), parents=(-1, -1, 1))])
+            running.keep(sequence, 16, (1, 2))
+            overflow(running, sequence, 2)
+        else:
+            running.prefill(sequence, ids[:18])
+        if way == "reserved":
+            running.reserve(sequence, 3)
+            overflow(running, sequence, 2)
+            running.truncate(sequence, 18)
+        elif way == "cancelled":
+            def fail(*given: object) -> None:
+                overflow(running, sequence, 2)
+                raise CancelledError("Cancelled.")
+
+            with monkeypatch.context() as patched, pytest.raises(CancelledError):
+                patched.setattr(running, "_run", fail)
+                running.walk([Segment(sequence, ids[18:21])], Cancellation())
+        assert np.array_equal(running.prefill(sequence, ids[18:21]), whole)

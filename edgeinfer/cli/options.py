@@ -136,11 +136,18 @@ def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[
     return {name: value for name, value in asked.items() if name not in SAMPLING}
 
 
+def searching(command: typer.Context, beams: int) -> int:
+    """Return the beams; where a variable asks for them, they give way to flags that say who guesses."""
+    guessed = any(_source(command, name) == "COMMANDLINE" and command.params[name] not in (None, "auto", "off")
+                  for name in ("speculate", "draft"))
+    return 1 if guessed and _source(command, "beams") != "COMMANDLINE" else beams
+
+
 def guessing(command: typer.Context, speculate: str, draft: str | None, beams: int) -> tuple[str, str | None]:
     """Return who guesses and the draft model; of what excludes each other flags are refused, and variables give way."""
     chosen, drafted = (_source(command, name) == "COMMANDLINE" for name in ("speculate", "draft"))
     if beams > 1:
-        if drafted and draft is not None and _source(command, "beams") == "COMMANDLINE":
+        if drafted and draft is not None:  # and --beams is a flag, see `searching`
             raise UsageError("--draft is given, and beam search checks no guesses; leave one of them out.")
         return speculate if chosen and speculate != "auto" else "off", None
     if draft is None or speculate in ("auto", "draft") or speculate not in SPECULATIONS:

@@ -91,7 +91,7 @@ def plan(
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
-    checked("beams", beams, BEAMS)
+    beams = checked("beams", options.searching(command, beams), BEAMS)
     speculate, draft = options.guessing(command, speculate, draft, beams)
     GenerationConfig(speculate=speculate, draft_tokens=draft_tokens, beams=beams)
     own_tokens = max(max_tokens, 1) if beams > 1 else None

@@ -116,7 +116,7 @@ def run(
       edgeinfer run ./my-bundle "Name three rivers." --json --samples 2
       edgeinfer run ./my-bundle "Translate: Guten Morgen!" --beams 4
     """
-    text = read_prompt(prompt)
+    text, beams = read_prompt(prompt), options.searching(command, beams)
     asked: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "stop": stop_strings(stop), "repetition_penalty": repeat_penalty, "presence_penalty": presence_penalty,

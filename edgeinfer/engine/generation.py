@@ -62,8 +62,8 @@ class Generation:
         self._config = config
         self._speculation = speculation
         self.seed = secrets.randbits(SEED_BITS) if config.seed is None else config.seed
-        most, (asked, what) = runner.config.max_sequences, max((config.n, "samples"), (config.beams, "beams"))
-        if asked > most:
+        most, what = runner.config.max_sequences, "beams" if config.beams > 1 else "samples"
+        if (asked := max(config.n, config.beams)) > most:
             raise RequestError(f"{asked} {what} were asked for, but the model is open for {most}; open it with "
                                f"max_sequences={asked}.")
         if config.stop and tokenizer is None:

@@ -80,7 +80,7 @@ class KVCache:
             if sequence.cut:
                 for part in self._parts:
                     part[:, blocks[-1], ..., used % abi.BLOCK_TOKENS :] = 0
-        sequence.cut = False
+        sequence.cut = True  # until whoever writes these rows takes all of them in
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
             blocks.append(self._take())
 
@@ -153,6 +153,7 @@ class KVCache:
         tokens = [sequence.tokens[row] for row in source.tolist()]
         if sequence.decoded is not None and sequence.decoded > start:
             sequence.decoded = start + int(np.searchsorted(source, sequence.decoded))
+        sequence.cut = True
         del sequence.tokens[start:]  # an interruption leaves a sequence that ends before what moves
         self._move(np.array(sequence.blocks), source, target)
         sequence.tokens += tokens

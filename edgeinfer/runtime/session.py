@@ -197,7 +197,7 @@ class Session(Runner):
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
         _decoding(sequence)  # of which role the ranges were is not known here
         sequence.tokens.extend(ids)
-        sequence.reserved = 0
+        sequence.cut, sequence.reserved = len(ids) < sequence.reserved, 0
         self.kv.trim(sequence)
 
     def settle(self) -> None:
@@ -269,6 +269,7 @@ class Session(Runner):
                 if segment.role == DECODE:
                     _decoding(segment.sequence)
                 segment.sequence.tokens.extend((*segment.ids, *more))
+                segment.sequence.cut = False
         finally:  # a walk that failed, or ended early, leaves blocks behind the last token
             for segment in segments:
                 self.kv.trim(segment.sequence)
