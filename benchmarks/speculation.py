@@ -140,7 +140,7 @@ def measure(session: Session, texts: list[tuple[list[int], list[int]]], times: T
         for way, value in spent.items():
             seconds[way] += value
     return {"texts": len(texts), "tokens": tokens, "walks": sum(curve.values()), "gain": seconds[False] / seconds[True],
-            "least": min(ratios), "predicted": statistics.median(predicted), "ratio": statistics.median(ratios)}
+            "least": min(ratios), "predicted": statistics.median(predicted)}
 
 
 def between(t: dict[int, float], n: int) -> float:

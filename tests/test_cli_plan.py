@@ -263,6 +263,8 @@ def test_streaming_is_an_alternative_that_run_takes_by_itself() -> None:
     assert found["layers"] == offer["value"] and found["decision"] == "streamed" and found["io_wait_ms"] >= 0
     assert found["flash_bytes_per_token"] >= offer["streamed_bytes"]
     assert abs(found["flash_bytes"] - found["walks"] * found["flash_bytes_per_token"]) <= found["flash_bytes_per_token"]
+    said = edgeinfer("run", "demo", "Once", "-n", 2, "--budget", limit).err
+    assert " from storage per walk (" in said  # of several tokens, where there are guesses
     shown = edgeinfer("plan", "demo", "--budget", limit, "--device", "oneplus-12").out
     assert "fits: streamed layers" in shown and "from storage for each token" in shown
 

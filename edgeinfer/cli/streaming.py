@@ -76,6 +76,7 @@ def line(report: dict[str, Any] | None) -> str | None:
     if report is None:
         return None
     hits = f", hit rate {report['hit_rate']:.0%}" if "hit_rate" in report else ""
-    return (f"{report['decision']}: {format_size(report['flash_bytes_per_token'])} from storage per token{hits} "
+    unit = "token" if hits else "walk"  # which checks several tokens where there are guesses
+    return (f"{report['decision']}: {format_size(report['flash_bytes_per_token'])} from storage per {unit}{hits} "
             f"({format_size(report['flash_bytes'])} in {report['walks']} walks), "
             f"{report['io_wait_ms'] / 1000:.1f} s spent waiting for it")
