@@ -32,7 +32,8 @@ from ..errors import RequestError
 from ..memory_planner import shared_blocks
 from ..text import Tokenizer
 from .completion import Completion
-from .generation import Generation, Sample
+from .generation import Generation
+from .sample import Sample
 from .sampling import Sampled, Sampler
 
 if TYPE_CHECKING:
