@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
-from ..errors import EdgeInferError, RequestError, UsageError
+from ..errors import BudgetError, EdgeInferError, RequestError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
 from ..sizes import parse_size
@@ -42,6 +42,7 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..bench import Case, Measurement
     from ..bundle import Bundle
+    from ..runner import Ahead
     from ..runtime import Session
 
 SHAPE_CTX = 1 << 17
@@ -220,26 +221,34 @@ def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int
     """Return the JSON object of walks over several tokens behind the longest context of the tests."""
     from ..bench import COUNTS, REPLAYED_TOKENS, measure_speculation
     from ..bundle import Bundle
-    from ..offload import placer
-    from ..runtime import Lighter, Session
+    from ..runtime import Session
 
     ctx = max(depth, 1) + REPLAYED_TOKENS + max(COUNTS)
     config = replace(config, ctx=ctx, outputs=max(COUNTS), draft_tokens=DEFAULT_DRAFT_TOKENS)
     with ExitStack() as opened:
         bundle = opened.enter_context(Bundle.open(path))
-        lighter = None
-        with suppress(RequestError):  # one layer: no part of it can guess
-            lighter = Lighter.of_bundle(bundle, config.recipe)
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle),
-                                                       beside=lighter and lighter.beside)))
-        ahead = opened.enter_context(closing(lighter.open(session))) if lighter and lighter.planned(session.plan) \
-            else None
+        session, ahead = _with_self(bundle, config, opened)
         guesser = None
         if draft is not None:
             small = opened.enter_context(Bundle.open(draft))
             guesser = opened.enter_context(closing(Session(small, RuntimeConfig(ctx=ctx, kv=config.kv), host=session)))
         progress("measure", 0, 1, "walks over several tokens")
         return speculation_object(measure_speculation(session, guesser, depth, repetitions, accept, ahead))
+
+
+def _with_self(bundle: Bundle, config: RuntimeConfig, opened: ExitStack) -> tuple[Session, Ahead | None]:
+    """Open a model, and the part of it that can guess for it, where there is one and the budget holds both."""
+    from ..offload import placer
+    from ..runtime import Lighter, Session
+
+    try:
+        lighter = Lighter.of_bundle(bundle, config.recipe)
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle), beside=lighter.beside)))
+        if lighter.planned(session.plan):
+            return session, opened.enter_context(closing(lighter.open(session)))
+    except (RequestError, BudgetError):  # one layer; or too little memory for both
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle))))
+    return session, None
 
 
 def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:
