@@ -131,7 +131,7 @@ def test_one_step_where_python_is_needed(opened: Session, walks: list[int], monk
         patch.setattr(opened.executor, "check", True)
         patch.setattr("edgeinfer.runtime.check.run_checked", lambda *arguments: None)
         opened.decode([sequence], [5], None, [sampler.address], further=9)
-    taken = [opened.kv.pool.take() for _ in range(opened.kv.pool.n_free - 1)]
+    taken = [opened.kv.pool.take() for _ in range(opened.kv.pool.n_free)]
     opened.decode([sequence], [5], None, [sampler.address], further=40)
     assert walks[-3:] == [1, 1, 1] and len(sequence) == 18
     for block in taken:
