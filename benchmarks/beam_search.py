@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers.machine import describe  # noqa: E402
+from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
 from benchmarks.sections import replace_section  # noqa: E402
 from edgeinfer import LLM  # noqa: E402
 from edgeinfer.memory_planner import shared_blocks  # noqa: E402
@@ -55,18 +55,21 @@ def measure(llm: LLM, counter: Counter, prompt: list[int], tokens: int, beams: i
     return done.tpot_ms, (whole - 1000 * counter.inside) / tokens, counter.blocks
 
 
-def rows_of(given: argparse.Namespace) -> list[str]:
-    """Rows of the table for one model."""
-    most, found = max(given.beams), {beams: list[tuple[float, float, int]]() for beams in (1, *given.beams)}
+def rows_of(given: argparse.Namespace) -> tuple[list[str], str]:
+    """Rows of the table for one model, and of which rounds they are."""
+    most, order = max(given.beams), [1, *given.beams]
     with LLM(given.model, ctx=given.prompt + given.tokens, beams=most, own_tokens=given.tokens,
              threads=given.threads) as llm:
         prompt = [(37 * i) % 1000 + 3 for i in range(given.prompt)]
         counter = Counter(llm)
-        for number in range(given.rounds + 1):
-            for beams in (found if number % 2 else reversed(found)):
-                one = measure(llm, counter, prompt, given.tokens, beams)
-                if number:  # the first round warms up
-                    found[beams].append(one)
+
+        def once() -> dict[int, tuple[float, float, int]]:
+            order.reverse()
+            return {beams: measure(llm, counter, prompt, given.tokens, beams) for beams in order}
+
+        once()  # warms up
+        done = calm_rounds(once, given.rounds, given.patience)
+    found = {beams: [each[beams] for each in done.results] for beams in sorted(order)}
     single = [one[0] for one in found[1]]
     alone = max(one[2] for one in found[1])
     rows = []
@@ -78,7 +81,7 @@ def rows_of(given: argparse.Namespace) -> list[str]:
                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {blocks} | "
                     f"{blocks / alone:.2f} | {shared_blocks(given.prompt, given.tokens, beams)} |")
         print(rows[-1], flush=True)
-    return rows
+    return rows, str(done)
 
 
 def main() -> None:
@@ -90,14 +93,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for calm rounds")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced; none prints only")
     given = parser.parse_args()
     given.name = given.name or Path(given.model).name
-    rows = rows_of(given)
+    rows, rounds = rows_of(given)
     if given.output:
         machine = ", ".join(describe().values())
-        head = f"`benchmarks/beam_search.py`, {machine}, {time.strftime('%Y-%m-%d')}; {given.rounds} rounds in turns."
+        head = f"`benchmarks/beam_search.py`, {machine}, {time.strftime('%Y-%m-%d')}; medians of {rounds}, in turns."
         table = ["| model | prompt + tokens | beams | a step, ms | of it choosing, ms | beside one text | KV blocks | "
                  "beside one text | planned |", "|---|---|---|---|---|---|---|---|---|", *rows]
         replace_section(given.output, f"beams {given.name}", f"{head}\n\n" + "\n".join(table))

@@ -3,9 +3,10 @@
     python benchmarks/several_tokens.py --model BUNDLE [--sequences] [--depth 512] [--output docs/speculative.md]
     python benchmarks/several_tokens.py --shape tinyllama-1.1b
 
-In one process, in turns: each round walks once with every number of tokens, with a row of logits for every token, as a
-verification of guesses has it; then the sequences are cut back to where they were. A ratio is the median of the
-rounds' own ratios to their walk of one token, so that a machine that is slower for a while does not count.
+In one process, in pairs: a walk of so many tokens beside one of a single token, with a row of logits for every token,
+as a verification of guesses has it; then the sequences are cut back to where they were. A ratio is the median of those
+of the pairs during which the host's other guests took least, so that a machine that is slower for a while does not
+count.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers.machine import describe  # noqa: E402
+from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
 from benchmarks.sections import replace_section  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import RuntimeConfig  # noqa: E402
@@ -31,6 +32,7 @@ from edgeinfer.runner import DECODE, Segment  # noqa: E402
 from edgeinfer.runtime import Session  # noqa: E402
 
 COUNTS = tuple(range(1, 17))
+Found = dict[int, tuple[float, list[float]]]
 
 
 def tokens_of(n: int, first: int, vocab_size: int) -> list[int]:
@@ -70,19 +72,25 @@ class Walks:
         return passed
 
 
-def measure(walks: Walks, counts: tuple[int, ...], rounds: int) -> dict[int, tuple[float, list[float]]]:
-    """For each number of tokens the median of milliseconds, and the quartiles of the ratio to one token."""
-    found: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
-    for number in range(rounds + 1):
-        times = {n: walks.seconds(n) for n in (counts if number % 2 else counts[::-1])}
-        if number:  # the first round warms up
-            for n, passed in times.items():
-                found[n].append((1000 * passed, passed / times[1]))
-    return {n: (statistics.median(ms for ms, _ in pairs), statistics.quantiles([ratio for _, ratio in pairs], n=4))
-            for n, pairs in found.items()}
+def measure(walks: Walks, counts: tuple[int, ...], rounds: int, patience: float) -> tuple[Found, int, float]:
+    """Median of milliseconds and quartiles of the ratio to one token, for each number of tokens; see `Rounds`."""
+    found, tried, taken = Found(), 0, 0.0
+    for n in counts:
+        order = [1, n]
+
+        def once(order: list[int] = order) -> dict[int, float]:
+            order.reverse()
+            return {each: walks.seconds(each) for each in order}
+
+        once()  # warms up
+        done = calm_rounds(once, rounds, patience / len(counts))
+        found[n] = (statistics.median(1000 * each[n] for each in done.results),
+                    statistics.quantiles([each[n] / each[1] for each in done.results], n=4))
+        tried, taken = tried + done.tried, max(taken, done.taken)
+    return found, tried, taken
 
 
-def report(found: dict[int, tuple[float, list[float]]], head: str) -> str:
+def report(found: Found, head: str) -> str:
     """A table as Markdown."""
     rows = [f"| {n} | {ms:.2f} | {ratio:.2f} | {low:.2f} to {high:.2f} | {n / ratio:.2f} |"
             for n, (ms, (low, ratio, high)) in found.items()]
@@ -95,13 +103,14 @@ def run(given: argparse.Namespace, bundle: Path, name: str) -> None:
     """Measure one bundle, print the table and put it into the document."""
     counts = tuple(sorted({1, *given.tokens}))
     walks = Walks(bundle, given.depth, given.threads, counts, given.sequences)
-    found = measure(walks, counts, given.rounds)
+    found, tried, taken = measure(walks, counts, given.rounds, given.patience)
     machine, plan = describe(), walks.session.plan
     kind = "one new token of each of several sequences" if given.sequences else "new tokens of one sequence"
     weights = next(region.nbytes for region in plan.regions if region.name == "weights")
     head = (f"{name}, {weights / 1e6:.0f} MB of weights, {kind} behind {given.depth} tokens: {machine['processor']}, "
             f"{machine['cores']}, {plan.request.threads} used, {walks.session.isa}, {time.strftime('%Y-%m-%d')}; "
-            f"medians of {given.rounds} rounds.")
+            f"medians of {given.rounds} pairs each, the calmest of {tried / len(counts):.0f}, during which the host "
+            f"took at most {100 * taken:.0f} % of the processors' time.")
     walks.session.close()
     text = report(found, head)
     print(text)
@@ -122,6 +131,7 @@ def main() -> int:
     parser.add_argument("--sequences", action="store_true", help="one token each of so many sequences")
     parser.add_argument("--depth", type=int, default=16, help="tokens that each sequence has before")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for calm rounds")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path, help="Markdown file in which the table is replaced")
     given = parser.parse_args()

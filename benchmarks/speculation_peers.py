@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peers.machine import describe
+from benchmarks.peers.machine import calm_rounds, describe
 from benchmarks.peers.sides import Models
 from benchmarks.peers.worker import Worker
 from benchmarks.sections import replace_section
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for calm rounds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--mapped", action="store_true", help="llama.cpp's weights stay as they lie in the file, not "
                         "rearranged for its fastest kernels (needed where those for AMX fail, as in some machines)")
@@ -65,8 +66,8 @@ def main() -> None:
                             + " |")
                 print(rows[-1], flush=True)
     table = "\n".join([
-        "| model | draft | right | guesses | our gain | llama.cpp's | our speed with guesses beside llama.cpp's |",
-        "|---|---|---|---|---|---|---|", *rows])
+        "| model | draft | right | guesses | our gain | llama.cpp's | our speed beside llama.cpp's | medians of |",
+        "|---|---|---|---|---|---|---|---|", *rows])
     page = f"{describe()}, edgeinfer {__version__}, {options.threads} threads:\n\n{table}"
     if options.output:
         replace_section(options.output, "speculation-peers", page)
@@ -76,17 +77,23 @@ def main() -> None:
 
 def compare(sides: dict[str, Worker], options: argparse.Namespace, accept: float, guesses: int) -> list[str]:
     """Both sides in turns; returns the cells of a row."""
-    gains: dict[str, list[float]] = {name: [] for name in sides}
-    beside = []
-    for number in range(options.rounds + 1):
-        took = {}
-        for name in list(sides)[:: 1 if number % 2 else -1]:
+    order = list(sides)
+
+    def once() -> tuple[dict[str, float], float]:
+        gains, took = {}, {}
+        order.reverse()
+        for name in order:
             ask = {"tokens": options.tokens, "depth": options.depth, "accept": accept}
             plain = sides[name].ask("guess", guesses=0, **ask)["seconds"]
             took[name] = sides[name].ask("guess", guesses=guesses, draft=bool(options.draft), **ask)["seconds"]
-            gains[name].append(plain / took[name])
-        beside.append(took[THEIRS] / took[OURS])
-    return [f"{statistics.median(gains[name][1:]):.2f}" for name in sides] + [f"{statistics.median(beside[1:]):.2f}"]
+            gains[name] = plain / took[name]
+        return gains, took[THEIRS] / took[OURS]
+
+    once()  # warms up
+    done = calm_rounds(once, options.rounds, options.patience)
+    gains, beside = zip(*done.results, strict=True)
+    return [*(f"{statistics.median(each[name] for each in gains):.2f}" for name in sides),
+            f"{statistics.median(beside):.2f}", str(done)]
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ except RuntimeError as error:
     assert done.stdout == "kernel bad needs the symbols exp, which only Numba has\n", done.stderr
 
 
-@pytest.mark.parametrize("name", ["quantize", "neuron_mask_signs"])
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_q8"])  # no outlined helpers: Numba makes one per constant
 def test_a_lighter_front_end_changes_no_code(name: str) -> None:
     script = """
 import hashlib, sys

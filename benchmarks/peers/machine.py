@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import psutil
+
+T = TypeVar("T")
+CALM = 0.03
+"""Share of the processors' time that the host may give to its other guests in a round that counts."""
 
 
 def describe() -> dict[str, str]:
@@ -76,3 +83,40 @@ def wait_for_calm(patience: float, most_cores: float) -> bool:
             return True
         if time.perf_counter() >= deadline:
             return False
+
+
+@dataclass
+class Rounds(Generic[T]):
+    """What rounds of a measurement gave, how many were tried, and the most that others had of one that counts."""
+
+    results: list[T]
+    tried: int
+    taken: float
+
+    def __str__(self) -> str:
+        return (f"{len(self.results)} of {self.tried} rounds, during which the host took at most "
+                f"{100 * self.taken:.0f} % of the processors' time")
+
+
+def calm_rounds(once: Callable[[], T], rounds: int, patience: float) -> Rounds[T]:
+    """Repeat a measurement until so many rounds were left alone by the host's other guests.
+
+    After `patience` seconds the least disturbed of the others make up the number.
+    """
+    found: list[tuple[float, int, T]] = []
+    deadline = time.perf_counter() + patience
+    while sum(taken <= CALM for taken, *_ in found) < rounds:
+        if len(found) >= rounds and time.perf_counter() > deadline:
+            break
+        began, taken = time.perf_counter(), _taken_seconds()
+        result = once()
+        elapsed = time.perf_counter() - began
+        found.append(((_taken_seconds() - taken) / elapsed / (os.cpu_count() or 1), len(found), result))
+    best = sorted(found, key=lambda each: each[:2])[:rounds]
+    in_order = sorted(best, key=lambda each: each[1])
+    return Rounds([result for *_, result in in_order], len(found), best[-1][0])
+
+
+def _taken_seconds() -> float:
+    """Seconds that the host kept for itself and other guests."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))

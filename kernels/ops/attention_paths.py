@@ -8,6 +8,8 @@ run as a chain.
 
 from __future__ import annotations
 
+from functools import cache
+
 from ..abi import (
     BLOCK_TOKENS,
     CTX_SEQUENCES,
@@ -75,6 +77,7 @@ def place_of(ctx, t):
     return place
 
 
+@cache
 def path_gather(element):
     """Make ``gather(rec, ctx, tile, unit, blocks, kv_head, padded)`` for a stored type of so many bytes.
 

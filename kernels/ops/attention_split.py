@@ -8,6 +8,7 @@ split's V, pass 3 reads V and asks for the K of the split that the thread takes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from ..abi import BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
@@ -58,6 +59,8 @@ from .attention_rows import (
     prepare_int8,
 )
 
+_IN_A_ROW = 64, 128
+"""Lines that follow each other, as row tiles (simd.row_tile)."""
 AHEAD = 4
 """Blocks between the K in work and the K that is asked for, where the split before did not ask already."""
 
@@ -70,7 +73,8 @@ def _scores_int8(r, chains):
         ints = add_chains(chains, start_s8(1, r, offsets_at(queries, r)))
         v = block + BLOCK_TOKENS * padded
         for line in range(0, padded >> 2, chains):
-            ints = dot_chains(ints, load_lines(chains, block + 64 * line, 64), elements_at(queries, r) + 4 * r * line)
+            lines = load_lines(chains, block + 64 * line, _IN_A_ROW)
+            ints = dot_chains(ints, lines, elements_at(queries, r) + 4 * r * line)
             for i in range(chains):
                 prefetch(v + 64 * (line + i))
                 prefetch(ahead + 64 * (line + i))
@@ -258,32 +262,14 @@ def _mask_row(bounds, at, first):
         store_f32x16(at, mask_outside(load_f32x16(at), lane_numbers(), low, high, first_lane(splat_f32(LOWEST))))
 
 
-def split_step(kind, r, widths, chains):
-    """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
-
-    ``step(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
-    `places_seen`, `ahead` is what the thread does next.
-    """
-    scores, v_scales, values, weigh = kind.scores(r, chains), kind.v_scales, _values(kind, r, widths), kind.weigh
-    gather = path_gather(kind.element)
-
-    @inline
-    def score(tile, queries, span, seen, padded):
-        """Pass 1: scores of blocks begin .. end, block b of the split at 64 (b - base)."""
-        begin, end, base, kv_head = span
-        _low, _high, all_from, all_to = seen
-        for b in range(begin, end):
-            ahead = split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
-            at = tile + T_SCORES + 64 * (b - base)
-            store_tile(scores(queries, split_block(tile, kv_head, b - base), ahead, padded), at, SCORES)
-            first = b * BLOCK_TOKENS
-            if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
-                for i in range(r):
-                    _mask_row(bounds_at(queries, r, i), at + SCORES * i, first)
+@cache
+def _softmax(kind):
+    """Make pass 2 for a stored type."""
+    v_scales, weigh = kind.v_scales, kind.weigh
 
     @outlined
     def softmax(tile, i, span, padded):
-        """Pass 2: scores of row i to weights (times the V scales), their largest and their sum."""
+        """Scores of row i to weights (times the V scales), their largest and their sum."""
         begin, end, base, kv_head = span
         row = tile + T_SCORES + SCORES * i
         top = load_f32x16(row + 64 * (begin - base))
@@ -300,6 +286,32 @@ def split_step(kind, r, widths, chains):
         weigh(tile, i, row, begin - base, end - base, largest)
         store_f32(tile + T_M + 4 * i, m)
         store_f32x16(tile + T_L + 64 * i, total)
+
+    return softmax
+
+
+def split_step(kind, r, widths, chains):
+    """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
+
+    ``step(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
+    `places_seen`, `ahead` is what the thread does next.
+    """
+    scores, softmax, values = kind.scores(r, chains), _softmax(kind), _values(kind, r, widths)
+    gather = path_gather(kind.element)
+
+    @inline
+    def score(tile, queries, span, seen, padded):
+        """Pass 1: scores of blocks begin .. end, block b of the split at 64 (b - base)."""
+        begin, end, base, kv_head = span
+        _low, _high, all_from, all_to = seen
+        for b in range(begin, end):
+            ahead = split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
+            at = tile + T_SCORES + 64 * (b - base)
+            store_tile(scores(queries, split_block(tile, kv_head, b - base), ahead, padded), at, SCORES)
+            first = b * BLOCK_TOKENS
+            if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
+                for i in range(r):
+                    _mask_row(bounds_at(queries, r, i), at + SCORES * i, first)
 
     @outlined
     def step(rec, ctx, tile, queries, unit, seen, padded, ahead):

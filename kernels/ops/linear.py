@@ -11,13 +11,14 @@ parameters.LINEAR. Twins: reference/linear.py.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
 from ..vector.int8_dot import dot_int8, dot_q4, in_rows, scale_add, start_int8, start_q4, zero_products
-from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ..vector.simd import load_f32x16, prefetch, store_f32x16
 from ..vector.targets import fma_splat, load_f16x16, load_scales, row_blocks, token_tiles
 from ..vector.tiles import add_block, load_lines, store_apart, store_block, zero_tile
@@ -28,26 +29,28 @@ AHEAD = 4608
 """Bytes between the weights in work and those asked for (whole records of them): 8 records of q4 in groups of 32. The
 hardware's prefetcher starts anew at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the time, of
 135M 1/1.13."""
-FEW = 1, 2, 3, 4
-"""Numbers of tokens that go through several streams of weights, where there are so many (Isa.streams)."""
+FEW = 4
+"""Tokens, and fewer, that go through several streams of weights (Isa.streams)."""
 
 
 @inline
-def _leave(address, far, tile_bytes):
+def _leave(address, far, apart):
     return
 
 
+@cache
 def _asking(m):
     """What asks for the lines of m row tiles that come `far` bytes behind an address."""
 
     @inline
-    def ask(address, far, tile_bytes):
+    def ask(address, far, apart):
         for i in range(m):
-            prefetch(address + far + i * tile_bytes)
+            prefetch(address + far + (i & 1) * apart[0] + (i >> 1) * apart[1])
 
     return ask
 
 
+@cache
 def _distance(record_bytes):
     """How far ahead a record asks of `records`, with `left` of them to go and the next weights `following` bytes on."""
     near = AHEAD // record_bytes
@@ -59,37 +62,43 @@ def _distance(record_bytes):
     return distance
 
 
+@cache
 def product_q4(group, m, n, alone=False):
-    """Product of m row tiles with n tokens; `alone`: what follows in memory may not be wanted."""
+    """Product of m row tiles with n tokens; `alone`: what follows in memory may not be wanted.
+
+    Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
+    the other share it.
+    """
     lines, ask, distance = group // 8, _leave if alone else _asking(m), _distance(16 * group + 64)
 
     @inline
-    def product(w, tile_bytes, records, x, stride, scales, offsets, following):
+    def product(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
             for part in range(2):
                 ints = start_q4(m, n, offsets)
                 for line in range(lines):
-                    ask(w + 64 * (part * lines + line), far, tile_bytes)
-                    ints = dot_q4(ints, load_lines(m, w + 64 * (part * lines + line), tile_bytes), x)
+                    ask(w + 64 * (part * lines + line), far, apart)
+                    ints = dot_q4(ints, load_lines(m, w + 64 * (part * lines + line), apart), x)
                     x += 8 * n
-                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
+                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, apart), scales)
                 scales += 4 * n
                 offsets += 4 * n
-            ask(w + 128 * lines, far, tile_bytes)
+            ask(w + 128 * lines, far, apart)
             w += 128 * lines + 64
         return in_rows(acc)
 
     return product
 
 
+@cache
 def product_int8(group, m, n, alone=False):
     """As `product_q4`."""
     lines, ask, distance = group // 4, _leave if alone else _asking(m), _distance(32 * group + 64)
 
     @inline
-    def product(w, tile_bytes, records, x, stride, scales, offsets, following):
+    def product(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
@@ -97,14 +106,14 @@ def product_int8(group, m, n, alone=False):
                 ints = start_int8(m, n, offsets)
                 for pair in range(lines // 2):
                     line = w + 64 * (part * lines + 2 * pair)
-                    ask(line, far, tile_bytes)
-                    ask(line + 64, far, tile_bytes)
-                    ints = dot_int8(ints, load_lines(m, line, tile_bytes), load_lines(m, line + 64, tile_bytes), x)
+                    ask(line, far, apart)
+                    ask(line + 64, far, apart)
+                    ints = dot_int8(ints, load_lines(m, line, apart), load_lines(m, line + 64, apart), x)
                     x += 8 * n
-                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, tile_bytes), scales)
+                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, apart), scales)
                 scales += 4 * n
                 offsets += 4 * n
-            ask(w + 128 * lines, far, tile_bytes)
+            ask(w + 128 * lines, far, apart)
             w += 128 * lines + 64
         return in_rows(acc)
 
@@ -115,10 +124,10 @@ def _product_f16(group, m, n):
     ask, distance = _asking(1), _distance(64)
 
     @inline
-    def product(w, tile_bytes, records, x, stride, scales, offsets, following):
+    def product(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_tile(n)
         for r in range(records):
-            ask(w, distance(records - r, records, following), 0)
+            ask(w, distance(records - r, records, following), apart)
             acc = fma_splat(acc, load_f16x16(w), x, stride)
             acc = fma_splat(acc, load_f16x16(w + 32), x + 4, stride)
             w += 64
@@ -132,10 +141,10 @@ def _product_f32(group, m, n):
     ask, distance = _asking(1), _distance(64)
 
     @inline
-    def product(w, tile_bytes, records, x, stride, scales, offsets, following):
+    def product(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_tile(n)
         for r in range(records):
-            ask(w, distance(records - r, records, following), 0)
+            ask(w, distance(records - r, records, following), apart)
             acc = fma_splat(acc, load_f32x16(w), x, stride)
             w += 64
             x += 4
@@ -168,108 +177,85 @@ class Place(NamedTuple):
     scratch: int
 
 
-def in_blocks(steps):
-    """Run steps over the tokens from t on, in the blocks that activations are interleaved in.
+def in_blocks(steps, fewer=2):
+    """Run steps over units of row tiles for all tokens, in the blocks that activations are interleaved in.
 
-    `steps` are pairs of the tokens of a block, descending, and the function that computes one: (place, tile, t,
-    others).
+    `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending.
+    Where fewer units are left, so many as `fewer` go through together, or one. A function takes (place, unit, t, units,
+    how many units further the weights are that come next); `following` is the unit that comes behind the last one.
     """
-    (n, step), *fewer = steps
-    if not fewer:
-        @inline
-        def all_tokens(at, tile, t, tokens, others):
-            while t + n <= tokens:
-                step(at, tile, t, others)
-                t += n
-
-        return all_tokens
-    go_on = in_blocks(fewer)
+    (n, together, step), *others = steps
+    go_on = in_blocks(others, fewer) if others else inline(_all_done)
 
     @inline
-    def run(at, tile, t, tokens, others):
-        while t + n <= tokens:
-            step(at, tile, t, others)
-            t += n
-        go_on(at, tile, t, tokens, others)
+    def run(at, unit, end, following, t, tokens):
+        stop = tokens - (tokens - t) % n
+        if t < stop:
+            place = unit
+            while place < end:
+                units = together if place + together <= end else min(end - place, fewer)
+                after = place + units if place + units < end else following
+                for first in range(t, stop, n):
+                    step(at, place, first, units, after - place)
+                place += units
+        go_on(at, unit, end, following, stop, tokens)
 
     return run
 
 
+def _all_done(at, unit, end, following, t, tokens):
+    return
+
+
 def of_heights(make_step):
     """Steps for `in_blocks`, one for each number of tokens that a block may have."""
-    return [(n, make_step(n)) for n in (*token_tiles(), 1)]
+    return [(n, *make_step(n)) for n in (*token_tiles(), 1)]
 
 
-def _rows(make_product, group, m, n):
-    """Row tiles tile .. tile + m for the n tokens from t on: product, bias, residual, store.
+def _row_tiles(group, n):
+    """Row tiles that a block of n tokens takes at once."""
+    m, streams = row_blocks() if group else (1, 1)
+    return streams if n <= FEW else m
 
-    `others`: how far the weights are that come next, in row tiles; and 0 where tile is the last, which a block of two
-    then computes twice, else 1.
-    """
+
+def _rows(make_product, group, n):
+    """Row tiles for the n tokens from t on, as many as are computed together: product, bias, residual, store."""
+    m = _row_tiles(group, n)
     product = make_product(group, m, n)
 
     @inline
-    def step(at, tile, t, others):
+    def step(at, tile, t, tiles, following):
         rec = at.rec
         stride, out_stride, size = \
             parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
-        base, bits, following, apart = at.x + t * stride, flags(rec), others[0], others[1]
-        acc = product(at.w + tile * size, size * apart, parameter(rec, LINEAR.records), base, stride,
+        base, bits, pair, pairs = at.x + t * stride, flags(rec), min(tiles - 1, 1), min(tiles - 1, 2) & 2
+        acc = product(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
                       base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
                       following * size)
-        to, apart = at.out + t * out_stride + 64 * tile, 64 * apart
+        to, apart = at.out + t * out_stride + 64 * tile, (64 * pair, 64 * pairs)
         if bits & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, apart)
         if bits & FLAG_RESIDUAL:
             acc = add_block(m, acc, to, out_stride, apart)
         store_apart(m, acc, to, out_stride, apart)
 
-    return step
-
-
-def _in_streams(steps, tiles):
-    """Run blocks of few tokens, `tiles` units at a time while there are so many; gives the first unit that is left.
-
-    `steps` are as in `in_blocks`; numbers of tokens that have none are left whole.
-    """
-    (n, step), *others = steps
-    other = _in_streams(others, tiles) if others else inline(_none_done)
-
-    @inline
-    def run(at, unit, end, following, tokens):
-        if tokens != n:
-            return other(at, unit, end, following, tokens)
-        while unit + tiles <= end:
-            step(at, unit, 0, ((unit + tiles if unit + tiles < end else following) - unit, 1))
-            unit += tiles
-        return unit
-
-    return run
-
-
-def _none_done(at, unit, end, following, tokens):
-    return unit
+    return m, step
 
 
 def chunk_of_rows(make_product, group):
     """Make what computes row tiles tile .. end for all tokens; `following` is the tile that this thread takes next."""
-    m, streams = row_blocks() if group else (1, 1)
-    several = in_blocks(of_heights(lambda n: _rows(make_product, group, m, n)))
-    few = _in_streams([(n, _rows(make_product, group, streams, n)) for n in FEW], streams)
+    return _in_streams(in_blocks(of_heights(lambda n: _rows(make_product, group, n))), _row_tiles(group, 1))
+
+
+def _in_streams(blocks, units):
+    """Run all blocks of tokens over so many units of row tiles, then over the next."""
 
     @inline
-    def in_tiles(at, tile, end, following, tokens):
-        while tile < end:
-            after = tile + m if tile + m < end else following
-            several(at, tile, 0, tokens, (after - tile, 1 if tile + m <= end else 0))
-            tile += m
-
-    if streams == m:
-        return in_tiles
-
-    @inline
-    def run(at, tile, end, following, tokens):
-        in_tiles(at, few(at, tile, end, following, tokens), end, following, tokens)
+    def run(at, unit, end, following, tokens):
+        while unit < end:
+            after = min(unit + units, end)
+            blocks(at, unit, after, after if after < end else following, 0, tokens)
+            unit = after
 
     return run
 
@@ -301,53 +287,45 @@ def _register_product(name, chunk_of):
         return 0
 
 
-def _gated(make_product, group, m, n):
+@outlined
+def _act(gate, n, kind, out, stride):
+    """n rows of 16 gates, which n rows of ups lie behind: act(gate) * up."""
+    for _row in range(n):
+        store_f32x16(out, activate(load_f32x16(gate), kind) * load_f32x16(gate + 64 * n))
+        gate += 64
+        out += stride
+
+
+def _gated(make_product, group, n):
     """Units of a gate and an up row tile, m row tiles at once (1: first the one, then the other), for n tokens."""
+    m = _row_tiles(group, n)
     product = make_product(group, m, n)
 
     @inline
-    def step(at, tile, t, others):
+    def step(at, unit, t, units, following):
         rec, scratch = at.rec, at.scratch
-        stride, size = parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.tile_bytes)
+        stride, out_stride, size = \
+            parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
         records, base = parameter(rec, LINEAR.records), at.x + t * stride
         scales, offsets = base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets)
         for part in range(0, 2, m):
-            left = 2 * others[0] - part if part + m > 1 else 1
-            acc = product(at.w + (2 * tile + part) * size, size, records, base, stride, scales, offsets, left * size)
+            left = 2 * following - part if part + m > 1 else 1
+            acc = product(at.w + (2 * unit + part) * size, (size, 2 * size * (units - 1)), records, base, stride,
+                          scales, offsets, left * size)
             if flags(rec) & FLAG_BIAS:
-                acc = add_block(m, acc, at.bias + 128 * tile + 64 * part, 0, 64)
+                acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64, 128 * (units - 1)))
             store_block(1, acc, scratch + 64 * n * part, 64)
-        kind, out_stride = parameter(rec, LINEAR.activation), parameter(rec, LINEAR.out_stride)
-        for unit in range((m + 1) // 2):
-            for j in range(n):
-                gate = scratch + 64 * (2 * unit * n + j)
-                acted = activate(load_f32x16(gate), kind) * load_f32x16(gate + 64 * n)
-                store_f32x16(at.out + 64 * (tile + unit) + (t + j) * out_stride, acted)
+        for i in range(units):
+            _act(scratch + 128 * i * n, n, parameter(rec, LINEAR.activation), at.out + 64 * (unit + i) + t * out_stride,
+                 out_stride)
 
-    return step
+    return (m + 1) // 2, step
 
 
 def _chunk_of_units(make_product, group):
     """As `chunk_of_rows`, of units of two row tiles."""
-    m, streams = row_blocks() if group else (1, 1)
-    several = in_blocks(of_heights(lambda n: _gated(make_product, group, m, n)))
-    few = _in_streams([(n, _gated(make_product, group, streams, n)) for n in FEW], streams // 2)
-
-    @inline
-    def one_by_one(at, unit, end, following, tokens):
-        while unit < end:
-            after = unit + 1 if unit + 1 < end else following
-            several(at, unit, 0, tokens, (after - unit, 1))
-            unit += 1
-
-    if streams <= 2:
-        return one_by_one
-
-    @inline
-    def run(at, unit, end, following, tokens):
-        one_by_one(at, few(at, unit, end, following, tokens), end, following, tokens)
-
-    return run
+    blocks = in_blocks(of_heights(lambda n: _gated(make_product, group, n)), fewer=1)
+    return _in_streams(blocks, (_row_tiles(group, 1) + 1) // 2)
 
 
 for _prefix, _chunk_of in (("linear", chunk_of_rows), ("gated", _chunk_of_units)):

@@ -145,7 +145,7 @@ def _alone(make_product, group, n):
     @inline
     def compute(rec, w, base, tile, scratch):
         size = parameter(rec, SCREEN.tile_bytes)
-        acc = product(w + tile * size, size, parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
+        acc = product(w + tile * size, (0, 0), parameter(rec, SCREEN.records), base, parameter(rec, SCREEN.x_stride),
                       base + n * parameter(rec, SCREEN.x_scales), base + n * parameter(rec, SCREEN.x_offsets), 0)
         store_block(1, acc, scratch, 64)
 
@@ -217,7 +217,7 @@ def _step(make_product, group, n):
     compute = _alone(make_product, group, n)
 
     @inline
-    def step(at, tile, t, others):
+    def step(at, tile, t, tiles, following):
         rec, out, estimates, bounds = at.product.rec, at.product.out, at.estimates, at.bounds
         scratch, stride, wanted = at.product.scratch, parameter(rec, SCREEN.out_stride), 0
         for j in range(n):
@@ -235,7 +235,7 @@ def _step(make_product, group, n):
                 if wanted >> j & 1:
                     store_f32x16(out + (t + j) * stride + 64 * tile, load_f32x16(scratch + 64 * j))
 
-    return step
+    return 1, step
 
 
 def _register_head(name, make_product, group):
@@ -255,7 +255,7 @@ def _register_head(name, make_product, group):
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):
-                screened_tokens(at, tile, 0, tokens, (0, 1))
+                screened_tokens(at, tile, tile + 1, tile, 0, tokens)
             start = claim(ctx) * chunk
         return 0
 

@@ -115,6 +115,7 @@ def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[by
     for inner in (*module.functions, *module.global_variables):
         if not inner.is_declaration and inner.name != name:
             inner.linkage = "internal"
+    _keep_apart(module)
     module.verify()
     machine = library.codegen._tm
     optimise(module, machine)
@@ -123,6 +124,16 @@ def compile_kernel(name: str, function: Any, assembly: bool = False) -> tuple[by
     if foreign:
         raise RuntimeError(f"kernel {name} needs the symbols {', '.join(sorted(foreign))}, which only Numba has")
     return code, machine.emit_assembly(module) if assembly else ""
+
+
+def _keep_apart(module: Any) -> None:
+    """Tell LLVM to leave outlined helpers alone; it would inline nearly all of them, and each into several places."""
+    from ..vector.record import OUTLINED
+
+    names = {made.fndesc.mangled_name for helper in OUTLINED for made in helper.overloads.values()}
+    for function in module.functions:
+        if function.name in names:
+            function.add_function_attribute("noinline")
 
 
 def _entry(name: str, mangled: str, module: Any) -> str:

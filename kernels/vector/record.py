@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
 from ..abi import (
@@ -23,8 +25,19 @@ from .targets import atomic_add, atomic_load, atomic_store
 inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorator of helper functions; LLVM inlines them into the kernels."""
 
-outlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorator of helper functions that are called once a row: LLVM keeps them apart; copies would swell the code."""
+OUTLINED: list[Any] = []
+"""What `outlined` made: none of it is inlined."""
+
+
+def outlined(function: Any) -> Any:
+    """Decorator of helper functions that are called once a row or a split: copies would swell the code.
+
+    Numba hands `forceinline` on to what an inlined helper calls, if it is not said there.
+    """
+    made = njit(forceinline=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    OUTLINED.append(made)
+    return made
+
 
 _OFFSET_MASK = (1 << REGION_SHIFT) - 1
 _NONE_LEFT = 1 << 40

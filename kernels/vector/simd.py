@@ -72,6 +72,14 @@ def row(b, address, stride, index):
     return address if index == 0 else b.add(address, b.mul(stride, ir.Constant(I64, index)))
 
 
+def row_tile(b, address, apart, index):
+    """Address of row tile `index` (a Python int): the two of a pair are apart[0] bytes apart, pairs apart[1] bytes.
+
+    With 0 some are the same one: so a block takes fewer than it is made for.
+    """
+    return row(b, row(b, address, b.extract_value(apart, 0), index % 2), b.extract_value(apart, 1), index // 2)
+
+
 def splat(b, scalar, vector):
     """Every lane = scalar."""
     undefined = ir.Constant(vector, ir.Undefined)

@@ -28,6 +28,7 @@ from .simd import (
     per_row,
     pointer,
     row,
+    row_tile,
     splat,
 )
 
@@ -129,8 +130,8 @@ def f32_from_f16_bits(b, bits):
 
 
 @intrinsic(prefer_literal=True)
-def load_scales(context, m, address, stride):
-    """The 16 fp16 scales of a group of each of m row tiles, `stride` bytes apart, as f32."""
+def load_scales(context, m, address, apart):
+    """The 16 fp16 scales of a group of each of m row tiles (`tiles.row_tile`), as f32."""
     count = literal(m)
     if count is None:
         return None
@@ -138,12 +139,12 @@ def load_scales(context, m, address, stride):
 
     def lower(context, b, sig, args):
         def step(b, v, i):
-            bits = b.load(pointer(b, row(b, args[1], args[2], i)), typ=ir.VectorType(I16, 16), align=2)
+            bits = b.load(pointer(b, row_tile(b, args[1], args[2], i)), typ=ir.VectorType(I16, 16), align=2)
             return emit_widen_f16(b, bits)
 
         return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
 
-    return tile(m, address, stride), lower
+    return tile(m, address, apart), lower
 
 
 @intrinsic

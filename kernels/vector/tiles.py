@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .simd import I64, VB, VF, F32x16, I8x64, Tile, literal, per_row, pointer, row
+from .simd import I64, VB, VF, F32x16, I8x64, Tile, literal, per_row, pointer, row, row_tile
 
 
 @intrinsic(prefer_literal=True)
@@ -20,8 +20,8 @@ def zero_tile(context, n):
 
 
 @intrinsic(prefer_literal=True)
-def load_lines(context, m, address, stride):
-    """A line of each of m row tiles, `stride` bytes apart; m is a constant."""
+def load_lines(context, m, address, apart):
+    """A line of each of m row tiles (`row_tile`); m is a constant."""
     count = literal(m)
     if count is None:
         return None
@@ -29,11 +29,11 @@ def load_lines(context, m, address, stride):
 
     def lower(context, b, sig, args):
         def step(b, v, i):
-            return b.load(pointer(b, row(b, args[1], args[2], i)), typ=VB, align=64)
+            return b.load(pointer(b, row_tile(b, args[1], args[2], i)), typ=VB, align=64)
 
         return per_row(b, tile, ir.Constant(tile.llvm, ir.Undefined), step)
 
-    return tile(m, address, stride), lower
+    return tile(m, address, apart), lower
 
 
 @intrinsic
@@ -51,8 +51,8 @@ def store_tile(context, tile, address, stride):
 
 
 def _places(b, n, tile, address, stride, apart):
-    """Pointers to the vectors of a block of n tokens: row tile k // n is `apart` bytes on, token k % n a stride."""
-    return [pointer(b, row(b, row(b, address, apart, k // n), stride, k % n)) for k in range(tile.n)]
+    """Pointers to the vectors of a block of n tokens: k is row tile k // n, and in it token k % n, a stride on each."""
+    return [pointer(b, row(b, row_tile(b, address, apart, k // n), stride, k % n)) for k in range(tile.n)]
 
 
 def _store(b, n, tile, value, *places):
@@ -68,7 +68,7 @@ def store_block(context, m, block, address, stride):
         return None
 
     def lower(context, b, sig, args):
-        _store(b, block.n // count, block, *args[1:], ir.Constant(I64, 64))
+        _store(b, block.n // count, block, *args[1:], ir.Constant.literal_array([I64(64), I64(128)]))
         return context.get_dummy_value()
 
     return types.none(m, block, address, stride), lower
@@ -76,7 +76,7 @@ def store_block(context, m, block, address, stride):
 
 @intrinsic(prefer_literal=True)
 def store_apart(context, m, block, address, stride, apart):
-    """As `store_block`, row tiles `apart` bytes apart (0: all are the same one)."""
+    """As `store_block`, with row tiles where `apart` has them (`row_tile`)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None
