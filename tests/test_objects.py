@@ -397,17 +397,20 @@ except RuntimeError as error:
     assert done.stdout == "kernel bad needs the symbols exp, which only Numba has\n", done.stderr
 
 
-@pytest.mark.parametrize("name", ["quantize", "rms_norm_q8"])  # no outlined helpers: Numba makes one per constant
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_q8", "neuron_mask_signs"])
 def test_a_lighter_front_end_changes_no_code(name: str) -> None:
+    """Where helpers are outlined Numba has one for each constant, so there both ways have one for all."""
     script = """
 import hashlib, sys
 from edgeinfer.kernels import available
 from edgeinfer.kernels.toolchain import compile
-from edgeinfer.kernels.toolchain.front_end import lighten
+from edgeinfer.kernels.toolchain import front_end
 kernels = compile.load_kernels(available()[-1])
 compile.only_translate()
 if sys.argv[2] == "light":
-    lighten()
+    front_end.lighten()
+elif sys.argv[1] == "neuron_mask_signs":
+    front_end._one_helper_for_all_constants()
 print(hashlib.sha256(compile.compile_kernel(sys.argv[1], kernels[sys.argv[1]])[0]).hexdigest())
 """
     codes = [subprocess.run([sys.executable, "-c", script, name, how], cwd=ROOT, capture_output=True, text=True)

@@ -131,7 +131,7 @@ def f32_from_f16_bits(b, bits):
 
 @intrinsic(prefer_literal=True)
 def load_scales(context, m, address, apart):
-    """The 16 fp16 scales of a group of each of m row tiles (`tiles.row_tile`), as f32."""
+    """The 16 fp16 scales of a group of each of m row tiles (`simd.row_tile`), as f32."""
     count = literal(m)
     if count is None:
         return None

@@ -21,7 +21,7 @@ def zero_tile(context, n):
 
 @intrinsic(prefer_literal=True)
 def load_lines(context, m, address, apart):
-    """A line of each of m row tiles (`row_tile`); m is a constant."""
+    """A line of each of m row tiles (`simd.row_tile`); m is a constant."""
     count = literal(m)
     if count is None:
         return None
@@ -76,7 +76,7 @@ def store_block(context, m, block, address, stride):
 
 @intrinsic(prefer_literal=True)
 def store_apart(context, m, block, address, stride, apart):
-    """As `store_block`, with row tiles where `apart` has them (`row_tile`)."""
+    """As `store_block`, with row tiles where `apart` has them (`simd.row_tile`)."""
     count = literal(m)
     if count is None or not isinstance(block, Tile):
         return None
