@@ -211,6 +211,8 @@ COUNT_SEVERAL = 6
 which costs less than a barrier."""
 COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a walk over a prompt."""
+COUNT_SCORED = 8
+"""Tokens, the last of the walk, whose scores choose which tokens go on."""
 COUNT_DRAWS = 4
 """Rows of logits if a token is to be drawn from one of them, else 0."""
 
@@ -438,6 +440,14 @@ ATTENTION_ROWS = 128
 """Most rows of a unit of work of such a walk: the queries that a thread keeps for the next split of their context."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 """Most blocks of one KV head that the rows of a mask touch, once they lie one behind the other."""
+
+
+def score_row_bytes(splits: int) -> int:
+    """Bytes of the scores of one (token, query head): 4 for each place, then 8 for each split.
+
+    Those are float32: the largest score of the split, and the sum of exp(score - largest).
+    """
+    return -(-splits * (4 * SPLIT_BLOCKS * BLOCK_TOKENS + 8) // 64) * 64
 
 
 def attention_scratch_bytes(head_dim: int, group: int) -> int:

@@ -49,9 +49,9 @@ def _query(t, row, last, h, group):
     return token_at, h * group + row - (token_at - t) * group
 
 
-def _tile_step(kind, r, widths, chains):
-    """What a tile of r rows goes through: all splits merged here, or one split left in the partial results."""
-    step, prepare = split_step(kind, r, widths, chains), kind.prepare(r)
+def start_step(kind, r):
+    """Make ``start(rec, ctx, queries, t, row, last, h, group)``: the queries of a tile of r rows, and what they see."""
+    prepare = kind.prepare(r)
 
     @inline
     def start(rec, ctx, queries, t, row, last, h, group):
@@ -63,6 +63,50 @@ def _tile_step(kind, r, widths, chains):
             prepare(queries, i, q, n, float_parameter(rec, ATTENTION.scale))
             store_i64(bounds_at(queries, r, i), first_visible(rec, place))
             store_i64(bounds_at(queries, r, i) + 8, place)
+
+    return start
+
+
+def single_step(r, start, step, leave):
+    """Make what a tile of r rows goes through in one split.
+
+    ``leave(rec, ctx, tile, i, bounds, token, head, split, padded)`` puts what `step` made of row i where others find
+    it, if the row sees any of the split.
+    """
+
+    @inline
+    def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
+        """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
+        t, h, split = unit
+        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.head_bytes))
+        if fresh:
+            start(rec, ctx, queries, t, row, last, h, group)
+        seen = places_seen(queries, r)
+        if seen[0] >> SPLIT_SHIFT <= split and split <= seen[1] >> SPLIT_SHIFT:
+            step(rec, ctx, tile, queries, unit, seen, padded, ahead)
+            for i in range(min(r, last - row + 1)):
+                token_at, head = _query(t, row + i, last, h, group)
+                bounds = bounds_at(queries, r, i)
+                if load_i64(bounds) >> SPLIT_SHIFT <= split and split <= load_i64(bounds + 8) >> SPLIT_SHIFT:
+                    leave(rec, ctx, tile, i, bounds, token_at, head, split, padded)
+
+    return single
+
+
+@inline
+def _leave_partial(rec, ctx, tile, i, bounds, t, head, split, padded):
+    """(m, l, acc) of a split, for the merge."""
+    index = (t * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits) + split
+    partial = operand(rec, ctx, 4) + index * partial_bytes(padded)
+    store_f32(partial, load_f32(tile + T_M + 4 * i))
+    store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
+    for k in range(0, padded, 16):
+        store_f32x16(partial + 128 + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * (i * padded + k)))
+
+
+def _tile_step(kind, r, widths, chains):
+    """What a tile of r rows goes through: all splits merged here, or one split left in the partial results."""
+    step, start = split_step(kind, r, widths, chains), start_step(kind, r)
 
     @inline
     def whole(rec, ctx, tile, t, row, last, h, group, padded):
@@ -84,28 +128,7 @@ def _tile_step(kind, r, widths, chains):
             out = operand(rec, ctx, 1) + token_at * parameter(rec, ATTENTION.out_stride) + 4 * n * head
             finish(tile, i, padded, out, n)
 
-    @inline
-    def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
-        """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
-        t, h, split = unit
-        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.head_bytes))
-        if fresh:
-            start(rec, ctx, queries, t, row, last, h, group)
-        seen = places_seen(queries, r)
-        if seen[0] >> SPLIT_SHIFT <= split and split <= seen[1] >> SPLIT_SHIFT:
-            step(rec, ctx, tile, queries, unit, seen, padded, ahead)
-            for i in range(min(r, last - row + 1)):
-                token_at, head = _query(t, row + i, last, h, group)
-                bounds = bounds_at(queries, r, i)
-                if load_i64(bounds) >> SPLIT_SHIFT <= split and split <= load_i64(bounds + 8) >> SPLIT_SHIFT:
-                    index = (token_at * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits)
-                    partial = operand(rec, ctx, 4) + (index + split) * partial_bytes(padded)
-                    store_f32(partial, load_f32(tile + T_M + 4 * i))
-                    store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
-                    for k in range(0, padded, 16):
-                        store_f32x16(partial + 128 + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * (i * padded + k)))
-
-    return whole, single
+    return whole, single_step(r, start, step, _leave_partial)
 
 
 def _prompt(large, small, many, some, one):
@@ -145,12 +168,18 @@ def _prompt(large, small, many, some, one):
     return prompt
 
 
+@inline
+def _from_first(rec, ctx):
+    """Plain attention takes the tokens from the walk's first on."""
+    return 0
+
+
 def _register(kv, tiles):
     """Kernel of a KV type; rows go through in tiles of three heights."""
     (large, *_), (small, *_), _one = tiles
     steps = [_tile_step(KINDS[kv], *tile) for tile in tiles]
     prompt = _prompt(large, small, *(whole for whole, _single in steps))
-    decode = few_tokens(large, small, *(single for _whole, single in steps))
+    decode = few_tokens(large, small, *(single for _whole, single in steps), _from_first)
 
     @kernel(f"attention_{kv}")
     def attention(rec, ctx, tid, n_threads):
@@ -175,7 +204,7 @@ def attention_merge(rec, ctx, tid, n_threads):
     padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
     tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
     unit = claim(ctx)
-    while unit < count(ctx, COUNT_MERGE) * heads:
+    while unit < count(ctx, parameter(rec, ATTENTION.rows)) * heads:
         t = div_i64(unit, heads)
         head = unit - t * heads
         place = place_of(ctx, t)

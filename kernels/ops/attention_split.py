@@ -67,7 +67,18 @@ AHEAD = 4
 # -- scores of one block for a tile of r rows --------------------------------------------------------------------------
 
 
-def _scores_int8(r, chains):
+@inline
+def _ask(address):
+    """Ask for V that pass 3 will want."""
+    prefetch(address)
+
+
+@inline
+def _ask_not(address):
+    """Leave V where it is."""
+
+
+def _scores_int8(r, chains, ask_v):
     @inline
     def scores(queries, block, ahead, padded):
         ints = add_chains(chains, start_s8(1, r, offsets_at(queries, r)))
@@ -76,7 +87,7 @@ def _scores_int8(r, chains):
             lines = load_lines(chains, block + 64 * line, _IN_A_ROW)
             ints = dot_chains(ints, lines, elements_at(queries, r) + 4 * r * line)
             for i in range(chains):
-                prefetch(v + 64 * (line + i))
+                ask_v(v + 64 * (line + i))
                 prefetch(ahead + 64 * (line + i))
         prefetch(ahead + 2 * BLOCK_TOKENS * padded)
         k_scales = load_f16x16(block + 2 * BLOCK_TOKENS * padded)
@@ -86,14 +97,14 @@ def _scores_int8(r, chains):
 
 
 def _scores_float(load, element):
-    def make(r, chains):
+    def make(r, chains, ask_v):
         @inline
         def scores(queries, block, ahead, padded):
             acc = zero_tile(r)
             v = block + BLOCK_TOKENS * padded * element
             for d in range(padded):
                 acc = fma_splat(acc, load(block + 16 * element * d), elements_at(queries, r) + 4 * r * d, 4)
-                prefetch(v + 16 * element * d)
+                ask_v(v + 16 * element * d)
                 prefetch(ahead + 16 * element * d)
             return acc
 
@@ -190,8 +201,8 @@ class KvKind(NamedTuple):
 
     prepare: Callable[[int], Any]
     """Makes what puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
-    scores: Callable[[int, int], Any]
-    """Makes the scores of a block for r rows, in so many chains."""
+    scores: Callable[[int, int, Any], Any]
+    """Makes the scores of a block for r rows, in so many chains, and says how V is asked for meanwhile."""
     v_scales: Any
     weigh: Any
     """Gives weights the form that the sums want."""
@@ -290,33 +301,41 @@ def _softmax(kind):
     return softmax
 
 
-def split_step(kind, r, widths, chains):
-    """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
+@inline
+def _in_split(rec, tile, span, ahead, b):
+    """K that pass 1 asks for where pass 3 of the split before did not: a few blocks on in this split."""
+    _begin, end, base, kv_head = span
+    return split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
 
-    ``step(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
-    `places_seen`, `ahead` is what the thread does next.
+
+@inline
+def _in_next(rec, tile, span, ahead, b):
+    """K that pass 1 asks for where no other pass reads anything: that of the split that comes next."""
+    blocks, kv_head, last = ahead
+    return block_address(rec, blocks, kv_head, min(b - span[2], last))
+
+
+@inline
+def following(rec, ctx, unit):
+    """(block table, KV head, last block) of the split that a thread takes next."""
+    t, h, split = unit
+    first = SPLIT_BLOCKS * split
+    return block_table(ctx, t) + 4 * first, head_address(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
+
+
+def score_step(kind, r, chains, alone):
+    """Make pass 1 of a tile of r rows: scores of the blocks of one split that any of them sees; `alone`, without V.
+
+    ``score(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
+    `places_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, KV head).
     """
-    scores, softmax, values = kind.scores(r, chains), _softmax(kind), _values(kind, r, widths)
-    gather = path_gather(kind.element)
+    scores, gather = kind.scores(r, chains, _ask_not if alone else _ask), path_gather(kind.element)
+    ahead_of = _in_next if alone else _in_split
 
     @inline
-    def score(tile, queries, span, seen, padded):
-        """Pass 1: scores of blocks begin .. end, block b of the split at 64 (b - base)."""
-        begin, end, base, kv_head = span
-        _low, _high, all_from, all_to = seen
-        for b in range(begin, end):
-            ahead = split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
-            at = tile + T_SCORES + 64 * (b - base)
-            store_tile(scores(queries, split_block(tile, kv_head, b - base), ahead, padded), at, SCORES)
-            first = b * BLOCK_TOKENS
-            if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
-                for i in range(r):
-                    _mask_row(bounds_at(queries, r, i), at + SCORES * i, first)
-
-    @outlined
-    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
+    def score(rec, ctx, tile, queries, unit, seen, padded, ahead):
         t, h, split = unit
-        low, high, _all_from, _all_to = seen
+        low, high, all_from, all_to = seen
         base = split * SPLIT_BLOCKS
         begin, end = max(base, low >> 4), min(base + SPLIT_BLOCKS, (high >> 4) + 1)
         blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
@@ -325,12 +344,32 @@ def split_step(kind, r, widths, chains):
             set_split_block(tile, kv_head, b - base, block_address(rec, blocks, kv_head, b))
         if has_path(ctx, t):
             gather(rec, ctx, tile, unit, blocks, kv_head, padded)
-        score(tile, queries, span, seen, padded)
+        for b in range(begin, end):
+            at = tile + T_SCORES + 64 * (b - base)
+            block, wanted = split_block(tile, kv_head, b - base), ahead_of(rec, tile, span, ahead, b)
+            store_tile(scores(queries, block, wanted, padded), at, SCORES)
+            first = b * BLOCK_TOKENS
+            if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
+                for i in range(r):
+                    _mask_row(bounds_at(queries, r, i), at + SCORES * i, first)
+        return span
+
+    return score
+
+
+def split_step(kind, r, widths, chains):
+    """Make the step of a tile of r rows: (m, l, acc) of the blocks of one split that any of them sees.
+
+    ``step(rec, ctx, tile, queries, unit, seen, padded, ahead)`` as in `score_step`, `ahead` the unit that comes next.
+    """
+    score, softmax, values = score_step(kind, r, chains, False), _softmax(kind), _values(kind, r, widths)
+
+    @outlined
+    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
+        coming = following(rec, ctx, ahead)
+        span = score(rec, ctx, tile, queries, unit, seen, padded, coming)
         for i in range(r):
             softmax(tile, i, span, padded)
-        next_t, next_h, next_split = ahead
-        first = SPLIT_BLOCKS * next_split
-        last = (token(ctx, next_t, TOKEN_ROW) >> 4) - first
-        values(rec, tile, span, padded, (block_table(ctx, next_t) + 4 * first, head_address(rec, ctx, next_h), last), 0)
+        values(rec, tile, span, padded, coming, 0)
 
     return step

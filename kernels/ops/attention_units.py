@@ -7,7 +7,7 @@ by token, each along its path.
 
 from __future__ import annotations
 
-from ..abi import ATTENTION_ROWS, ATTENTION_TOKENS, COUNT_MERGE, TOKEN_BASE, TOKEN_SEQUENCE
+from ..abi import ATTENTION_ROWS, ATTENTION_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
 from ..parameters import ATTENTION
 from ..vector.record import claim, count, inline, parameter, token
 from ..vector.simd import div_i64
@@ -39,12 +39,12 @@ def _run(rec, ctx, t, tokens, most):
 
 
 @inline
-def _most(rec, ctx, tokens, group, large, n_threads):
+def _most(rec, ctx, begin, tokens, group, large, n_threads):
     """Most tokens of a run: as many as leave enough units for all threads, else those that fill a tile."""
     kv_heads = parameter(rec, ATTENTION.kv_heads)
     most, least = max(1, min(ATTENTION_TOKENS, div_i64(ATTENTION_ROWS, group))), max(1, div_i64(large, group))
     while most > least:
-        units, t = 0, 0
+        units, t = 0, begin
         while t < tokens:
             t, _first, splits = _run(rec, ctx, t, tokens, most)
             units += kv_heads * splits
@@ -82,8 +82,11 @@ def _alone(ctx, t, split):
     return has_path(ctx, t) and (split + 1) << SPLIT_SHIFT > token(ctx, t, TOKEN_BASE)
 
 
-def few_tokens(large, small, many, some, one):
-    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for."""
+def few_tokens(large, small, many, some, one, first_token):
+    """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
+
+    They are as many as the record's count says, from ``first_token(rec, ctx)`` on.
+    """
 
     @inline
     def attend(rec, ctx, tile, unit, group, padded, fresh, ahead):
@@ -110,11 +113,12 @@ def few_tokens(large, small, many, some, one):
 
     @inline
     def decode(rec, ctx, tile, group, padded, n_threads):
-        tokens = count(ctx, COUNT_MERGE)
-        most = _most(rec, ctx, tokens, group, large, n_threads)
+        begin = first_token(rec, ctx)
+        tokens = begin + count(ctx, parameter(rec, ATTENTION.rows))
+        most = _most(rec, ctx, begin, tokens, group, large, n_threads)
         number = claim(ctx)
-        end, first, splits = _run(rec, ctx, 0, tokens, most)
-        run = _seek(rec, ctx, number, (0, end, first, splits, 0), tokens, most)
+        end, first, splits = _run(rec, ctx, begin, tokens, most)
+        run = _seek(rec, ctx, number, (begin, end, first, splits, 0), tokens, most)
         held_t, held_h = -1, -1
         while run[0] < tokens:
             following = claim(ctx)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ..catalogue import KV, QUANTISED, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
+from .attention_scores import scores_twin as attention_scores_twin
 from .draw import EDIT, blocks_twin, choose_twin, edit_twin
 from .elementwise import (
     embed_twin,
@@ -65,6 +66,7 @@ for _dtype in ("q4", "int8"):
 for _kv in KV:
     TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
+    TWINS[f"attention_scores_{_kv}"] = attention_scores_twin(_kv)
 """The twin of each kernel, by the kernel's name."""
 
 __all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",

@@ -136,34 +136,50 @@ def paths(view: RecordView, n_tokens: int, window: int) -> list[Path]:
     return out
 
 
+class Seen(NamedTuple):
+    """A token of the walk with what it sees."""
+
+    t: int
+    path: Path
+    stored: Stored
+
+
+def seen_tokens(view: RecordView, kv: str, first: int, end: int) -> list[Seen]:
+    """Tokens first to end - 1 with their paths and what their sequences hold, sequence by sequence."""
+    p, out = view.parameters(ATTENTION), []
+    sequences, found = view.tokens(TOKEN_SEQUENCE)[first:end], paths(view, end, p.window)[first:]
+    for sequence in np.unique(sequences):
+        mine = np.flatnonzero(sequences == sequence)
+        n_blocks = max(int(found[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
+        stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
+        out += [Seen(first + int(t), found[t], stored) for t in mine]
+    return out
+
+
+def queries_of(view: RecordView, kv: str, tokens: int) -> Doubles:
+    """Queries of the first tokens as the products see them: (tokens, KV heads, heads of each, n)."""
+    p = view.parameters(ATTENTION)
+    group = p.heads // p.kv_heads
+    shape, strides = (tokens, p.kv_heads, group, p.head_dim), (p.q_stride, 4 * p.head_dim * group, 4 * p.head_dim, 4)
+    return effective_queries(view.array(0, np.float32, shape, strides), float_of(p.scale), kv)
+
+
 def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     """The twin of ``attention_<kv>``."""
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(ATTENTION)
-        group, merged = p.heads // p.kv_heads, view.count(COUNT_MERGE)
-        tokens = merged or view.count(p.rows)
-        sequences, seen = view.tokens(TOKEN_SEQUENCE)[:tokens], paths(view, tokens, p.window)
-        rows = view.array(
-            0,
-            np.float32,
-            (tokens, p.kv_heads, group, p.head_dim),
-            (p.q_stride, 4 * p.head_dim * group, 4 * p.head_dim, 4),
-        )
-        queries = effective_queries(rows, float_of(p.scale), kv)
+        merged, tokens = view.count(COUNT_MERGE), view.count(p.rows)
+        queries = queries_of(view, kv, tokens)
         out: list[Expected] = []
         y, slack = np.zeros((2, *queries.shape))
-        for sequence in np.unique(sequences):
-            mine = np.flatnonzero(sequences == sequence)
-            n_blocks = max(int(seen[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
-            stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
-            for t, h in itertools.product(map(int, mine), range(p.kv_heads)):
-                if merged:
-                    out += _splits(view, t, h, queries[t, h], stored, seen[t])
-                    continue
-                part = attend(queries[t, h], *stored.of(h, seen[t].rows))
-                total = part.weights.sum(axis=1, keepdims=True)
-                y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
+        for (t, path, stored), h in itertools.product(seen_tokens(view, kv, 0, tokens), range(p.kv_heads)):
+            if merged:
+                out += _splits(view, t, h, queries[t, h], stored, path)
+                continue
+            part = attend(queries[t, h], *stored.of(h, path.rows))
+            total = part.weights.sum(axis=1, keepdims=True)
+            y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
             where = view.array(1, np.float32, (tokens, p.heads * p.head_dim), (p.out_stride, 4))
             out.append(Expected("out", where, y.reshape(where.shape), False, slack.reshape(where.shape)))
@@ -208,7 +224,7 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
 def merge_twin(view: RecordView) -> list[Expected]:
     """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l."""
     p = view.parameters(ATTENTION)
-    seen = paths(view, view.count(COUNT_MERGE), p.window)
+    seen = paths(view, view.count(p.rows), p.window)
     y, slack = np.zeros((2, len(seen) * p.heads, p.head_dim))
     for row in range(len(y)):
         splits = seen[row // p.heads].splits

@@ -46,6 +46,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     else:
         from ..ops import (  # noqa: F401
             attention,
+            attention_scores,
             draw,
             elementwise,
             linear,

@@ -1,0 +1,100 @@
+"""Scores of attention by themselves, for what chooses by them: of the walk's last tokens, as many as a count says.
+
+A row of them belongs to each of these tokens and query heads: a float for each place of the context, then the largest
+score and the sum of exponentials of each split (abi.score_row_bytes). What a token does not see inside of a block is
+LOWEST, blocks that it does not see are not written. Pass 1 is that of attention, so a score has the same bits; V is not
+touched, and the K of the split that comes next is asked for meanwhile.
+
+Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores. Parameters: parameters.ATTENTION. The record
+is skipped where its count is 0. Twin: reference/attention_scores.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import COUNT_TOKENS
+from ..parameters import ATTENTION
+from ..registry import kernel
+from ..vector.record import count, inline, operand, outlined, parameter, round_up_16
+from ..vector.simd import (
+    div_i64,
+    load_f32x16,
+    load_i64,
+    max_lanes,
+    splat_f32,
+    store_f32,
+    store_f32x16,
+    sum_lanes,
+    vmax,
+)
+from ..vector.targets import attention_tiles
+from ..vector.vecmath import exp
+from .attention import single_step, start_step
+from .attention_rows import SCORES, SPLIT_SHIFT, SPLIT_TOKENS, T_SCORES
+from .attention_split import KINDS, following, score_step
+from .attention_units import few_tokens
+
+
+@inline
+def first_scored(rec, ctx):
+    """The first of the tokens whose scores are wanted."""
+    return count(ctx, COUNT_TOKENS) - count(ctx, parameter(rec, ATTENTION.rows))
+
+
+@inline
+def score_row(rec, ctx, t, head):
+    """Address of the scores of a token and query head."""
+    splits = parameter(rec, ATTENTION.splits)
+    row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + head
+    return operand(rec, ctx, 5) + row * ((splits * (SCORES + 8) + 63) & -64)
+
+
+@inline
+def split_sums(rec, row, split):
+    """Address of the largest score and the sum of exponentials of a split."""
+    return row + parameter(rec, ATTENTION.splits) * SCORES + 8 * split
+
+
+@outlined
+def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
+    """Scores of row i in a split, their largest and their sum."""
+    start, low, high = split << SPLIT_SHIFT, load_i64(bounds), load_i64(bounds + 8)
+    begin, end = max(low - start, 0) >> 4, (min(high - start, SPLIT_TOKENS - 1) >> 4) + 1
+    scores, row = tile + T_SCORES + SCORES * i, score_row(rec, ctx, t, head)
+    top = load_f32x16(scores + 64 * begin)
+    for b in range(begin, end):
+        x = load_f32x16(scores + 64 * b)
+        store_f32x16(row + SCORES * split + 64 * b, x)
+        top = vmax(top, x)
+    m, total = max_lanes(top), splat_f32(0.0)
+    for b in range(begin, end):
+        total = total + exp(load_f32x16(scores + 64 * b) - splat_f32(m))
+    sums = split_sums(rec, row, split)
+    store_f32(sums, m)
+    store_f32(sums + 4, sum_lanes(total))
+
+
+def _tile_step(kind, r, chains):
+    """What a tile of r rows goes through in one split."""
+    score = score_step(kind, r, chains, True)
+
+    @outlined
+    def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
+        score(rec, ctx, tile, queries, unit, seen, padded, following(rec, ctx, ahead))
+
+    return single_step(r, start_step(kind, r), step, _leave)
+
+
+def _register(kv, tiles):
+    (large, *_), (small, *_), _one = tiles
+    scored = few_tokens(large, small, *(_tile_step(KINDS[kv], r, chains) for r, _widths, chains in tiles), first_scored)
+
+    @kernel(f"attention_scores_{kv}")
+    def attention_scores(rec, ctx, tid, n_threads):
+        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
+        tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+        scored(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
+        return 0
+
+
+for _kv in KINDS:
+    _register(_kv, attention_tiles())

@@ -1,0 +1,62 @@
+"""Twin of the scores of attention by themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import BLOCK_TOKENS, COUNT_TOKENS, score_row_bytes
+from ..parameters import ATTENTION
+from .attention import SPLIT_TOKENS, Path, queries_of, seen_tokens
+from .expected import Expected
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView
+
+LOWEST = -1e30
+"""What stands for a place that a token does not see, in a block of which it sees others."""
+
+
+def score_row(view: RecordView, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Live views of row token * heads + head: scores by place, (largest, sum of exponentials) by split."""
+    splits = view.parameters(ATTENTION).splits
+    at = row * score_row_bytes(splits)
+    return (view.array(5, np.float32, (splits * SPLIT_TOKENS,), at=at),
+            view.array(5, np.float32, (splits, 2), at=at + 4 * splits * SPLIT_TOKENS))
+
+
+def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``attention_scores_<kv>``."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p, end = view.parameters(ATTENTION), view.count(COUNT_TOKENS)
+        first, group = end - view.count(p.rows), p.heads // p.kv_heads
+        queries, out = queries_of(view, kv, end), []
+        for (t, path, stored), h in itertools.product(seen_tokens(view, kv, first, end), range(p.kv_heads)):
+            k, _v, _scales = stored.of(h, path.rows)
+            scores = queries[t, h] @ k.T
+            slack = TOLERANCES["attention"] * (1 + np.abs(queries[t, h]) @ np.abs(k).T)
+            for g in range(group):
+                row = (t - first) * p.heads + h * group + g
+                out += _row(score_row(view, row), f"token {t}, head {h * group + g}: ", path, scores[g], slack[g])
+        return out
+
+    return twin
+
+
+def _row(where: tuple[NDArray[np.float32], NDArray[np.float32]], name: str, path: Path, scores: NDArray[np.float64],
+         slack: NDArray[np.float64]) -> list[Expected]:
+    high = path.low + len(scores)
+    begin, end = path.low // BLOCK_TOKENS * BLOCK_TOKENS, -(-high // BLOCK_TOKENS) * BLOCK_TOKENS
+    around = (path.low - begin, end - high)  # in blocks of which it sees a part
+    out = [Expected(name + "scores", where[0][begin:end], np.pad(scores, around, constant_values=np.float32(LOWEST)),
+                    False, np.pad(slack, around))]
+    for split in path.splits:
+        start, stop = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
+        part, off = scores[start - path.low : stop - path.low], slack[start - path.low : stop - path.low].max()
+        total = np.exp(part - part.max()).sum()
+        out.append(Expected(name + f"split {split}", where[1][split], np.array([part.max(), total]), False,
+                            np.array([off, 2 * off * total + TINY])))
+    return out
