@@ -48,6 +48,9 @@ FLAG_EARLY = 128
 """neuron_resolve: it stands before the layer's attention and only asks for what a prompt will want."""
 FLAG_HEAD_NORM = 4
 """rope_store: normalise q and k heads."""
+FLAG_HOLES = 8
+"""attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
+for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
 FUSED_QUANTISE, FUSED_NORM = 1, 2
 """What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 

@@ -62,7 +62,7 @@ FAMILIES = (
     Family("rope_store", tuple(f"rope_store_{kv}" for kv in KV), ("qkv", "table", "kv", "q_norm", "k_norm"), ROPE),
     Family("attention", (*(f"{name}_{kv}" for name in ("attention", "attention_scores") for kv in KV),
                          "attention_merge"),
-           ("qkv", "out", "kv", "scratch", "partial", "scores"), ATTENTION),
+           ("qkv", "out", "kv", "scratch", "partial", "scores", "holes"), ATTENTION),
     Family("neuron_gated", ("neuron_gated_q4", "neuron_gated_int8"),
            ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),
     Family("neuron_down", ("neuron_down_q4", "neuron_down_int8"),

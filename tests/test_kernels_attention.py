@@ -83,6 +83,7 @@ class Layer:
         self.norms = [self.bench.put("constants", rng.standard_normal(self.head_dim).astype(np.float32)) for _ in "qk"]
         self.table, self.table_stride = self._table()
         self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
+        self.attention_flags = 0
 
     def _block_sizes(self) -> tuple[int, int]:
         head_bytes = abi.kv_head_bytes(self.kv, self.head_dim)
@@ -137,13 +138,17 @@ class Layer:
         """Attention in one record."""
         self.bench.counts[abi.COUNT_MERGE] = 0
         name = f"attention_{self.kv}"
-        return self.bench.run(isa, name, self.places, self.parameters(tile), threads=threads)["out"]
+        return self._run(isa, name, threads, tile)
 
     def attend_in_splits(self, isa: str, threads: int = 1) -> np.ndarray:
         """Attention in two records: splits, then their merge."""
         self.bench.counts[abi.COUNT_MERGE] = len(self.positions)
-        self.bench.run(isa, f"attention_{self.kv}", self.places, self.parameters(), threads=threads, keep=True)
-        return self.bench.run(isa, "attention_merge", self.places, self.parameters(), threads=threads)["out"]
+        self._run(isa, f"attention_{self.kv}", threads, keep=True)
+        return self._run(isa, "attention_merge", threads)
+
+    def _run(self, isa: str, name: str, threads: int, tile: int | None = None, keep: bool = False) -> np.ndarray | None:
+        found = self.bench.run(isa, name, self.places, self.parameters(tile), self.attention_flags, threads, keep)
+        return found.get("out")
 
     def only(self, t: int) -> None:
         """Make the walk token t alone."""

@@ -7,8 +7,8 @@ context) or one after the other here, the operations on a row are the same in th
 same bits. So has a row in a tile of any number of rows, and a token of a tree whose path was run as a chain: splits
 and lanes go by its place in the path (attention_paths.py).
 
-Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results. Parameters: parameters.ATTENTION.
-Twin: reference/attention.py.
+Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_HOLES which rows of
+the blocks the layer lacks. Parameters: parameters.ATTENTION. Twin: reference/attention.py.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from functools import cache
 from ..abi import (
     BLOCK_TOKENS,
     CTX_SEQUENCES,
+    FLAG_HOLES,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
     SPLIT_BLOCKS,
@@ -22,7 +23,7 @@ from ..abi import (
     TOKEN_SEQUENCE,
 )
 from ..parameters import ATTENTION
-from ..vector.record import inline, operand, outlined, parameter, token
+from ..vector.record import flags, inline, operand, outlined, parameter, token
 from ..vector.simd import load_f32x16, load_i32, load_i64, load_u16, store_f32x16, store_i16, store_i32, store_i64
 from .attention_rows import T_BLOCKS, path_at
 
@@ -55,6 +56,12 @@ def split_block(tile, kv_head, b):
 def set_split_block(tile, kv_head, b, address):
     """Say where `split_block` finds a block. A distance from the KV head is kept: it makes for the better loops."""
     store_i64(tile + T_BLOCKS + 8 * b, address - kv_head)
+
+
+@inline
+def layer_holes(rec, ctx):
+    """Address of what says which rows of block 0 the layer lacks, 0 where it has those of all tokens."""
+    return operand(rec, ctx, 6) if flags(rec) & FLAG_HOLES else 0
 
 
 @inline

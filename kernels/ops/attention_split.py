@@ -21,7 +21,9 @@ from ..vector.simd import (
     first_lane,
     lane_numbers,
     load_f32x16,
+    load_i32,
     load_i64,
+    mask_flagged,
     mask_outside,
     max_f32,
     max_lanes,
@@ -40,6 +42,7 @@ from .attention_paths import (
     block_table,
     has_path,
     head_address,
+    layer_holes,
     path_gather,
     set_split_block,
     split_block,
@@ -273,6 +276,25 @@ def _mask_row(bounds, at, first):
         store_f32x16(at, mask_outside(load_f32x16(at), lane_numbers(), low, high, first_lane(splat_f32(LOWEST))))
 
 
+_ALL_GONE = 0x0101010101010101
+"""Eight rows that a layer lacks (abi.FLAG_HOLES)."""
+
+
+@inline
+def _gone(holes):
+    """Whether the layer has no row of a block."""
+    return load_i64(holes) == _ALL_GONE and load_i64(holes + 8) == _ALL_GONE
+
+
+@outlined
+def _mask_holes(at, r, holes):
+    """Scores of one block of r rows: those of what the layer lacks become LOWEST, whether they were computed or not."""
+    if load_i64(holes) | load_i64(holes + 8):
+        for i in range(r):
+            row = at + SCORES * i
+            store_f32x16(row, mask_flagged(load_f32x16(row), holes, first_lane(splat_f32(LOWEST))))
+
+
 @cache
 def _softmax(kind):
     """Make pass 2 for a stored type."""
@@ -344,10 +366,15 @@ def score_step(kind, r, chains, alone):
             set_split_block(tile, kv_head, b - base, block_address(rec, blocks, kv_head, b))
         if has_path(ctx, t):
             gather(rec, ctx, tile, unit, blocks, kv_head, padded)
+        holes = layer_holes(rec, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
             block, wanted = split_block(tile, kv_head, b - base), ahead_of(rec, tile, span, ahead, b)
-            store_tile(scores(queries, block, wanted, padded), at, SCORES)
+            gone = holes + BLOCK_TOKENS * load_i32(blocks + 4 * b)
+            if holes == 0 or not _gone(gone):
+                store_tile(scores(queries, block, wanted, padded), at, SCORES)
+            if holes != 0:
+                _mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS
             if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
                 for i in range(r):

@@ -1,7 +1,8 @@
 """Twins of attention: softmax(q K^T / sqrt(n)) V over what each token may see, whole or in splits of the context.
 
 What a token may see is a path: all rows of its sequence before TOKEN_BASE, those of TOKEN_MASK up to its own, and its
-own; of these the last `window`. Splits and lanes count places in the path, not rows.
+own; of these the last `window`, but for rows that the layer lacks (FLAG_HOLES). Splits and lanes count places in the
+path, not rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from ..abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
+    FLAG_HOLES,
     KV_ELEMENT_BYTES,
     SPLIT_BLOCKS,
     TOKEN_BASE,
@@ -32,6 +34,8 @@ from .view import RecordView, float_of
 
 Doubles = NDArray[np.float64]
 SPLIT_TOKENS = BLOCK_TOKENS * SPLIT_BLOCKS
+LOWEST = np.float32(-1e30)
+"""Largest score of a split of which a token sees nothing: finite, and weighted by 0 against any other."""
 
 
 class Partial(NamedTuple):
@@ -116,6 +120,8 @@ class Path(NamedTuple):
     """Place of the first row in the whole path, which starts with row 0."""
     rows: NDArray[np.int64]
     """Rows of the sequence, the token's own last."""
+    there: NDArray[np.bool_]
+    """Which of them the layer has."""
 
     @property
     def splits(self) -> range:
@@ -132,7 +138,7 @@ def paths(view: RecordView, n_tokens: int, window: int) -> list[Path]:
         if mask != -1:
             rows = rows[(rows < base) | (rows == row) | (mask >> np.clip(rows - base, 0, 63) & 1 == 1)]
         low = max(0, len(rows) - window) if window else 0
-        out.append(Path(low, rows[low:]))
+        out.append(Path(low, rows[low:], _there(view, len(out), rows[low:])))
     return out
 
 
@@ -164,6 +170,15 @@ def queries_of(view: RecordView, kv: str, tokens: int) -> Doubles:
     return effective_queries(view.array(0, np.float32, shape, strides), float_of(p.scale), kv)
 
 
+def _there(view: RecordView, t: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of which of these rows of token t's sequence the layer has K and V."""
+    if not view.flags & FLAG_HOLES:
+        return np.ones(len(rows), bool)
+    blocks = view.block_table(int(view.tokens(TOKEN_SEQUENCE)[t]), int(rows.max()) // BLOCK_TOKENS + 1)
+    holes = view.array(6, np.uint8, (int(blocks.max()) + 1, BLOCK_TOKENS))
+    return holes[blocks[rows // BLOCK_TOKENS], rows % BLOCK_TOKENS] == 0
+
+
 def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     """The twin of ``attention_<kv>``."""
 
@@ -177,7 +192,7 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             if merged:
                 out += _splits(view, t, h, queries[t, h], stored, path)
                 continue
-            part = attend(queries[t, h], *stored.of(h, path.rows))
+            part = attend(queries[t, h], *stored.of(h, path.rows[path.there]))
             total = part.weights.sum(axis=1, keepdims=True)
             y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
@@ -204,9 +219,15 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
     out, high = [], path.low + len(path.rows)
     for split in path.splits:
         start, end = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
-        part = attend(q, *stored.of(h, path.rows[start - path.low : end - path.low]))
+        mine = slice(start - path.low, end - path.low)
+        there = path.there[mine]
+        if not there.any():  # of the rest only that it is finite
+            firsts = [partials(view, t * p.heads + h * len(q) + g, split) for g in range(len(q))]
+            out += [Expected(f"split {split} of token {t}, without a row", m, np.full(1, LOWEST)) for m, *_ in firsts]
+            continue
+        part = attend(q, *stored.of(h, path.rows[mine][there]))
         lanes = np.zeros((len(q), SPLIT_TOKENS))
-        lanes[:, start % SPLIT_TOKENS : (end - 1) % SPLIT_TOKENS + 1] = part.weights
+        lanes[:, start % SPLIT_TOKENS + np.flatnonzero(there)] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)
         for g in range(len(q)):
             row = t * p.heads + h * len(q) + g
@@ -230,6 +251,8 @@ def merge_twin(view: RecordView) -> list[Expected]:
         splits = seen[row // p.heads].splits
         parts = zip(*(partials(view, row, split)[:3] for split in splits), strict=True)
         m, sums, acc = (np.array(part, np.float64) for part in parts)
+        some = m[:, 0] > LOWEST
+        m, sums, acc = m[some], sums[some], acc[some]
         share = np.exp(m - m.max())
         total = (share * sums).sum()
         y[row] = (share * acc).sum(axis=0) / total

@@ -16,7 +16,7 @@ from .tolerances import TINY, TOLERANCES
 from .view import RecordView
 
 LOWEST = -1e30
-"""What stands for a place that a token does not see, in a block of which it sees others."""
+"""What stands for a place that a token does not see, in a block of which it sees others, and for what a layer lacks."""
 
 
 def score_row(view: RecordView, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -40,6 +40,7 @@ def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             slack = TOLERANCES["attention"] * (1 + np.abs(queries[t, h]) @ np.abs(k).T)
             for g in range(group):
                 row = (t - first) * p.heads + h * group + g
+                scores[g, ~path.there], slack[g, ~path.there] = np.float32(LOWEST), 0
                 out += _row(score_row(view, row), f"token {t}, head {h * group + g}: ", path, scores[g], slack[g])
         return out
 
@@ -57,6 +58,8 @@ def _row(where: tuple[NDArray[np.float32], NDArray[np.float32]], name: str, path
         start, stop = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
         part, off = scores[start - path.low : stop - path.low], slack[start - path.low : stop - path.low].max()
         total = np.exp(part - part.max()).sum()
+        if part.max() == np.float32(LOWEST):  # nothing of it is there, and all places of its blocks are alike
+            total = BLOCK_TOKENS * (-(-stop // BLOCK_TOKENS) - start // BLOCK_TOKENS)
         out.append(Expected(name + f"split {split}", where[1][split], np.array([part.max(), total]), False,
                             np.array([off, 2 * off * total + TINY])))
     return out

@@ -258,6 +258,14 @@ def mask_outside(b, v, numbers, low, high, fill):
     return b.select(b.and_(over, under), v, splat(b, fill, VF))
 
 
+@define(F32x16, F32x16, types.int64, types.float32)
+def mask_flagged(b, v, flags, fill):
+    """Lanes whose byte at `flags` is 0 as they are, the others `fill`."""
+    kind = ir.VectorType(I8, 16)
+    there = b.icmp_signed("==", b.load(pointer(b, flags), typ=kind, align=1), constant(kind, 0))
+    return b.select(there, v, splat(b, fill, VF))
+
+
 @define(F32x16, F32x16, F32x16)
 def vmax(b, x, y):
     """Larger lane by lane (no NaN expected)."""
