@@ -10,6 +10,7 @@ from . import quant
 from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, choice, integer, number, option
 from .dataclass import dataclass
 from .errors import UsageError
+from .pruning import SCHEDULE, Schedule
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES
 
@@ -235,6 +236,8 @@ class RuntimeConfig:
     """Map the weights from their file; False copies them into memory of the process."""
     recipe: Recipe = field(default_factory=Recipe, metadata={"rule": _RECIPE})
     """The passes that make the model's graph."""
+    lazy: Schedule | None = option(None, SCHEDULE)
+    """Which share of a prompt's tokens goes through which layers; None is all through all."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .draft import Draft
     from .engine import Completion, Drafter, Request, Speculation, Stream
     from .memory_planner import Beside, MemoryPlan
+    from .pruning import Schedule
     from .runner import Cancellation
     from .runtime import Lighter, Session
     from .text import ChatTemplate, Tokenizer
@@ -85,6 +86,10 @@ class LLM:
         `speculate` is auto or draft. Where that is self, the recipe by which the model guesses for itself, such as
         ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, else with a part of its
         layers.
+    lazy : str or Schedule, optional
+        Which shares of a prompt's tokens, those that its last one attends to most, go on at boundaries between layers,
+        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default all
+        tokens go through all layers.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.
@@ -142,6 +147,7 @@ class LLM:
         speculate: str | None = None,
         draft_tokens: int | None = None,
         draft: str | Path | Recipe | None = None,
+        lazy: str | Schedule | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -152,7 +158,7 @@ class LLM:
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
             "own_tokens": own_tokens, "mlock": mlock, "mmap": mmap, "recipe": passes,
             "draft_tokens": rows_for_guesses(self._speculate, draft_tokens),
-            "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
+            "lazy": lazy, "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
         config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
         if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
@@ -177,6 +183,8 @@ class LLM:
         self._bundle = Bundle.open(self.path)
         with ExitStack() as opened:  # whatever fails below, nothing stays open
             opened.callback(self._bundle.close)
+            if config.lazy:
+                config = replace(config, lazy=config.lazy.placed(self._bundle.config.num_hidden_layers))
             asked = config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
@@ -248,7 +256,8 @@ class LLM:
         options : fields of `GenerationConfig`, of which `n` must be 1, and
 
             * ``reuse`` (bool): start from the common beginning with the last request that had this option, instead of
-              computing it again; the text is the same, unless a predictor has decoded a part of that beginning;
+              computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
+              was pruned;
             * ``prompt_cache`` (path): start from the prompt saved there, and save this one.
 
         Returns

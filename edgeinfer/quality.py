@@ -50,19 +50,22 @@ class Setting:
 
     @classmethod
     def of_run(cls, config: RuntimeConfig) -> Setting:
-        """Return that of a run: the steps of its recipe that approximate, and the type of its KV cache."""
+        """Return that of a run: the steps of its recipe that approximate, the type of its KV cache, and the schedule by
+        which prompts are pruned, whose boundaries are in their places.
+        """
         from .graph import approximates
 
         steps = [step for step in config.recipe.steps if approximates(step)]
         names = [name for name, _ in TECHNIQUES.values()]
         if all(step.name in names for step in steps):  # whose order says nothing
             steps.sort(key=lambda step: names.index(step.name))
-        return cls.of(kv=config.kv, passes="+".join(map(str, steps)) or "none")
+        pruned = {"lazy": str(config.lazy)} if config.lazy and config.lazy.keep[-1] < 1 else {}
+        return cls.of(kv=config.kv, passes="+".join(map(str, steps)) or "none", **pruned)
 
     @property
     def exact(self) -> bool:
         """Whether it has the predictions of the model itself."""
-        return dict(self.values).get("passes", "none") == "none"
+        return dict(self.values).get("passes", "none") == "none" and "lazy" not in dict(self.values)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.values)

@@ -11,6 +11,7 @@ from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
+from edgeinfer.pruning import Schedule
 from edgeinfer.sizes import round_up
 
 from .blocks import shared_blocks
@@ -49,6 +50,8 @@ class Request:
     """Clusters of other neurons that are kept."""
     own_tokens: int | None = None
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
+    lazy: Schedule | None = None
+    """Which share of a prompt's tokens goes through which layers."""
 
     @property
     def kv_blocks(self) -> int:
@@ -109,6 +112,9 @@ class MemoryPlan:
     i % STREAM_BUFFERS."""
     cold: ColdPlan | None = None
     """Neurons that are read when they are wanted, where there are any."""
+    holes: Placement | None = None
+    """With a schedule of pruning: which tokens of a block each stage but the first lacks (abi.FLAG_HOLES); the stages
+    one after the other, `stride` bytes each."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -245,6 +251,8 @@ class Planner:
 
     def _plan(self, request: Request) -> MemoryPlan:
         c, graph = self.graph.config, self.graph
+        lazy = request.lazy and request.lazy.placed(c.num_hidden_layers)
+        request = replace(request, lazy=lazy)
         rows = (request.tokens, request.outputs)
         if rows not in self._activations:  # whatever the context
             self._activations[rows] = place_activations(graph, *rows)
@@ -256,6 +264,8 @@ class Planner:
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         kv_blocks = request.kv_blocks
         kv_layers, kv_bytes = place_kv(self._stores, request.kv, kv_blocks)
+        flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
+        holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
@@ -273,21 +283,23 @@ class Planner:
         block = max((layer.stride for layer in kv_layers.values()), default=0)
         regions = (
             *self._weight_regions(request, weights),
-            Region("kv", kv_bytes + 64,
-                   f"{request.kv}, {kv_blocks} blocks{held} x {len(kv_layers)} layers x {block} bytes"),
+            Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
+                   f"{request.kv}, {kv_blocks} blocks{held} x {len(kv_layers)} layers x {block} bytes"
+                   + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits"),
             *self._state(request),
+            *self._aux(request),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
         places = {**placements, graph.logits.name: logits, **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold)
+                          weights.cold, holes)
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -344,6 +356,20 @@ class Planner:
         if self._state_bytes:
             yield Region("state", request.sequences * self._state_bytes + 64,
                          f"recurrent state of {request.sequences} sequences")
+
+    def _aux(self, request: Request) -> Iterator[Region]:
+        if request.lazy:
+            hidden = self.graph.config.hidden_size
+            heads = max((op.kv for op in self.graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
+            score = score_bytes(self.graph.config.num_attention_heads // heads.heads, heads.head_dim)
+            yield Region("aux", request.ctx * (4 * hidden + score) + 64,
+                         f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {request.lazy}, "
+                         f"and {score} to choose who goes on")
+
+
+def score_bytes(group: int, head_dim: int) -> int:
+    """Bytes for each position while tokens are chosen: a head's keys, stored and as floats; scores of its queries."""
+    return 8 * abi.padded_head_dim(head_dim) + 12 * group + 32
 
 
 def one_of_each(graph: Graph) -> list[Op]:

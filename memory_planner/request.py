@@ -34,7 +34,8 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
         raise RequestError(f"The context of {config.ctx} tokens is longer than the model's {longest}; lower --ctx.")
     ctx = config.ctx or default_ctx(model)
     return replace(config, ctx=ctx, threads=config.threads or default_threads(),
-                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=_outputs(config))
+                   prefill_chunk=min(config.prefill_chunk, ctx), outputs=_outputs(config),
+                   lazy=config.lazy and config.lazy.placed(model.num_hidden_layers))
 
 
 def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = None) -> Request:
@@ -44,7 +45,7 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
     homes = () if config.mmap else (("*", "resident"),)
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
-                   homes, own_tokens=config.own_tokens)
+                   homes, own_tokens=config.own_tokens, lazy=config.lazy)
 
 
 DRAFT = "draft"
@@ -65,7 +66,7 @@ def to_draft_request(request: Request) -> Request:
     """What to plan for the draft model of a run: it walks the same texts, and draws one token of each at a time."""
     homes = tuple(home for home in request.homes if home[0] == "*")
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
-    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, own_tokens=own)
+    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, own_tokens=own, lazy=None)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:

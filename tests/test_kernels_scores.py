@@ -24,7 +24,8 @@ class Scored(Layer):
         self.bench.counts[abi.COUNT_SCORED] = wanted
         parameters = self.parameters()
         parameters[ATTENTION.rows] = abi.COUNT_SCORED
-        found = self.bench.run(isa, f"attention_scores_{self.kv}", self.places, parameters, self.attention_flags, threads)
+        name = f"attention_scores_{self.kv}"
+        found = self.bench.run(isa, name, self.places, parameters, self.attention_flags, threads)
         rows: dict[str, list[np.ndarray]] = {}
         for name, values in found.items():
             token = name.partition(",")[0]

@@ -206,7 +206,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(
 ) -> None:
     before, rows = saved.read_bytes(), list(opened.kv._rows(sequence))
     passes = iter([iter(rows), failing(rows[:3], error)])  # the checksum's, then the file's
-    monkeypatch.setattr(opened.kv, "_rows", lambda sequence: next(passes))
+    monkeypatch.setattr(opened.kv, "_rows", lambda sequence, pruned: next(passes))
     opened.decode([sequence], [1])
     kind, match = (DestinationError, "No space left on device") if isinstance(error, OSError) else (type(error), None)
     with pytest.raises(kind, match=match):

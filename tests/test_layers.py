@@ -13,7 +13,7 @@ FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devi
 FLOORS = {  # compared as strings
     **dict.fromkeys(["dataclass"], "-1"),
     **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files"], "0"),
-    **dict.fromkeys(["quant", "lock"], "0b"),
+    **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
     **dict.fromkeys(["config"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
     **dict.fromkeys(["graph"], "2a"),

@@ -33,7 +33,7 @@ from tests.offloaded import (
     offloaded,
     resident,
 )
-from tests.sessions import logits_of, session
+from tests.sessions import logits_of, session, tokens
 from tests.test_streaming import watched
 
 
@@ -294,3 +294,12 @@ def test_the_file_of_other_weights_is_refused(q4: Path, tmp_path: Path) -> None:
     with Bundle.open(tmp_path / "m") as bundle, \
             pytest.raises(BundleError, match=r"cold cold\.bin was made for other weights"):
         read_cold(bundle)
+
+
+@pytest.mark.parametrize("lazy", ["keep=0.5,0.2", "keep=1,1"])
+def test_a_prompt_in_stages_asks_for_its_neurons(q4: Path, lazy: str) -> None:
+    with session(q4, **OPTIONS, lazy=lazy) as opened:
+        expected = logits_of(opened, tokens(120), 3)
+    with offloaded(q4, lazy=lazy) as opened:
+        np.testing.assert_array_equal(logits_of(opened, tokens(120), 3), expected)
+        assert opened.stages.last.tokens[0] == 117

@@ -82,7 +82,7 @@ RUNTIME: dict[str, Callable[[Any], bool]] = {
     "prefill_chunk": whole(1, 4096), "max_sequences": whole(1, 64), "own_tokens": whole(1), "beams": whole(1, 16),
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
-    "speculate": lambda value: False, "draft_tokens": whole(0, 64),
+    "speculate": lambda value: False, "draft_tokens": whole(0, 64), "lazy": lambda value: False,
 }
 OF_LLM = ("budget", "progress", "recipe", "beams", "speculate")
 """Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""

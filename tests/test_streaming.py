@@ -381,3 +381,18 @@ def test_readers_end_with_their_model(q4: Path) -> None:
     assert readers() == before
     with pytest.raises(OSError):
         os.fstat(handle)
+
+
+@pytest.mark.parametrize("layers", [3, 7])
+def test_a_pruned_prompt_goes_through_streamed_layers(q4: Path, layers: int) -> None:
+    """Stage by stage, each of which begins in the middle of a round of reads."""
+    ids, found = tokens(150), []
+    for limit in (None, budget(q4, layers, lazy="keep=0.5,0.25")):
+        with session(q4, **OPTIONS, lazy="keep=0.5,0.25", budget_bytes=limit) as opened:
+            assert len(opened.plan.parts) == (layers if limit else 0)
+            sequence = opened.new_sequence()
+            rows = [opened.prefill(sequence, ids).tobytes()]
+            rows += [opened.decode([sequence], [token]).tobytes() for token in tokens(3, seed=1)]
+            assert opened.stages.last.tokens == (150, 75, 38)
+            found.append(rows)
+    assert found[0] == found[1]

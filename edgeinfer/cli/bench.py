@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import pruning
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import BudgetError, EdgeInferError, RequestError, UsageError
@@ -29,6 +30,8 @@ from .options import (
     Head,
     Json,
     Kv,
+    Lazy,
+    LazyLayers,
     MaxKld,
     Passes,
     PrefillChunk,
@@ -112,6 +115,8 @@ def bench(
     sparse: Sparse = None,
     head: Head = None,
     max_kld: MaxKld = MAX_KLD,
+    lazy: Lazy = None,
+    lazy_layers: LazyLayers = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
@@ -153,7 +158,8 @@ def bench(
     check_speculation(speculate, draft, accept)
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=Recipe.parse(recipe).sparse(sparse).head(head))
+                           recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+                           lazy=pruning.asked(lazy, lazy_layers))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress)
@@ -165,7 +171,7 @@ def bench(
             report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
                                                max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"]
-    predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
+    predictor = None if config.lazy else make_predictor(path, config, report["threads"], report["isa"], stored)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)

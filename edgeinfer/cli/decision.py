@@ -45,7 +45,8 @@ def described_as_run(
 
 def approximation(session: Session, by_itself: bool) -> dict[str, Any] | None:
     """Return what a run's approximations were measured to cost, and whether nobody asked for them; None without any."""
-    if session.config.recipe == _RUNTIME.recipe:  # as nearly always: nothing is imported for it
+    config = session.config
+    if config.recipe == _RUNTIME.recipe and not config.lazy:  # as nearly always: nothing is imported for it
         return None
     from ..quality import of_run
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from ..config import KV_TYPES, Recipe, RuntimeConfig
-from ..errors import EdgeInferError
+from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
+from ..pruning import LEAST_PROMPT, asked
 from ..sizes import parse_size
-from .options import DEFAULT_RECIPE, Budget, Head, Json, Kv, Model, Passes, Sparse, Threads
+from .options import DEFAULT_RECIPE, Budget, Head, Json, Kv, Lazy, LazyLayers, Model, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -77,6 +78,8 @@ def evaluate(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    lazy: Lazy = None,
+    lazy_layers: LazyLayers = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -105,7 +108,10 @@ def evaluate(
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
+    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+                 lazy=asked(lazy, lazy_layers))
+    if own.lazy and (decode is None or decode < LEAST_PROMPT):
+        raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
     setting, kept = None if decode is None else Setting.of_run(own), None
     exact: dict[str, Any] = {"kv": reference_kv}
     if setting and not setting.exact and not reference:
@@ -115,6 +121,9 @@ def evaluate(
         file = stack.enter_context(open_text(text))
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
         session, tokenizer = open_session(stack, model, every, progress)
+        if setting:
+            setting = Setting.of_run(replace(own, lazy=session.config.lazy))  # with its boundaries in their places
+            kept = kept and setting
         planned, other = session.plan.total_bytes, None
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once

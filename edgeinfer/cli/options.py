@@ -76,6 +76,13 @@ MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
          "much at most; 0 leaves the model exact.")]
+Lazy = Annotated[str | None, option(
+    "--lazy", metavar="keep=SHARE,...",
+    help="Prune prompts: shares of their tokens, those that the last one attends to most, that go on at boundaries "
+         "between layers, such as keep=0.7,0.5,0.35; off is none. An approximation.")]
+LazyLayers = Annotated[str | None, option(
+    "--lazy-layers", metavar="N,...",
+    help="After which layers these boundaries are.  [default: for three 30, 60 and 90 % of the layers]")]
 Draft = Annotated[str | None, option(
     "--draft", metavar="MODEL",
     help="Smaller model with the same tokenizer, which guesses tokens that the model checks.")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import pruning
 from ..checks import NATS, checked
 from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..errors import BudgetError, UsageError
@@ -60,6 +61,8 @@ def plan(
     sparse: options.Sparse = None,
     head: options.Head = None,
     max_kld: options.MaxKld = MAX_KLD,
+    lazy: options.Lazy = None,
+    lazy_layers: options.LazyLayers = None,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
@@ -97,7 +100,8 @@ def plan(
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
-                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head))
+                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+                           lazy=pruning.asked(lazy, lazy_layers))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import pruning
 from ..checks import PATH, checked
 from ..config import MAX_KLD, GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
@@ -68,6 +69,8 @@ def run(
     sparse: options.Sparse = None,
     head: options.Head = None,
     max_kld: options.MaxKld = MAX_KLD,
+    lazy: options.Lazy = None,
+    lazy_layers: options.LazyLayers = None,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
@@ -127,7 +130,7 @@ def run(
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
     speculate, draft = options.guessing(command, speculate, draft, beams)
-    asked["speculate"] = speculate
+    asked["speculate"], schedule = speculate, pruning.asked(lazy, lazy_layers)
     check_request(text, asked, json)
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
@@ -139,7 +142,7 @@ def run(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
             beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, speculate=speculate, draft_tokens=draft_tokens,
-            draft=draft, progress=progress,
+            draft=draft, lazy=schedule, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
@@ -262,7 +265,9 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     completion = several(llm, ids, options) if whole else streamed(llm, ids, options, not json, first_ms)
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
+    pruned = llm.session.stages and llm.session.stages.last
+    predictor = None if pruned else make_predictor(llm.path, config, config.threads, llm.session.isa,
+                                                   llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there
@@ -273,7 +278,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
                     "quality": approximation(llm.session, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "speculation": speculation_object(completion.speculation),
-                    "sparse": sparse.report() if sparse else None})
+                    "sparse": sparse.report() if sparse else None, "lazy": pruned and pruned.report()})
     elif whole and options["n"] == 1:
         print(completion.text, flush=True)
     elif whole:
@@ -282,7 +287,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     if stats and not json:
         print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
         said = sparse.sentence() if sparse else ""
-        for line in filter(None, (sentence(predicted), streaming.line(reading.report()), said)):
+        for line in filter(None, (pruned and str(pruned), sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS

@@ -387,6 +387,15 @@ def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
             "head_bytes": abi.kv_head_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
 
 
+def _holes(op: Attention, at: Lowering) -> Operand:
+    """What a layer behind a boundary lacks of prompts' tokens."""
+    holes, lazy = at.plan.holes, at.plan.request.lazy
+    stage = lazy.stage(op.layer or 0) if lazy else 0
+    if not holes or not stage:
+        return NOTHING
+    return Operand(holes.region, holes.offset + (stage - 1) * holes.stride, holes.stride)
+
+
 def _blocks(op: RopeStore | Attention, at: Lowering) -> Operand:
     layer = at.layer(op)
     return Operand(layer.region, layer.offset, layer.nbytes)
@@ -407,7 +416,9 @@ def _(op: Attention, at: Lowering) -> list[Record]:
         ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
         scale=1.0 / math.sqrt(op.head_dim), scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
         tokens=max(1, 32 * op.kv_heads // op.heads), **_heads(op, at))
-    operands = [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared]
+    holes = _holes(op, at)
+    operands = [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, holes]
+    flags = 0 if holes is NOTHING else abi.FLAG_HOLES
     attend, merge = op.kernels(at.types, at.kv)
-    return [at.record(op, attend, operands, parameters),
+    return [at.record(op, attend, operands, parameters, flags),
             at.record(op, merge, operands, parameters, predicates=(abi.COUNT_MERGE,), step=1, label="  merge splits")]

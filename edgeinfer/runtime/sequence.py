@@ -46,8 +46,16 @@ class KVCache:
         self.pool = BlockPool(plan.kv_blocks)
         self._layers = [region[layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
                         for layer in plan.kv_layers.values()]
+        stored = plan.holes
+        self._holes = region[stored.offset :][: stored.nbytes].reshape(-1, plan.kv_blocks, abi.BLOCK_TOKENS) \
+            if stored else np.zeros((0, plan.kv_blocks, abi.BLOCK_TOKENS), np.uint8)
+        """What each stage but the first lacks: (stages, blocks, rows of a block)."""
+        self._planes = [*self._layers, *self._holes]
+        stores = list(stores)
+        self._stores = {access.layer: access for access in stores}
         self._parts = [part for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3])
                        for part in _by_row(plan, region, [access.layer for access in alike], heads, head_dim)]
+        self._parts.append(self._holes)
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._written = bytearray(plan.kv_blocks)
 
@@ -95,8 +103,8 @@ class KVCache:
         shared = sequence.blocks[number]
         if self.pool.is_shared(shared):
             copy = self._take()
-            for layer in self._layers:
-                layer[copy] = layer[shared]
+            for plane in self._planes:
+                plane[copy] = plane[shared]
             sequence.listed = min(sequence.listed, number)
             sequence.blocks[number] = copy
             self.pool.drop(shared)
@@ -107,8 +115,8 @@ class KVCache:
             self.pool.recount(sequence.blocks for sequence in self._living)
         block = self.pool.take()
         if self._written[block]:  # what overflowed there must not reach others: a weight of 0 times NaN is NaN
-            for layer in self._layers:
-                layer[block] = 0
+            for plane in self._planes:
+                plane[block] = 0
         self._written[block] = 1
         return block
 
@@ -178,7 +186,35 @@ class KVCache:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._layers, self._parts = [], []
+        self._layers, self._parts, self._planes = [], [], []
+        self._holes = self._holes[:0]
+
+    # -- tokens that went through a part of the layers ---------------------------------------------------------------
+
+    def lacking(self, sequence: Sequence, n_tokens: int) -> NDArray[np.bool_]:
+        """What each stage but the first lacks of the first n tokens: (stages, n)."""
+        flags = self._holes[:, sequence.blocks].reshape(len(self._holes), abi.BLOCK_TOKENS * len(sequence.blocks))
+        return flags[:, :n_tokens] != 0
+
+    def leave_out(self, sequence: Sequence, stage: int, rows: NDArray[np.int64]) -> None:
+        """Take note that a stage and those behind it lack rows of a sequence, whose blocks are its own."""
+        blocks = np.array(sequence.blocks)[rows // abi.BLOCK_TOKENS]
+        self._holes[stage - 1 :, blocks, rows % abi.BLOCK_TOKENS] = 1
+
+    def keys(self, sequence: Sequence, layer: int, head: int) -> NDArray[np.float32]:
+        """K of a head in all rows of the sequence's blocks: (rows, head_dim)."""
+        access, kv = self._stores[layer], self.plan.request.kv
+        padded, element = abi.padded_head_dim(access.head_dim), abi.KV_ELEMENT_BYTES[kv]
+        size, half = abi.kv_head_bytes(kv, access.head_dim), abi.BLOCK_TOKENS * padded * element
+        stored = self._layers[list(self.plan.kv_layers).index(layer)][sequence.blocks, head * size : (head + 1) * size]
+        lines = stored[:, :half].view({1: np.int8, 2: np.float16, 4: np.float32}[element])
+        step = 4 if element == 1 else 1  # dimensions of a token that lie together
+        k = lines.reshape(len(stored), padded // step, abi.BLOCK_TOKENS, step).swapaxes(1, 2).astype(np.float32)
+        k = k.reshape(-1, padded)[:, : access.head_dim]
+        if 2 * half < size:
+            scales = stored[:, 2 * half :].view(np.float16).reshape(len(stored), 2, abi.BLOCK_TOKENS)[:, 0]
+            k *= scales.reshape(-1, 1)
+        return k
 
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
@@ -189,15 +225,16 @@ class KVCache:
         was.
         """
         self.check_own(sequence)
-        header = self._header(model) | {"tokens": sequence.tokens}
+        header = self._header(model) | {"tokens": sequence.tokens} | self._pruned(sequence, len(sequence))
+        pruned = "lazy" in header
         digest = _start_digest(header)
-        for row in self._rows(sequence):
+        for row in self._rows(sequence, pruned):
             digest.update(row)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
         try:
             with replacement(path) as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
-                for row in self._rows(sequence):
+                for row in self._rows(sequence, pruned):
                     file.write(row)
         except OSError as error:
             raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
@@ -215,7 +252,9 @@ class KVCache:
             with open_plain(path) as file:
                 header = self._read_header(file, path, (prompts, decoded))
                 self.extend(sequence, len(header["tokens"]))
-                if self._read_blocks(file, sequence, header) != header["sha256"]:
+                pruned = {key: header[key] for key in ("lazy", "present") if key in header}
+                if self._read_blocks(file, sequence, header) != header["sha256"] \
+                        or self._pruned(sequence, len(header["tokens"])) != pruned:
                     raise _damaged(path)
         except OSError as error:
             self.trim(sequence)
@@ -230,16 +269,25 @@ class KVCache:
     def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
         """Read straight into the pool, which was planned, and return the checksum; empty if the length is wrong."""
         digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
-        for row in self._rows(sequence):
+        for row in self._rows(sequence, "lazy" in header):
             if file.readinto(row) != len(row):
                 return ""
             digest.update(row)
         return "" if file.read(1) else str(digest.hexdigest())
 
-    def _rows(self, sequence: Sequence) -> Iterator[memoryview]:
-        """The sequence's blocks, layer by layer."""
-        for layer in self._layers:
-            yield from (layer[block].data for block in sequence.blocks)
+    def _rows(self, sequence: Sequence, pruned: bool = False) -> Iterator[memoryview]:
+        """The sequence's blocks, layer by layer; behind them what the stages lack, where prompts were `pruned`."""
+        for plane in self._planes if pruned else self._layers:
+            yield from (plane[block].data for block in sequence.blocks)
+
+    def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
+        """What a header says of tokens that later layers lack, if there are any: the schedule, and how many each stage
+        has. Empty too where what the flags say cannot be: what a stage lacks those behind it lack as well.
+        """
+        lacking = self.lacking(sequence, n_tokens)
+        if not lacking.any() or (lacking[:-1] > lacking[1:]).any():
+            return {}
+        return {"lazy": str(self.plan.request.lazy), "present": (~lacking).sum(axis=1).tolist()}
 
     def _header(self, model: str) -> dict[str, Any]:
         if not self._layers:
@@ -265,6 +313,9 @@ class KVCache:
                 f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
                 "--recipe or instruction set; give another file."
             )
+        if header.get("lazy", own := str(self.plan.request.lazy)) != own:
+            raise BundleError(f"The prompt cache {path} was saved with {shown(header['lazy'])} as --lazy, and lacks K "
+                              "and V that this run needs; give the same schedule, or another file.")
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return dict(header)

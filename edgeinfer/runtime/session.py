@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Cold, read_cold
+from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig, NeuronDown, approximates
@@ -42,6 +43,7 @@ from .planning import offsets_of, plan_run
 from .program import Program
 from .sequence import KVCache
 from .slots import RESOLVE_KERNEL, Slots
+from .stages import Stages
 from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
 from .threads import Pool
@@ -86,6 +88,8 @@ class Session(Runner):
     """
 
     executor: Executor
+    stages: Stages | None = None
+    """How prompts go through the layers where not all of their tokens go through all of them."""
 
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
@@ -118,6 +122,8 @@ class Session(Runner):
                 self._stream(regions["streamed"])
             if cold:
                 self._read_cold(regions["cold"], cold)
+            if self.config.lazy:
+                self.stages = Stages(self, allocate(self.plan.region("aux").nbytes))
             opened.pop_all()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -148,6 +154,13 @@ class Session(Runner):
 
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
+                draw: int = 0) -> Logits:
+        """Process a prompt in chunks, or with a schedule of pruning in stages; see `Runner.prefill`."""
+        if self.stages and self.stages.prune(ids):
+            return self.stages.prefill(sequence, ids, cancel, draw)
+        return super().prefill(sequence, ids, cancel, draw)
+
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.walk`."""
         return self._take_in(plain_segments(segments), cancel)
@@ -172,8 +185,9 @@ class Session(Runner):
         sequence.reserved = n_tokens
 
     def walk_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
-                   cancel: Cancellation | None = None) -> Logits:
-        """Run the records first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end.
+                   cancel: Cancellation | None = None, rows: NDArray[np.int64] | None = None) -> Logits:
+        """Run the records first .. stop - 1 over tokens that begin `offset` rows behind the sequence's end, or are the
+        `rows` behind it, ascending from 0 on.
 
         So a prompt can go through the program stage by stage: every chunk through the first range of records, then
         every chunk through the next. At the beginning of a layer all that a chunk needs of the records before is its
@@ -182,20 +196,26 @@ class Session(Runner):
         """
         (segment,) = plain_segments((segment,))
         self._admit((segment,))
+        if rows is not None:
+            if len(rows) != len(segment.ids) or segment.parents or (np.diff(rows, prepend=-1) < 1).any():
+                raise RequestError(f"Rows {shown(rows.tolist())} cannot be those of {len(segment.ids)} tokens of a "
+                                   "chain; give one for each, ascending.")
+            offset = int(rows[-1]) + 1 - len(rows)
         if offset < 0 or offset + len(segment.ids) > segment.sequence.reserved:
             raise RequestError(f"{len(segment.ids)} tokens {offset} behind the end do not fit the "
                                f"{segment.sequence.reserved} reserved ones; reserve more.")
         n = len(self.program.records)
         if not 0 <= first <= stop <= n:
             raise RequestError(f"The program has no records {first} to {stop - 1}; it has 0 to {n - 1}.")
-        return self._run((segment,), first, stop, offset, cancel)
+        return self._run((segment,), first, stop, offset, cancel, 0, rows)
 
-    def append(self, sequence: Sequence, ids: Items[int]) -> None:
-        """Take in reserved tokens that have gone through all records."""
+    def append(self, sequence: Sequence, ids: Items[int], role: int = DECODE) -> None:
+        """Take in reserved tokens that have gone through all records; PROMPT where all ranges had that role."""
         ids = integers("ids", ids)
         if len(ids) > sequence.reserved:
             raise RequestError(f"{len(ids)} tokens are more than the {sequence.reserved} reserved ones.")
-        _decoding(sequence)  # of which role the ranges were is not known here
+        if role == DECODE:
+            _decoding(sequence)
         sequence.tokens.extend(ids)
         sequence.cut, sequence.reserved = len(ids) < sequence.reserved, 0
         self.kv.trim(sequence)
@@ -289,10 +309,10 @@ class Session(Runner):
         return further if self.kv.fits([segment.sequence for segment in segments], offset + 1 + further) else 0
 
     def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
-             cancel: Cancellation | None, further: int = 0) -> Logits:
+             cancel: Cancellation | None, further: int = 0, rows: NDArray[np.int64] | None = None) -> Logits:
         """Describe a walk and run it."""
         with self.executor.pool.turn:
-            n, outputs, highest, drawn = self._tables.write(segments, offset)
+            n, outputs, highest, drawn = self._tables.write(segments, offset, rows)
             split = highest >= SPLIT_ROWS * self._splits_from(n)
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
                       (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),

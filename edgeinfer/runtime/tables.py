@@ -41,8 +41,10 @@ class Tables:
         self._output_words, self._draw_words = self.outputs.data, self.draws.data
         self._counting = np.arange(tokens)
 
-    def write(self, segments: Items[Segment], offset: int = 0) -> tuple[int, int, int, bool]:
-        """Describe one walk, of tokens `offset` rows behind the ends of their sequences.
+    def write(self, segments: Items[Segment], offset: int = 0,
+              rows: NDArray[np.int64] | None = None) -> tuple[int, int, int, bool]:
+        """Describe one walk, of tokens `offset` rows behind the ends of their sequences, or of one segment whose tokens
+        are the `rows` behind its end, ascending.
 
         Returns
         -------
@@ -54,18 +56,20 @@ class Tables:
         start = n_outputs = highest = 0
         drawn = False
         for number, (sequence, ids, outputs, _, _, draws) in enumerate(segments):
-            base = len(sequence.tokens) + offset
-            self._list(number, sequence, base + len(ids))
-            highest = max(highest, base + len(ids) - 1)
+            last = len(sequence.tokens) + (offset + len(ids) - 1 if rows is None else int(rows[-1]))
+            self._list(number, sequence, last + 1)
+            highest = max(highest, last)
             for output, draw in zip(outputs, draws or repeat(0), strict=False):
                 self._output_words[n_outputs], self._draw_words[n_outputs] = start + output, draw
                 drawn = drawn or draw != 0
                 n_outputs += 1
             start += len(ids)
         if start == len(segments):
-            self._write_single(segments, offset)
+            self._write_single(segments, offset if rows is None else int(rows[0]))
         else:
             self._write_many(segments, offset, start)
+            if rows is not None:
+                self._set_rows(segments[0].sequence, rows)
         return start, n_outputs, highest, drawn
 
     def chosen(self, sequences: int, further: int, left: int) -> list[list[int]]:
@@ -103,6 +107,12 @@ class Tables:
             if segment.parents is not None:
                 _write_tree(table[first:last], segment.parents)
         table[:, _SLOT] = blocks * abi.BLOCK_TOKENS + slots
+
+    def _set_rows(self, sequence: Sequence, behind: NDArray[np.int64]) -> None:
+        """Let the tokens of a chain be other rows behind the end of its sequence than the next ones."""
+        table, rows = self.tokens[: len(behind)], len(sequence.tokens) + behind
+        table[:, _ROW] = table[:, _POSITION] = rows
+        table[:, _SLOT] = sequence.table[rows // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + rows % abi.BLOCK_TOKENS
 
 
 def _write_tree(rows: NDArray[np.int64], parents: Items[int]) -> None:

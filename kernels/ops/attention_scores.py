@@ -5,8 +5,8 @@ score and the sum of exponentials of each split (abi.score_row_bytes). What a to
 LOWEST, blocks that it does not see are not written. Pass 1 is that of attention, so a score has the same bits; V is not
 touched, and the K of the split that comes next is asked for meanwhile.
 
-Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores, 6 as in attention.py. Parameters: parameters.ATTENTION. The record
-is skipped where its count is 0. Twin: reference/attention_scores.py.
+Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores, 6 as in attention.py. Parameters:
+parameters.ATTENTION. The record is skipped where its count is 0. Twin: reference/attention_scores.py.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Path(NamedTuple):
 
 def paths(view: RecordView, n_tokens: int, window: int) -> list[Path]:
     """What each of the first n tokens sees; window 0 sees the whole path."""
-    out = []
+    out: list[Path] = []
     fields = (view.tokens(field)[:n_tokens] for field in (TOKEN_ROW, TOKEN_BASE, TOKEN_MASK))
     for row, base, mask in zip(*(map(int, field) for field in fields), strict=True):
         rows = np.arange(row + 1)

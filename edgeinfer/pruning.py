@@ -1,0 +1,122 @@
+"""Which share of a prompt's tokens goes through which layers (LazyLLM, arXiv 2407.14057): schedules and their rules."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field, replace
+from typing import Any
+
+from .checks import Rule, real, shown, whole
+from .dataclass import dataclass
+from .errors import UsageError
+
+FIRST_SHARE, LAST_SHARE = 0.3, 0.9
+"""Boundaries that are not given part the layers evenly up to LAST_SHARE of them, each stage FIRST_SHARE at most: three
+are those of the paper, behind 30, 60 and 90 %."""
+RECENT = 16
+"""Last tokens of a prompt that always go on; so does the first of a text."""
+LEAST_PROMPT = 64
+"""Prompts of fewer tokens go through all layers: most of them would stay anyway."""
+_FORM = "write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Boundaries between layers, and the share of a prompt's tokens that goes on behind each."""
+
+    keep: tuple[float, ...]
+    """Of the whole prompt, from above 0 to 1, none larger than the one before."""
+    layers: tuple[int, ...] = field(default=())
+    """After how many layers each boundary is; none leaves it to `placed`."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("keep", real), ("layers", whole)):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, tuple(map(kind, given)))
+            except (TypeError, ValueError, OverflowError):
+                raise UsageError(f"{name} of a pruning schedule is {shown(given)}; it must be a list of "
+                                 f"{'shares' if name == 'keep' else 'numbers of layers'}.") from None
+        self._check()
+
+    def _check(self) -> None:
+        if not self.keep:
+            raise UsageError(f"A pruning schedule keeps nothing to speak of; {_FORM}.")
+        for share in self.keep:
+            if not 0 < share <= 1:
+                raise UsageError(f"keep is {share:g} at one boundary; shares are above 0 and at most 1.")
+        for before, share in zip(self.keep, self.keep[1:], strict=False):
+            if share > before:
+                raise UsageError(f"keep grows from {before:g} to {share:g}; what was left behind does not come back, "
+                                 "so no share may be larger than the one before.")
+        if self.layers and len(self.layers) != len(self.keep):
+            raise UsageError(f"{len(self.keep)} shares are given for {len(self.layers)} boundaries between layers; "
+                             "give one for each.")
+        for earlier, later in zip((0, *self.layers), self.layers, strict=False):
+            if later <= earlier:
+                raise UsageError(f"The boundary after layer {later} stands behind {earlier}; number layers from 1, "
+                                 "each boundary after the one before.")
+
+    @classmethod
+    def parse(cls, text: str, layers: str | None = None) -> Schedule:
+        """Return the schedule that ``keep=0.7,0.5,0.35`` and, for the boundaries, ``9,18,27`` stand for.
+
+        Raises
+        ------
+        UsageError
+            They are no such lists, or contradict each other.
+        """
+        if not re.fullmatch(r"keep=(\d*\.)?\d+(,(\d*\.)?\d+)*", text, re.ASCII):
+            raise UsageError(f"The pruning schedule {text!r:.80} cannot be read; {_FORM}.")
+        if layers is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", layers, re.ASCII):
+            raise UsageError(f"The boundaries {layers!r:.80} cannot be read; write after which layers, as in 9,18,27.")
+        numbers = () if layers is None else tuple(map(int, layers.split(",")))
+        return cls(tuple(float(share) for share in text.removeprefix("keep=").split(",")), numbers)
+
+    def placed(self, n_layers: int) -> Schedule:
+        """Return the schedule for a model of so many layers.
+
+        Raises
+        ------
+        UsageError
+            It has not as many, or none behind the last boundary.
+        """
+        n = len(self.keep)
+        if n >= n_layers:
+            raise UsageError(f"A schedule with {n} boundaries has {n + 1} stages, and the model has {n_layers} layers; "
+                             f"give {'fewer shares' if n_layers > 1 else 'no schedule'}.")
+        step = min(FIRST_SHARE, LAST_SHARE / n) * n_layers
+        found = self if self.layers else replace(self, layers=tuple(
+            min(n_layers - n + i, max(i + 1, round(step * (i + 1)))) for i in range(n)))
+        if found.layers[-1] >= n_layers:
+            raise UsageError(f"The boundary after layer {found.layers[-1]} has no layer behind it; the model has "
+                             f"{n_layers}.")
+        return found
+
+    def stage(self, layer: int) -> int:
+        """Return how many boundaries lie before a layer, counted from 0."""
+        return sum(boundary <= layer for boundary in self.layers)
+
+    def __str__(self) -> str:
+        places = f" after layers {','.join(map(str, self.layers))}" if self.layers else ""
+        return f"keep={','.join(f'{share:g}' for share in self.keep)}{places}"
+
+
+def _schedule(value: Any) -> Schedule:
+    if isinstance(value, str):
+        return Schedule.parse(value)
+    if not isinstance(value, Schedule):
+        raise ValueError
+    return value
+
+
+def asked(lazy: str | None, layers: str | None) -> Schedule | None:
+    """Return what --lazy and --lazy-layers ask for, ``off`` being nothing; raises `UsageError` as `Schedule.parse`."""
+    if lazy is None or lazy == "off":
+        if layers is not None and lazy is None:
+            raise UsageError(f"--lazy-layers is {layers}, and without --lazy no prompt is pruned; add --lazy.")
+        return None
+    return Schedule.parse(lazy, layers)
+
+
+SCHEDULE = Rule("a Schedule, or text such as keep=0.7,0.5,0.35", _schedule, lead="give")

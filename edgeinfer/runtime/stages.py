@@ -1,0 +1,214 @@
+"""Prompts in stages of layers: between two of them it is chosen which tokens go on (LazyLLM, arXiv 2407.14057).
+
+All chunks of a prompt go through the layers of a stage, then those of its tokens that go on through the next:
+importance is how much the prompt's last token attends to a token, and only the end of the prompt knows it. A token that
+was left behind keeps its place, its K and V in the layers that it has gone through, and a flag in the others
+(`abi.FLAG_HOLES`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import Attention, Graph, Tensor
+from edgeinfer.pruning import LEAST_PROMPT, RECENT, Schedule
+from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence, integers
+
+if TYPE_CHECKING:
+    from .session import Logits, Session
+
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+
+class Pruned(NamedTuple):
+    """What became of the last prompt."""
+
+    schedule: Schedule
+    tokens: tuple[int, ...]
+    """Of the prompt in each stage; one number where it went through all layers in one."""
+    share: float
+    """Of the dense prompt's work, counted as tokens times layers."""
+
+    def report(self) -> dict[str, Any]:
+        """Return it as the JSON object of a run has it."""
+        return {"schedule": str(self.schedule), "tokens": list(self.tokens), "share": self.share, "said": str(self)}
+
+    def __str__(self) -> str:
+        n, *others = self.tokens
+        if not others:
+            return f"{n} tokens of a prompt are fewer than {LEAST_PROMPT}, so all of them went through all layers."
+        places = zip(self.schedule.layers, others, strict=True)
+        went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in places)
+        return f"Of {n} prompt tokens went on: {went}; {self.share:.0%} of the tokens' layers were computed."
+
+
+class _Stage(NamedTuple):
+    first: int
+    """Its first record."""
+    tap: int
+    """The attention that chooses who goes on: the queries before it are read."""
+    stop: int
+    attention: Attention
+
+
+class Stages:
+    """A session's way of processing prompts where its configuration has a schedule.
+
+    Parameters
+    ----------
+    session : Session
+    aux : uint8 array
+        Memory of the region ``aux``.
+
+    Attributes
+    ----------
+    choose : callable
+        Says which tokens go on: takes the importance of each, the rows that may go on and how many shall, and returns
+        those that do, ascending. Experiments put another one in its place.
+    last : Pruned or None
+        What became of the last prompt.
+
+    Raises
+    ------
+    UnsupportedModelError
+        More than one tensor of the model goes from layer to layer.
+    """
+
+    def __init__(self, session: Session, aux: NDArray[np.uint8]):
+        assert session.config.lazy and session.config.ctx
+        self._session, self.schedule, ctx = session, session.config.lazy, session.config.ctx
+        self.choose: Callable[[Floats, Rows, int], Rows] = most_important
+        self.last: Pruned | None = None
+        hidden = session.model.hidden_size
+        self._aux = aux[: 4 * ctx * hidden].view(np.float32).reshape(ctx, hidden)
+        self._residual = _residual(session.graph, self.schedule)
+        layers = [record.op.layer if record.op else None for record in session.program.records]
+        starts = [0, *map(layers.index, self.schedule.layers), len(layers)]
+        self._stages = [self._stage(first, stop) for first, stop in itertools.pairwise(starts)]
+
+    def _stage(self, first: int, stop: int) -> _Stage:
+        """The last attention over whole contexts chooses, for a window says nothing of what lies before it."""
+        records = self._session.program.records
+        found = [(not op.window, i, op) for i, record in enumerate(records[first:stop], first)
+                 if isinstance(op := record.op, Attention) and not record.step]
+        _, tap, attention = max(found, key=lambda each: each[:2])
+        return _Stage(first, tap, stop, attention)
+
+    def prune(self, ids: Items[int]) -> bool:
+        """Whether a prompt is long enough for stages; takes note of one that is not."""
+        if (n := len(ids)) < LEAST_PROMPT:
+            self.last = Pruned(self.schedule, (n,), 1.0)
+        return n >= LEAST_PROMPT
+
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int) -> Logits:
+        """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was."""
+        session = self._session
+        ids = integers("ids", ids)
+        session.check(sequence, ids)
+        session.reserve(sequence, len(ids))
+        rows, counts = np.arange(len(ids)), []
+        try:
+            for number, stage in enumerate(self._stages):
+                counts.append(len(rows))
+                chunks = np.split(rows, range(session.config.prefill_chunk, len(rows), session.config.prefill_chunk))
+                for part in chunks[:-1]:
+                    self._walk(sequence, ids, part, number, stage.first, stage.stop, cancel)
+                if number == len(self._stages) - 1:
+                    logits = self._walk(sequence, ids, chunks[-1], number, stage.first, stage.stop, cancel, draw)
+                else:
+                    rows = self._last_chunk(sequence, ids, rows, chunks[-1], number, cancel)
+        except BaseException:
+            session.truncate(sequence, len(sequence))
+            raise
+        session.append(sequence, ids, PROMPT)
+        self._note(counts)
+        return logits[0]
+
+    def _walk(self, sequence: Sequence, ids: Items[int], rows: Rows, number: int, first: int, stop: int,
+              cancel: Cancellation | None, draw: int | None = None) -> Logits:
+        """Let tokens go through records of a stage, from what the stage before has left to what the next one takes."""
+        stage, session = self._stages[number], self._session
+        residual = self._rows_of(self._residual, len(rows))
+        if number and first == stage.first:
+            residual[:] = self._aux[rows]
+        outputs, draws = ((), ()) if draw is None else ((len(rows) - 1,), (draw,))
+        segment = Segment(sequence, [ids[row] for row in rows.tolist()], outputs, PROMPT, None, draws)
+        logits = session.walk_range(segment, first, stop, 0, cancel, rows)
+        if draw is None and stop == stage.stop and stage is not self._stages[-1]:
+            self._aux[rows] = residual
+        return logits
+
+    def _last_chunk(self, sequence: Sequence, ids: Items[int], rows: Rows, chunk: Rows, number: int,
+                    cancel: Cancellation | None) -> Rows:
+        """Let the last tokens of a stage go through it; returns which of all its tokens go on."""
+        stage, n = self._stages[number], len(ids)
+        self._walk(sequence, ids, chunk, number, stage.first, stage.tap, cancel)
+        queries = self._rows_of(stage.attention.qkv, len(chunk))[-1]
+        seen = importance(self._session, sequence, stage.attention, number, queries, len(sequence) + n)
+        self._walk(sequence, ids, chunk, number, stage.tap, stage.stop, cancel)
+        forced = (rows >= n - RECENT) | (rows + len(sequence) == 0)
+        most = max(math.ceil(self.schedule.keep[number] * n), int(forced.sum()))
+        weight = np.where(forced, np.inf, seen[len(sequence) + rows]).astype(np.float32)
+        chosen = self.choose(weight, rows, most)
+        self._session.kv.leave_out(sequence, number + 1, len(sequence) + np.setdiff1d(rows, chosen))
+        return chosen
+
+    def _rows_of(self, tensor: Tensor, n: int) -> Floats:
+        """The first n rows of an activation, in place."""
+        place = self._session.plan.places[tensor.name]
+        memory = self._session.executor.regions[place.region][place.offset :][: n * place.stride]
+        return memory.view(np.float32).reshape(n, -1)[:, : tensor.width]
+
+    def _note(self, counts: list[int]) -> None:
+        ends = (0, *self.schedule.layers, self._session.model.num_hidden_layers)
+        work = sum(n * (stop - first) for n, (first, stop) in zip(counts, itertools.pairwise(ends), strict=True))
+        self.last = Pruned(self.schedule, tuple(counts), work / (counts[0] * ends[-1]))
+
+
+def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
+    """Return the rows of the largest weights, so many at most; of equal ones those that come first."""
+    return np.sort(rows[np.argsort(-weight, kind="stable")[:most]])
+
+
+def importance(session: Session, sequence: Sequence, attention: Attention, stage: int, queries: Floats,
+               n_tokens: int) -> Floats:
+    """Return how much of its attention a token pays to each row up to its own, as the mean over the heads of a layer.
+
+    Computed from the stored keys, a KV head at a time, with sums in a fixed order: the same for any threads and chunks.
+    """
+    group, n = attention.heads // attention.kv_heads, attention.head_dim
+    out = np.zeros(n_tokens)
+    hidden = session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.zeros(n_tokens, bool)
+    if attention.window:
+        hidden[: max(0, n_tokens - attention.window)] = True
+    for head in range(attention.kv_heads):
+        q = queries[head * group * n : (head + 1) * group * n].reshape(group, n) / np.float32(math.sqrt(n))
+        scores = np.einsum("gd,pd->gp", q, session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens])
+        scores[:, hidden] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out += (weights / weights.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
+    return (out / attention.heads).astype(np.float32)
+
+
+def _residual(graph: Graph, schedule: Schedule) -> Tensor:
+    """The one tensor that a token needs at the boundaries of what was computed before."""
+    homes = graph.homes()
+    found = set()
+    for layer in schedule.layers:
+        start = next(i for i, op in enumerate(graph.ops) if op.layer == layer)
+        written = {homes[op.out.name] for op in graph.ops[:start]}
+        found |= {homes[x.name] for op in graph.ops[start:] for x in op.inputs} & written
+    tensors = {op.out.name: op.out for op in graph.ops}
+    if len(found) != 1 or (tensor := tensors[found.pop()]).dtype != "f32" or tensor.width != graph.config.hidden_size:
+        raise UnsupportedModelError("More than one tensor of this model goes from layer to layer, so its prompts "
+                                    "cannot be pruned; leave --lazy out.")
+    return tensor

@@ -1,0 +1,150 @@
+"""Schedules of pruning: their rules, and every face that takes one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer import LLM
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.converters import write_random_bundle
+from edgeinfer.errors import UsageError
+from edgeinfer.graph import Attention
+from edgeinfer.kernels import abi
+from edgeinfer.pruning import Schedule, asked
+from edgeinfer.quality import Setting
+from edgeinfer.runtime import Session
+from tests.command_line import edgeinfer
+from tests.sessions import TINY, tokens
+
+TEXT = "keep=0.5,0.25"
+MODEL = replace(TINY, num_hidden_layers=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "bundle"
+    write_random_bundle(MODEL, path)
+    return path
+
+
+@pytest.mark.parametrize(("text", "layers", "sentence"), [
+    ("keep=1.2", None, "keep is 1.2 at one boundary; shares are above 0 and at most 1."),
+    ("keep=0.5,0", None, "keep is 0 at one boundary; shares are above 0 and at most 1."),
+    ("keep=0.3,0.5", None, "keep grows from 0.3 to 0.5; what was left behind does not come back, so no share may be "
+                           "larger than the one before."),
+    ("keep=0.5", "1,2", "1 shares are given for 2 boundaries between layers; give one for each."),
+    ("keep=0.5,0.2", "2,2", "The boundary after layer 2 stands behind 2; number layers from 1, each boundary after the "
+                            "one before."),
+    ("keep=0.5,0.2", "0,2", "The boundary after layer 0 stands behind 0; number layers from 1, each boundary after the "
+                            "one before."),
+    ("keep=-0.5", None, "The pruning schedule 'keep=-0.5' cannot be read; write keep=SHARE,SHARE,..., as in "
+                        "keep=0.7,0.5,0.35."),
+    ("0.5", None, "The pruning schedule '0.5' cannot be read; write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35."),
+    ("keep=0.5", "one", "The boundaries 'one' cannot be read; write after which layers, as in 9,18,27."),
+    (None, "3", "--lazy-layers is 3, and without --lazy no prompt is pruned; add --lazy."),
+])
+def test_what_makes_no_schedule_is_refused(text: str | None, layers: str | None, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked(text, layers)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(("layers", "n_layers", "sentence"), [
+    ((3, 5), 5, "The boundary after layer 5 has no layer behind it; the model has 5."),
+    ((), 2, "A schedule with 2 boundaries has 3 stages, and the model has 2 layers; give fewer shares."),
+    ((), 1, "A schedule with 2 boundaries has 3 stages, and the model has 1 layers; give no schedule."),
+])
+def test_a_schedule_that_a_model_has_no_layers_for_is_refused(layers: tuple[int, ...], n_layers: int,
+                                                              sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Schedule((0.5, 0.25), layers).placed(n_layers)
+    assert str(refused.value) == sentence
+
+
+def test_boundaries_that_are_not_given() -> None:
+    places = {(3, 30): (9, 18, 27), (3, 32): (10, 19, 29), (3, 22): (7, 13, 20), (1, 30): (9,), (2, 5): (2, 3),
+              (4, 5): (1, 2, 3, 4), (9, 30): (3, 6, 9, 12, 15, 18, 21, 24, 27)}
+    for (n, n_layers), layers in places.items():
+        assert Schedule((0.5,) * n).placed(n_layers).layers == layers
+    for n_layers in range(2, 40):
+        for n in range(1, n_layers):
+            layers = Schedule((0.5,) * n).placed(n_layers).layers
+            assert all(a < b for a, b in zip((0, *layers), (*layers, n_layers), strict=True))
+    assert [Schedule((0.5, 0.2), (1, 3)).stage(layer) for layer in range(5)] == [0, 1, 1, 2, 2]
+
+
+def test_schedules_are_taken_as_text_and_by_themselves() -> None:
+    made = Schedule([np.float64(0.5), 1 / 4], [np.int64(2), 4])
+    assert made == Schedule.parse(TEXT, "2,4") and str(made) == "keep=0.5,0.25 after layers 2,4"
+    assert RuntimeConfig(lazy=TEXT).lazy == Schedule((0.5, 0.25)) and RuntimeConfig().lazy is None
+    assert asked("off", "3") is None is asked(None, None)
+    for wrong in (3, "all", (0.5,)):
+        with pytest.raises(UsageError, match=r"^lazy"):
+            RuntimeConfig(lazy=wrong)
+    with pytest.raises(UsageError, match=r"^keep of a pruning schedule is 'ab'; it must be a list of shares\.$"):
+        Schedule("ab")
+
+
+def test_a_schedule_is_part_of_a_setting() -> None:
+    """One that keeps everything approximates nothing."""
+    lazy = Setting.of_run(RuntimeConfig(lazy=Schedule((0.5,), (2,))))
+    assert not lazy.exact and str(lazy) == "kv=int8 lazy=keep=0.5 after layers 2 passes=none"
+    assert Setting.of_run(RuntimeConfig(lazy=Schedule((1.0,), (2,)))) == Setting.of_run(RuntimeConfig())
+    assert Setting.of_run(RuntimeConfig()).exact
+
+
+def flags_of(session: Session) -> list[tuple[int, int, tuple[str, int]]]:
+    """Layer, flags and what it lacks, of each attention of a program."""
+    return [(record.op.layer, record.flags & abi.FLAG_HOLES, record.operands[6]) for record in session.program.records
+            if isinstance(record.op, Attention) and not record.step]
+
+
+def test_an_open_model_prunes_prompts_and_goes_on(model: Path, tmp_path: Path) -> None:
+    """Samples, beams, guesses, a prompt cache and a text that goes on: the same as without these."""
+    ids, greedy = tokens(140), {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with LLM(model, lazy=TEXT, ctx=256, speculate="off") as llm:
+        plain = llm.complete(ids, **greedy)
+        assert llm.session.stages.last.tokens == (140, 70, 35)
+        assert llm.session.config.lazy.layers == (2, 3)
+        assert llm.complete(ids, **greedy, prompt_cache=tmp_path / "cache").token_ids == plain.token_ids
+        again = llm.complete(ids, **greedy, prompt_cache=tmp_path / "cache")
+        assert again.token_ids == plain.token_ids and again.cached_tokens == 139
+        turn = llm.complete(ids, **greedy, reuse=True)
+        on = llm.complete([*ids, *turn.token_ids, 3], **greedy, reuse=True)
+        assert on.cached_tokens >= 140
+    with LLM(model, lazy=Schedule((0.5, 0.25)), ctx=256, max_sequences=4) as llm:
+        assert llm.complete(ids, **greedy).token_ids == plain.token_ids  # guesses of what stood before
+        for choice in llm.complete(ids, **greedy, n=3).choices:
+            assert choice.token_ids == plain.token_ids
+        best = llm.complete(ids, max_tokens=6, beams=4, ignore_eos=True)
+        assert len(best.token_ids) == 6
+    with LLM(model, lazy=TEXT, ctx=256, speculate="self",
+             draft=Recipe.parse("fuse_input+early_exit:layers=4")) as llm:
+        assert llm.complete(ids, **greedy).token_ids == plain.token_ids
+        own, guesses = (flags_of(session) for session in (llm.session, llm.draft))
+        assert guesses == own[:4] and [bool(flags) for _, flags, _ in own] == [False, False, True, True, True]
+    with LLM(model, ctx=256, speculate="off") as llm:
+        assert llm.session.stages is None
+        assert llm.complete(ids[:50], **greedy).token_ids
+
+
+def test_bad_schedules_end_a_command_in_one_sentence(model: Path) -> None:
+    for arguments, sentence in (
+            (["run", model, "hi", "--lazy", "keep=2"], "keep is 2 at one boundary"),
+            (["plan", model, "--lazy", TEXT, "--lazy-layers", "4,9"], "The boundary after layer 9 has no layer"),
+            (["bench", model, "--lazy", "keep=0.1,0.2"], "keep grows from 0.1 to 0.2"),
+            (["eval", model, "--text", __file__, "--lazy", TEXT], "--lazy prunes prompts of 64 tokens and more"),
+    ):
+        done = edgeinfer(*arguments)
+        assert done.code == UsageError.exit_code and done.sentence.startswith(sentence)
+
+
+def test_a_plan_names_aux_cache_flags_and_scratch(model: Path) -> None:
+    done = edgeinfer("plan", model, "--lazy", TEXT, "--ctx", "512", "--json")
+    regions = {region["name"]: region for region in done.json["regions"]}
+    assert "512 prompt tokens" in regions["aux"]["reason"] and "to choose who goes on" in regions["aux"]["reason"]
+    assert "bytes say what later layers lack of prompts" in regions["kv"]["reason"]
