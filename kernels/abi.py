@@ -333,7 +333,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def kv_head_bytes(kv: str, head_dim: int) -> int:
-    """Bytes of one head of one block: K as 16-token tiles, V in rows, then the scales of both where there are any."""
+    """Bytes of one head of one block: K in tiles, V in rows or tiles (ops/rope.py), then their scales, if any."""
     return 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
 
 

@@ -107,7 +107,8 @@ class Layer:
         k = halves[:, 0].reshape(-1, padded // step, 16, step).transpose(0, 2, 1, 3).reshape(-1, 16, padded).copy()
         k[..., self.head_dim :] = 0
         halves[:, 0] = k.reshape(-1, 16, padded // step, step).transpose(0, 2, 1, 3).reshape(len(values), -1)
-        halves[:, 1].reshape(-1, 16, padded)[..., self.head_dim :] = 0
+        v = halves[:, 1].reshape(-1, 16 // step, padded, step)  # int8: four rows byte by byte
+        v[:, :, self.head_dim :] = 0
         return values
 
     def _table(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import CancelledError, RequestError
+from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool
 from edgeinfer.runner import Cancellation, Segment, Sequence
 from edgeinfer.runtime import Session
@@ -206,8 +207,9 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
 
 def overflow(running: Session, sequence: Sequence, row: int) -> None:
     """Fill the last block of a sequence with NaN from a row on."""
+    rows = np.arange(row, abi.BLOCK_TOKENS)
     for part in running.kv._parts:
-        part[:, sequence.blocks[-1], ..., row:] = np.iinfo(part.dtype).max  # as floats: NaN
+        part[:, sequence.blocks[-1], ..., rows // 4, rows % 4] = np.iinfo(part.dtype).max  # as floats: NaN
 
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])

@@ -55,7 +55,7 @@ class KVCache:
         self._stores = {access.layer: access for access in stores}
         self._parts = [part for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3])
                        for part in _by_row(plan, region, [access.layer for access in alike], heads, head_dim)]
-        self._parts.append(self._holes)
+        self._parts.append(self._holes.reshape(len(self._holes), plan.kv_blocks, abi.BLOCK_TOKENS // 4, 4))
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._written = bytearray(plan.kv_blocks)
 
@@ -86,8 +86,9 @@ class KVCache:
         if used % abi.BLOCK_TOKENS:
             self._own(sequence, len(blocks) - 1)
             if sequence.cut:
+                rows = np.arange(used % abi.BLOCK_TOKENS, abi.BLOCK_TOKENS)
                 for part in self._parts:
-                    part[:, blocks[-1], ..., used % abi.BLOCK_TOKENS :] = 0
+                    part[:, blocks[-1], ..., rows // 4, rows % 4] = 0
         sequence.cut = True  # until whoever writes these rows takes all of them in
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
             blocks.append(self._take())
@@ -172,7 +173,7 @@ class KVCache:
         (to, here), (since, there) = ((blocks[rows // abi.BLOCK_TOKENS], rows % abi.BLOCK_TOKENS)
                                       for rows in (target, source))
         for part in self._parts:
-            part[:, to, ..., here] = part[:, since, ..., there]
+            part[:, to, ..., here // 4, here % 4] = part[:, since, ..., there // 4, there % 4]
 
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks past the last token that is there or reserved (after a cancelled walk, too)."""
@@ -323,7 +324,7 @@ class KVCache:
 
 def _by_row(plan: MemoryPlan, region: NDArray[np.uint8], layers: list[int], heads: int,
             head_dim: int) -> Iterator[NDArray[Any]]:
-    """Views of K, V and scales of alike layers: (layers, blocks, KV heads, ..., rows of a block).
+    """Views of K, V and scales of alike layers: (layers, blocks, KV heads, ..., rows of a block // 4, rows % 4).
 
     They lie behind each other at one distance, so each is one array (for the layout see `BLOCK_TOKENS`).
     """
@@ -332,12 +333,16 @@ def _by_row(plan: MemoryPlan, region: NDArray[np.uint8], layers: list[int], head
     apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
     shape = len(layers), plan.kv_blocks, heads, abi.kv_head_bytes(kv, head_dim)
     every = np.ndarray(shape, np.uint8, region, first.offset, (apart, first.stride, shape[-1], 1))
-    half = abi.BLOCK_TOKENS * padded * element
+    half, rows = abi.BLOCK_TOKENS * padded * element, (abi.BLOCK_TOKENS // 4, 4)
     word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
-    yield every[..., :half].view(word).reshape(*shape[:3], -1, abi.BLOCK_TOKENS)
-    yield every[..., half : 2 * half].view(word).reshape(*shape[:3], abi.BLOCK_TOKENS, -1).swapaxes(3, 4)
+    yield every[..., :half].view(word).reshape(*shape[:3], -1, *rows)
+    values = every[..., half : 2 * half]
+    if kv == "int8":
+        yield values.reshape(*shape[:3], rows[0], padded, 4).swapaxes(3, 4)
+    else:
+        yield values.view(word).reshape(*shape[:3], *rows, -1).transpose(0, 1, 2, 5, 3, 4)
     if 2 * half < shape[-1]:
-        yield every[..., 2 * half :].view(np.uint16).reshape(*shape[:3], 2, abi.BLOCK_TOKENS)
+        yield every[..., 2 * half :].view(np.uint16).reshape(*shape[:3], 2, *rows)
 
 
 def _start_digest(header: dict[str, Any]) -> Any:

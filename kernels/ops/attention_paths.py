@@ -24,7 +24,18 @@ from ..abi import (
 )
 from ..parameters import ATTENTION
 from ..vector.record import flags, inline, operand, outlined, parameter, token
-from ..vector.simd import load_f32x16, load_i32, load_i64, load_u16, store_f32x16, store_i16, store_i32, store_i64
+from ..vector.simd import (
+    load_f32x16,
+    load_i8,
+    load_i32,
+    load_i64,
+    load_u16,
+    store_f32x16,
+    store_i8,
+    store_i16,
+    store_i32,
+    store_i64,
+)
 from .attention_rows import T_BLOCKS, path_at
 
 
@@ -44,6 +55,12 @@ def head_address(rec, ctx, h):
 def block_address(rec, blocks, kv_head, b):
     """Address of block b of a sequence for one KV head."""
     return kv_head + load_i32(blocks + 4 * b) * parameter(rec, ATTENTION.block_bytes)
+
+
+@inline
+def value_at(block, row, padded):
+    """Address of element 0 of a row of V in a block of int8; the next element is 4 bytes behind it."""
+    return block + BLOCK_TOKENS * padded + (row >> 2) * 4 * padded + (row & 3)
 
 
 @inline
@@ -103,9 +120,12 @@ def path_gather(element):
                 store_i32(target + k + width * place, load_i32(source + k + width * row))
         size = padded * element
         v = BLOCK_TOKENS * size
-        for i in range(0, size, 8):
-            store_i64(target + v + place * size + i, load_i64(source + v + row * size + i))
-        if element == 1:
+        if element > 1:
+            for i in range(0, size, 8):
+                store_i64(target + v + place * size + i, load_i64(source + v + row * size + i))
+        else:
+            for i in range(0, 4 * padded, 4):
+                store_i8(value_at(target, place, padded) + i, load_i8(value_at(source, row, padded) + i))
             for scales in range(2 * v, 2 * v + 4 * BLOCK_TOKENS, 2 * BLOCK_TOKENS):
                 store_i16(target + scales + 2 * place, load_u16(source + scales + 2 * row))
 

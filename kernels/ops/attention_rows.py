@@ -35,14 +35,17 @@ from ..vector.simd import (
     vmax,
 )
 from ..vector.targets import fma
-from ..vector.vecmath import exp
+from ..vector.vecmath import exp_below
 
 LOWEST = -1e30
 """Score of what is masked: finite, so that a row whose split is all masked stays a number, later weighted by 0."""
 SPLIT_TOKENS = SPLIT_BLOCKS * BLOCK_TOKENS
 SPLIT_SHIFT = SPLIT_TOKENS.bit_length() - 1
+WEIGHT_BLOCKS = 4
+"""Blocks whose weights have a scale in common, where V is int8."""
 
 T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
+"""Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
 T_BLOCKS = 384
 """Where the split's blocks lie."""
 T_L, T_MERGED_L = 512, 512 + 64 * ATTENTION_TILE
@@ -167,7 +170,7 @@ def merge(tile, i, padded, m_at, l_at, sums):
     """Add one split's (m, l, acc) to the merged ones of row i (log-sum-exp)."""
     m, merged = load_f32(m_at), load_f32(tile + T_MERGED_M + 4 * i)
     new = max_f32(m, merged)
-    old_share, share = exp(splat_f32(merged) - splat_f32(new)), exp(splat_f32(m) - splat_f32(new))
+    old_share, share = exp_below(splat_f32(merged) - splat_f32(new)), exp_below(splat_f32(m) - splat_f32(new))
     store_f32(tile + T_MERGED_M + 4 * i, new)
     total = tile + T_MERGED_L + 64 * i
     store_f32x16(total, fma(load_f32x16(total), old_share, load_f32x16(l_at) * share))

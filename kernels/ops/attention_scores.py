@@ -27,7 +27,7 @@ from ..vector.simd import (
     vmax,
 )
 from ..vector.targets import attention_tiles
-from ..vector.vecmath import exp
+from ..vector.vecmath import exp_below
 from .attention import single_step, start_step
 from .attention_rows import SCORES, SPLIT_SHIFT, SPLIT_TOKENS, T_SCORES
 from .attention_split import KINDS, following, score_step
@@ -67,7 +67,7 @@ def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
         top = vmax(top, x)
     m, total = max_lanes(top), splat_f32(0.0)
     for b in range(begin, end):
-        total = total + exp(load_f32x16(scores + 64 * b) - splat_f32(m))
+        total = total + exp_below(load_f32x16(scores + 64 * b) - splat_f32(m))
     sums = split_sums(rec, row, split)
     store_f32(sums, m)
     store_f32(sums + 4, sum_lanes(total))

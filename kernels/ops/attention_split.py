@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..abi import BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
+from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
 from ..vector.chains import add_chains, dot_chains, sum_chains
 from ..vector.int8_dot import scale_add, start_s8
-from ..vector.int16_dot import WEIGHT_MAX, add_weighted_pair, scale_sums, store_i16x16, zero_sums
 from ..vector.record import inline, outlined, token
 from ..vector.simd import (
     div_f32,
+    div_i64,
     first_lane,
     lane_numbers,
     load_f32x16,
@@ -28,15 +28,15 @@ from ..vector.simd import (
     max_f32,
     max_lanes,
     prefetch,
-    round_to_i32,
     splat_f32,
     store_f32,
     store_f32x16,
     vmax,
 )
 from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
-from ..vector.tiles import load_lines, store_block, store_tile, zero_tile
-from ..vector.vecmath import exp
+from ..vector.tiles import add_block, load_lines, store_block, store_tile, zero_tile
+from ..vector.vecmath import exp_below
+from ..vector.weighted import WEIGHT_MAX, add_weighted, scale_sums, store_weights, zero_sums
 from .attention_paths import (
     block_address,
     block_table,
@@ -54,6 +54,7 @@ from .attention_rows import (
     T_M,
     T_SCORES,
     T_WEIGHT,
+    WEIGHT_BLOCKS,
     acc_at,
     bounds_at,
     elements_at,
@@ -133,16 +134,17 @@ def _v_scales_float(block, padded):
 
 @inline
 def _round_weights(tile, i, row, first, last, largest):
-    """With int8 KV weights are int16 with one scale a row, so that sums are exact and two products an instruction.
+    """With int8 KV weights have 7 bits and one scale for a row and part, so that sums are exact, four products a lane.
 
     The scale is that of the largest weight. What a row does not see has weight 0, so other rows of the tile do not
     matter; nor do they below, because integers add up the same in any order.
     """
     top = max_f32(max_lanes(largest), first_lane(splat_f32(1e-30)))
-    store_f32(tile + T_WEIGHT + 4 * i, first_lane(splat_f32(top) * splat_f32(1.0 / WEIGHT_MAX)))
+    scale = tile + T_WEIGHT + 4 * (ATTENTION_TILE * div_i64(first, WEIGHT_BLOCKS) + i)
+    store_f32(scale, first_lane(splat_f32(top) * splat_f32(1.0 / WEIGHT_MAX)))
     inverse = splat_f32(div_f32(first_lane(splat_f32(1.0 * WEIGHT_MAX)), top))
     for b in range(first, last):
-        store_i16x16(row + 32 * b, round_to_i32(load_f32x16(row + 64 * b) * inverse))
+        store_weights(row + 16 * b, load_f32x16(row + 64 * b) * inverse)
 
 
 @inline
@@ -158,17 +160,15 @@ def _sums_int8(r, n):
         return zero_sums(size)
 
     @inline
-    def add(acc, tile, b, v, keys, padded):
-        p = tile + T_SCORES + 32 * b
-        for j in range(0, BLOCK_TOKENS, 2):
-            acc = add_weighted_pair(acc, r, v + j * padded, padded, p + 2 * j, SCORES)
-            prefetch(keys + j * padded)
-            prefetch(keys + (j + 1) * padded)
-        return acc
+    def add(acc, tile, b, block, keys, k, padded):
+        for line in range(4 * n):
+            prefetch(keys + 16 * k + 64 * line)
+        values = block + BLOCK_TOKENS * padded + 4 * k
+        return add_weighted(acc, r, values, 4 * padded, tile + T_SCORES + 16 * b, SCORES)
 
     @inline
-    def end(acc, tile):
-        return scale_sums(acc, r, tile + T_WEIGHT)
+    def end(acc, scales):
+        return scale_sums(acc, r, scales)
 
     return start, add, end
 
@@ -182,16 +182,16 @@ def _sums_float(fma_rows, element):
             return zero_tile(size)
 
         @inline
-        def add(acc, tile, b, v, keys, padded):
-            p = tile + T_SCORES + 64 * b
+        def add(acc, tile, b, block, keys, k, padded):
+            p, v = tile + T_SCORES + 64 * b, block + (BLOCK_TOKENS * padded + k) * element
             for j in range(BLOCK_TOKENS):
                 acc = fma_rows(acc, r, v + j * padded * element, p + 4 * j, SCORES)
                 for line in range(lines):
-                    prefetch(keys + j * padded * element + 64 * line)
+                    prefetch(keys + (k + j * padded) * element + 64 * line)
             return acc
 
         @inline
-        def end(acc, tile):
+        def end(acc, scales):
             return acc
 
         return start, add, end
@@ -208,18 +208,21 @@ class KvKind(NamedTuple):
     """Makes the scores of a block for r rows, in so many chains, and says how V is asked for meanwhile."""
     v_scales: Any
     weigh: Any
-    """Gives weights the form that the sums want."""
+    """Gives the weights of a part the form that the sums want."""
+    part: int
+    """Blocks of a part."""
     sums: Callable[[int, int], Any]
-    """Makes the steps of weighted sums for r rows and n vectors of V: start, a block, end."""
+    """Makes the steps of weighted sums for r rows and n vectors of V: start of a part, a block, end of a part."""
     element: int
     """Bytes of an element."""
 
 
 KINDS = {
-    "int8": KvKind(prepare_int8, _scores_int8, _v_scales_int8, _round_weights, _sums_int8, 1),
-    "f16": KvKind(prepare_float, _scores_float(load_f16x16, 2), _v_scales_float, _keep_weights,
+    "int8": KvKind(prepare_int8, _scores_int8, _v_scales_int8, _round_weights, WEIGHT_BLOCKS,
+                   _sums_int8, 1),
+    "f16": KvKind(prepare_float, _scores_float(load_f16x16, 2), _v_scales_float, _keep_weights, SPLIT_BLOCKS,
                   _sums_float(fma_rows_f16, 2), 2),
-    "f32": KvKind(prepare_float, _scores_float(load_f32x16, 4), _v_scales_float, _keep_weights,
+    "f32": KvKind(prepare_float, _scores_float(load_f32x16, 4), _v_scales_float, _keep_weights, SPLIT_BLOCKS,
                   _sums_float(fma_rows_f32, 4), 4),
 }
 
@@ -227,20 +230,24 @@ KINDS = {
 def _values(kind, r, widths):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are so many, then widths[1], at last 1.
 
-    Every element is a sum in token order, whatever the width and the number of rows.
+    Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
-    (start, add, finish), element, n = kind.sums(r, widths[0]), kind.element, widths[0]
+    (start, add, finish), part, n = kind.sums(r, widths[0]), kind.part, widths[0]
 
     @inline
     def some(rec, tile, span, padded, ahead, k):
         begin, end, base, kv_head = span
         next_blocks, next_head, last = ahead
-        acc = start()
-        for b in range(begin, end):
-            v = split_block(tile, kv_head, b - base) + (BLOCK_TOKENS * padded + k) * element
-            keys = block_address(rec, next_blocks, next_head, min(b - base, last)) + k * element
-            acc = add(acc, tile, b - base, v, keys, padded)
-        store_block(n, finish(acc, tile), tile + acc_at(padded) + 4 * k, 4 * padded)
+        at = tile + acc_at(padded) + 4 * k
+        for first in range(begin - begin % part, end, part):
+            acc = start()
+            for b in range(max(first, begin), min(first + part, end)):
+                keys = block_address(rec, next_blocks, next_head, min(b - base, last))
+                acc = add(acc, tile, b - base, split_block(tile, kv_head, b - base), keys, k, padded)
+            sums = finish(acc, tile + T_WEIGHT + 4 * ATTENTION_TILE * div_i64(first - base, part))
+            if first > begin:
+                sums = add_block(n, sums, at, 4 * padded, _IN_A_ROW)
+            store_block(n, sums, at, 4 * padded)
 
     if len(widths) == 1:
 
@@ -298,7 +305,7 @@ def _mask_holes(at, r, holes):
 @cache
 def _softmax(kind):
     """Make pass 2 for a stored type."""
-    v_scales, weigh = kind.v_scales, kind.weigh
+    v_scales, weigh, part = kind.v_scales, kind.weigh, kind.part
 
     @outlined
     def softmax(tile, i, span, padded):
@@ -309,14 +316,16 @@ def _softmax(kind):
         for b in range(begin + 1, end):
             top = vmax(top, load_f32x16(row + 64 * (b - base)))
         m = max_lanes(top)
-        total, largest = splat_f32(0.0), splat_f32(0.0)
-        for b in range(begin, end):
-            p = exp(load_f32x16(row + 64 * (b - base)) - splat_f32(m))
-            total = total + p
-            weight = p * v_scales(split_block(tile, kv_head, b - base), padded)
-            largest = vmax(largest, weight)
-            store_f32x16(row + 64 * (b - base), weight)
-        weigh(tile, i, row, begin - base, end - base, largest)
+        total = splat_f32(0.0)
+        for first in range(begin - begin % part, end, part):
+            low, high, largest = max(first, begin), min(first + part, end), splat_f32(0.0)
+            for b in range(low, high):
+                p = exp_below(load_f32x16(row + 64 * (b - base)) - splat_f32(m))
+                total = total + p
+                weight = p * v_scales(split_block(tile, kv_head, b - base), padded)
+                largest = vmax(largest, weight)
+                store_f32x16(row + 64 * (b - base), weight)
+            weigh(tile, i, row, low - base, high - base, largest)
         store_f32(tile + T_M + 4 * i, m)
         store_f32x16(tile + T_L + 64 * i, total)
 

@@ -1,8 +1,8 @@
 """Rotary embedding (arXiv 2104.09864) of q and k, and storing of k and v in the layer's KV blocks.
 
 A block of 16 tokens holds per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per
-dim), V in rows, and for int8 the fp16 scales of the 16 K and the 16 V rows. A scale is of one token and head: max|x|
-divided by 127.
+dim), V in rows (f16, f32) or lines of 4 tokens x 16 dims (int8), and for int8 the fp16 scales of the 16 K and the 16 V
+rows. A scale is of one token and head: max|x| divided by 127.
 
 Operands: 0 qkv rows, 1 table (per position cos then sin, each padded to 16), 2 the layer's blocks, 3 q norm, 4 k norm.
 Twin: reference/rope.py.
@@ -24,16 +24,17 @@ from ..vector.simd import (
     max_lanes,
     round_to_i32,
     scatter_f32,
+    scatter_i8,
     scatter_i8x4,
     splat_f32,
     store_f32x16,
     store_first,
-    store_i8x16,
     store_i16,
     vabs,
     vmax,
 )
 from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
+from .attention_paths import value_at
 from .elementwise import norm_scale
 
 
@@ -95,7 +96,7 @@ def store_int8(k, v, block, slot, n):
     store_i16(scales + 2 * BLOCK_TOKENS + 2 * slot, bits)
     inverse = inverse_of(bits)
     for i in range(0, n, 16):
-        store_i8x16(block + BLOCK_TOKENS * padded + padded * slot + i, quantised(v, i, n, inverse))
+        scatter_i8(value_at(block, slot, padded) + 4 * i, quantised(v, i, n, inverse), 4)
 
 
 @inline

@@ -103,7 +103,10 @@ def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32])
     step = 4 if kv == "int8" else 1
     lines = np.ascontiguousarray(data[..., :half]).view(dtype).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
     k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
-    v = np.ascontiguousarray(data[..., half : 2 * half]).view(dtype).reshape(kv_heads, -1, padded).astype(np.float64)
+    values = np.ascontiguousarray(data[..., half : 2 * half]).view(dtype)
+    if kv == "int8":
+        values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
+    v = values.reshape(kv_heads, -1, padded).astype(np.float64)
     v_scales = None
     if kv == "int8":
         scales = np.ascontiguousarray(data[..., 2 * half :]).view(np.float16).astype(np.float64)

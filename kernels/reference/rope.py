@@ -1,7 +1,8 @@
 """Twin of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
 
 Layout of a KV head in a block of 16 tokens: K in lines (int8: 16 tokens x 4 dimensions; f16, f32: 16 tokens of one
-dimension), V in rows of the padded head size, and for int8 16 fp16 scales of K and 16 of V.
+dimension), V in rows of the padded head size (int8: lines of 4 tokens x 16 dimensions, which are 4 rows byte by byte),
+and for int8 16 fp16 scales of K and 16 of V.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def head_views(
         (head_bytes, BLOCK_TOKENS * step * size, size),
         at=at + row * step * size,
     )
-    v = view.array(2, dtype, (kv_heads, padded), (head_bytes, size), at=at + (BLOCK_TOKENS + row) * padded * size)
+    values = at + BLOCK_TOKENS * padded * size
+    if kv == "int8":
+        v = view.array(2, dtype, (kv_heads, padded), (head_bytes, 4), at=values + row // 4 * 4 * padded + row % 4)
+    else:
+        v = view.array(2, dtype, (kv_heads, padded), (head_bytes, size), at=values + row * padded * size)
     n_scaled = kv_heads if kv == "int8" else 0
     scales = at + 2 * BLOCK_TOKENS * padded + 2 * row
     k_scales = view.array(2, np.float16, (n_scaled,), (head_bytes,), at=scales)

@@ -87,6 +87,12 @@ def dot_rows(b, products, sums, lines, x):
     return [_whole(b, part) for part in parts]
 
 
+def dot_line(b, products, total, line, four):
+    """Add the products of a line with the same four values for all 16 rows."""
+    quarters = zip(_quarters(b, total, 4), _quarters(b, line, 16), strict=True)
+    return _whole(b, [products(b, part, [(w, four)]) for part, w in quarters])
+
+
 def dot_blocks(b, sums, lines, x):
     """`dot_rows` of two lines by smmla: 2 rows x 8 columns times 8 columns x 2 tokens; the sums belong to a PairTile.
 

@@ -188,6 +188,7 @@ def _storer(name, llvm, argument, align, narrow=None):
 load_i64 = _loader("load_i64", I64, types.int64, 8)
 load_i32 = _loader("load_i32", I32, types.int64, 4, lambda b, v: b.sext(v, I64))
 load_u16 = _loader("load_u16", I16, types.int64, 2, lambda b, v: b.zext(v, I64))
+load_i8 = _loader("load_i8", I8, types.int64, 1, lambda b, v: b.sext(v, I64))
 load_f32 = _loader("load_f32", F32, types.float32, 4)
 load_f64 = _loader("load_f64", F64, types.float64, 8)
 load_f32x16 = _loader("load_f32x16", VF, F32x16, 4)
@@ -195,11 +196,10 @@ load_line = _loader("load_line", VB, I8x64, 64)
 store_i64 = _storer("store_i64", I64, types.int64, 8)
 store_i32 = _storer("store_i32", I32, types.int64, 4, lambda b, v: b.trunc(v, I32))
 store_i16 = _storer("store_i16", I16, types.int64, 2, lambda b, v: b.trunc(v, I16))
+store_i8 = _storer("store_i8", I8, types.int64, 1, lambda b, v: b.trunc(v, I8))
 store_f64 = _storer("store_f64", F64, types.float64, 8)
 store_f32 = _storer("store_f32", F32, types.float32, 4)
 store_f32x16 = _storer("store_f32x16", VF, F32x16, 4)
-store_i8x16 = _storer("store_i8x16", ir.VectorType(I8, 16), I32x16, 1,
-                      lambda b, v: b.trunc(v, ir.VectorType(I8, 16)))
 
 
 @define(types.none, types.int64, F32x16, types.int64)
@@ -363,6 +363,12 @@ def emit_scatter(b, address, v, stride):
 def scatter_i8x4(b, address, v, stride):
     """16 values as int8, in 4 groups of 4 bytes `stride` bytes apart."""
     emit_scatter(b, address, b.bitcast(b.trunc(v, ir.VectorType(I8, 16)), ir.VectorType(I32, 4)), stride)
+
+
+@define(types.none, types.int64, I32x16, types.int64)
+def scatter_i8(b, address, v, stride):
+    """16 values as int8, `stride` bytes apart."""
+    emit_scatter(b, address, b.trunc(v, ir.VectorType(I8, 16)), stride)
 
 
 @define(types.none, types.int64, F32x16, types.int64)

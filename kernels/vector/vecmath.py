@@ -29,6 +29,23 @@ def exp(b, x):
     return b.select(floor, out, constant(VF, 0.0))
 
 
+@define(F32x16, F32x16)
+def exp_below(b, x):
+    """e^x of x <= 0 within 3 ulp, in two thirds of the instructions; exactly 1 at 0, exactly 0 below -87.
+
+    2^f on [-1/2, 1/2] by the polynomial of degree 5 with p(0) = 1 of the least relative error, 9.2e-8.
+    """
+    shifted = emit_fma(b, x, constant(VF, 1.4426950408889634), constant(VF, 12582912.0))
+    whole = b.fsub(shifted, constant(VF, 12582912.0))
+    f = emit_fma(b, x, constant(VF, 1.4426950408889634), b.fneg(whole))
+    p = constant(VF, 1.326472731307149e-3)
+    for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.6931470036506653, 1.0):
+        p = emit_fma(b, p, f, constant(VF, c))
+    power = b.shl(b.bitcast(shifted, VI), constant(VI, 23))  # the integer sits in the low bits of `shifted`
+    out = b.bitcast(b.add(b.bitcast(p, VI), power), VF)
+    return b.select(b.fcmp_ordered(">", x, constant(VF, -87.0)), out, constant(VF, 0.0))
+
+
 @define(F32x16, F32x16, F32x16)
 def copy_sign(b, size, sign):
     """|size| with the sign of `sign`."""
