@@ -14,7 +14,9 @@ FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 """Boundaries that are not given part the layers evenly up to LAST_SHARE of them, each stage FIRST_SHARE at most: three
 are those of the paper, behind 30, 60 and 90 %."""
 RECENT = 16
-"""Last tokens of a prompt that always go on; so does the first of a text."""
+"""Last tokens of a prompt that always go on, as does the first of a text; their attention chooses the others."""
+NEIGHBOURS = 2
+"""To each side: a token counts as much as the one of these that is attended to most (docs/long-context.md)."""
 LEAST_PROMPT = 64
 """Prompts of fewer tokens go through all layers: most of them would stay anyway."""
 _FORM = "write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35"

@@ -1,7 +1,7 @@
 """Prompts in stages of layers: between two of them it is chosen which tokens go on (LazyLLM, arXiv 2407.14057).
 
 All chunks of a prompt go through the layers of a stage, then those of its tokens that go on through the next:
-importance is how much the prompt's last token attends to a token, and only the end of the prompt knows it. A token that
+importance is how much the prompt's last tokens attend to a token, and only the end of the prompt knows it. A token that
 was left behind keeps its place, its K and V in the layers that it has gone through, and a flag in the others
 (`abi.FLAG_HOLES`).
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Attention, Graph, Tensor
-from edgeinfer.pruning import LEAST_PROMPT, RECENT, Schedule
+from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence, integers
 
 if TYPE_CHECKING:
@@ -115,51 +115,58 @@ class Stages:
         ids = integers("ids", ids)
         session.check(sequence, ids)
         session.reserve(sequence, len(ids))
-        rows, counts = np.arange(len(ids)), []
+        rows, counts, last = np.arange(len(ids)), [], self._stages[-1]
         try:
-            for number, stage in enumerate(self._stages):
+            for number in range(len(self._stages) - 1):
                 counts.append(len(rows))
-                chunks = np.split(rows, range(session.config.prefill_chunk, len(rows), session.config.prefill_chunk))
-                for part in chunks[:-1]:
-                    self._walk(sequence, ids, part, number, stage.first, stage.stop, cancel)
-                if number == len(self._stages) - 1:
-                    logits = self._walk(sequence, ids, chunks[-1], number, stage.first, stage.stop, cancel, draw)
-                else:
-                    rows = self._last_chunk(sequence, ids, rows, chunks[-1], number, cancel)
+                queries = self._through(sequence, ids, rows, number, cancel)
+                rows = self._choose(sequence, len(ids), rows, number, queries)
+            *chunks, final = self._chunks(rows)
+            for part in chunks:
+                self._walk(sequence, ids, part, last, last.first, last.stop, cancel)
+            logits = self._walk(sequence, ids, final, last, last.first, last.stop, cancel, draw)
         except BaseException:
             session.truncate(sequence, len(sequence))
             raise
         session.append(sequence, ids, PROMPT)
-        self._note(counts)
+        self._note([*counts, len(rows)])
         return logits[0]
 
-    def _walk(self, sequence: Sequence, ids: Items[int], rows: Rows, number: int, first: int, stop: int,
+    def _chunks(self, rows: Rows) -> list[Rows]:
+        step = self._session.config.prefill_chunk
+        return np.split(rows, range(step, len(rows), step))
+
+    def _through(self, sequence: Sequence, ids: Items[int], rows: Rows, number: int,
+                 cancel: Cancellation | None) -> Floats:
+        """Let tokens go through a stage; returns the queries of the last ones in the attention that chooses."""
+        stage, queries = self._stages[number], []
+        for part in self._chunks(rows):
+            start, recent = stage.first, part >= len(ids) - RECENT
+            if recent.any():
+                self._walk(sequence, ids, part, stage, start, stage.tap, cancel)
+                queries.append(self._rows_of(stage.attention.qkv, len(part))[recent])
+                start = stage.tap
+            self._walk(sequence, ids, part, stage, start, stage.stop, cancel)
+            self._aux[part] = self._rows_of(self._residual, len(part))
+        return np.concatenate(queries)
+
+    def _walk(self, sequence: Sequence, ids: Items[int], rows: Rows, stage: _Stage, first: int, stop: int,
               cancel: Cancellation | None, draw: int | None = None) -> Logits:
-        """Let tokens go through records of a stage, from what the stage before has left to what the next one takes."""
-        stage, session = self._stages[number], self._session
-        residual = self._rows_of(self._residual, len(rows))
-        if number and first == stage.first:
-            residual[:] = self._aux[rows]
+        """Let tokens go through records of a stage, which begins with what the stage before has left of them."""
+        if first and first == stage.first:
+            self._rows_of(self._residual, len(rows))[:] = self._aux[rows]
         outputs, draws = ((), ()) if draw is None else ((len(rows) - 1,), (draw,))
         segment = Segment(sequence, [ids[row] for row in rows.tolist()], outputs, PROMPT, None, draws)
-        logits = session.walk_range(segment, first, stop, 0, cancel, rows)
-        if draw is None and stop == stage.stop and stage is not self._stages[-1]:
-            self._aux[rows] = residual
-        return logits
+        return self._session.walk_range(segment, first, stop, 0, cancel, rows)
 
-    def _last_chunk(self, sequence: Sequence, ids: Items[int], rows: Rows, chunk: Rows, number: int,
-                    cancel: Cancellation | None) -> Rows:
-        """Let the last tokens of a stage go through it; returns which of all its tokens go on."""
-        stage, n = self._stages[number], len(ids)
-        self._walk(sequence, ids, chunk, number, stage.first, stage.tap, cancel)
-        queries = self._rows_of(stage.attention.qkv, len(chunk))[-1]
-        seen = importance(self._session, sequence, stage.attention, number, queries, len(sequence) + n)
-        self._walk(sequence, ids, chunk, number, stage.tap, stage.stop, cancel)
-        forced = (rows >= n - RECENT) | (rows + len(sequence) == 0)
+    def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats) -> Rows:
+        """Return which of a stage's tokens go on, and take note of the others."""
+        before = len(sequence)
+        seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n)
+        forced = (rows >= n - RECENT) | (rows + before == 0)
         most = max(math.ceil(self.schedule.keep[number] * n), int(forced.sum()))
-        weight = np.where(forced, np.inf, seen[len(sequence) + rows]).astype(np.float32)
-        chosen = self.choose(weight, rows, most)
-        self._session.kv.leave_out(sequence, number + 1, len(sequence) + np.setdiff1d(rows, chosen))
+        chosen = self.choose(np.where(forced, np.inf, seen[before + rows]).astype(np.float32), rows, most)
+        self._session.kv.leave_out(sequence, number + 1, before + np.setdiff1d(rows, chosen))
         return chosen
 
     def _rows_of(self, tensor: Tensor, n: int) -> Floats:
@@ -181,22 +188,27 @@ def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
 
 def importance(session: Session, sequence: Sequence, attention: Attention, stage: int, queries: Floats,
                n_tokens: int) -> Floats:
-    """Return how much of its attention a token pays to each row up to its own, as the mean over the heads of a layer.
+    """Return how much of their attention the last tokens pay to each row: the mean over them and the heads of a layer,
+    and of such means the largest among a row's neighbours.
 
-    Computed from the stored keys, a KV head at a time, with sums in a fixed order: the same for any threads and chunks.
+    Computed from the stored keys, a head at a time, with sums in a fixed order: the same for any threads and chunks.
     """
-    group, n = attention.heads // attention.kv_heads, attention.head_dim
+    group, n, places = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
+    there = ~session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.ones(n_tokens, bool)
     out = np.zeros(n_tokens)
-    hidden = session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.zeros(n_tokens, bool)
-    if attention.window:
-        hidden[: max(0, n_tokens - attention.window)] = True
     for head in range(attention.kv_heads):
-        q = queries[head * group * n : (head + 1) * group * n].reshape(group, n) / np.float32(math.sqrt(n))
-        scores = np.einsum("gd,pd->gp", q, session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens])
-        scores[:, hidden] = -np.inf
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out += (weights / weights.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
-    return (out / attention.heads).astype(np.float32)
+        keys = session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens]
+        rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) / np.float32(math.sqrt(n))
+        for behind, q in enumerate(rows[::-1]):
+            place = n_tokens - 1 - behind
+            sees = there & (places <= place) & (places > place - (attention.window or n_tokens))
+            scores = np.einsum("gd,pd->gp", q, keys)
+            scores[:, ~sees] = -np.inf
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out += (weights / weights.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
+    padded = np.pad(out / (attention.heads * len(queries)), NEIGHBOURS)
+    largest = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1).max(axis=1)
+    return largest.astype(np.float32)
 
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:

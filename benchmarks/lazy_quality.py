@@ -1,0 +1,229 @@
+"""Prompt token pruning: what it changes in the predictions behind a prompt, beside other ways to choose as many tokens.
+
+    python benchmarks/lazy_quality.py MODEL... --text FILE [--prompts N] [--prompt TOKENS] [--after TOKENS]
+    python benchmarks/lazy_quality.py MODEL --speed [--prompt TOKENS] [--rounds N] [--keep 0.5,0.25,0.125 ...]
+
+The first walks prompts from a text with all tokens in all layers and pruned, and then the text's next tokens one by
+one, in decode role; divergences are those of the predictions after the prompt and after each of these tokens.
+Chosen are: by importance; by chance; the latest; and, as a bound on what revival could give, by the importance to each
+new token anew: the prompt is computed again before every token, among those tokens alone that it chooses.
+
+The second is about the time to the first token, where the weights mean nothing: the plain prompt and the pruned ones in
+turns, by processor time and by the clock, with the share of tokens times layers that was computed, and the time of a
+token that is decoded behind each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `python benchmarks/lazy_quality.py` in a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from edgeinfer.bundle import Bundle  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
+from edgeinfer.evaluate import token_stream  # noqa: E402
+from edgeinfer.models import resolve  # noqa: E402
+from edgeinfer.pruning import Schedule  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
+from edgeinfer.runtime.stages import most_important  # noqa: E402
+from edgeinfer.text import Tokenizer  # noqa: E402
+
+Rows = NDArray[np.int64]
+Choose = Callable[[NDArray[np.float32], Rows, int], Rows]
+SHARES = ((0.7, 0.49), (0.5, 0.25), (0.3, 0.15))
+DECODED = 8
+"""Tokens decoded behind a prompt for its time per token."""
+
+
+class Figures(NamedTuple):
+    """Of one way to choose, over all predictions."""
+
+    kld: float
+    worst: float
+    same: float
+
+
+def by_chance(all_but: bool) -> Choose:
+    """Choose as many tokens at random; `all_but` those that always stay, else all but the last one."""
+    rng = np.random.default_rng(0)
+
+    def choose(weight: NDArray[np.float32], rows: Rows, most: int) -> Rows:
+        stays = np.isinf(weight) if all_but else np.arange(len(rows)) == len(rows) - 1
+        return most_important(np.where(stays, np.inf, rng.random(len(rows))).astype(np.float32), rows, most)
+
+    return choose
+
+
+def the_latest(weight: NDArray[np.float32], rows: Rows, most: int) -> Rows:
+    """Drop the oldest."""
+    return most_important(np.where(np.isinf(weight), weight, rows).astype(np.float32), rows, most)
+
+
+WAYS = {"importance": most_important, "chance, but the first and the last 16": by_chance(True),
+        "chance": by_chance(False), "the latest": the_latest}
+
+
+@contextmanager
+def opened(path: Path, ctx: int, kv: str = "int8", lazy: Schedule | None = None, threads: int | None = None,
+           host: Session | None = None) -> Iterator[Session]:
+    """A session."""
+    session = Session(Bundle.open(path), RuntimeConfig(ctx=ctx, kv=kv, lazy=lazy, threads=threads), host=host)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def predictions(session: Session, ids: list[int], prompt: int) -> NDArray[np.float32]:
+    """Logits after the prompt and after each token behind it."""
+    sequence = session.new_sequence()
+    rows = [session.prefill(sequence, ids[:prompt]).copy()]
+    rows += [session.decode([sequence], [token])[0].copy() for token in ids[prompt:]]
+    session.release(sequence)
+    return np.stack(rows)
+
+
+def chosen_anew(session: Session, ids: list[int], prompt: int) -> NDArray[np.float32]:
+    """The same where every token chooses from the whole prompt: the tokens after it go on besides."""
+    assert session.stages
+    keep, rows, n_stages = session.config.lazy.keep, [], len(session.config.lazy.keep)  # type: ignore[union-attr]
+    for n in range(prompt, len(ids) + 1):
+        stage = iter(range(n_stages))
+
+        def choose(weight: NDArray[np.float32], rows: Rows, most: int, n: int = n,
+                   stage: Iterator[int] = stage) -> Rows:
+            most = -int(-keep[next(stage)] * prompt // 1) + n - prompt
+            return most_important(np.where(rows >= prompt, np.inf, weight).astype(np.float32), rows, most)
+
+        session.stages.choose = choose
+        sequence = session.new_sequence()
+        rows.append(session.prefill(sequence, ids[:n]).copy())
+        session.release(sequence)
+    return np.stack(rows)
+
+
+def compared(exact: list[NDArray[np.float32]], other: list[NDArray[np.float32]]) -> Figures:
+    """Divergences over all predictions of all prompts."""
+    p, q = (_log_softmax(np.concatenate(rows)) for rows in (exact, other))
+    klds = np.maximum((np.exp(p) * (p - q)).sum(axis=1), 0)
+    return Figures(float(klds.mean()), float(np.percentile(klds, 99)), float((p.argmax(1) == q.argmax(1)).mean()))
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def quality(path: Path, text: str, args: argparse.Namespace) -> None:
+    """Print the table of one model."""
+    tokenizer, length = Tokenizer.open(path), args.prompt + args.after
+    stream = list(token_stream(tokenizer, text).ids)
+    step = max(length, (len(stream) - length) // max(args.prompts, 1))
+    texts = [stream[at : at + length] for at in range(0, len(stream) - length, step)][: args.prompts]
+    with opened(path, length, args.kv) as session:
+        layers = session.model.num_hidden_layers
+        exact = [predictions(session, ids, args.prompt) for ids in texts]
+    n = sum(map(len, exact))
+    print(f"\n{path.name}: {len(texts)} prompts of {args.prompt} tokens, {n} predictions behind them")
+    print("| keep | after layers | chosen by | KLD mean | 99 % | same top token | tokens' layers |")
+    print("|---|---|---|---|---|---|---|")
+    places = [(layers - 3, layers - 1), (1, layers - 2)] if layers > 3 else [(1, 2)]
+    for shares, where in ((shares, where) for where in places for shares in SHARES):
+        schedule = Schedule(shares, where)
+        with opened(path, length, args.kv, schedule) as session:
+            assert session.stages
+            for name, choose in WAYS.items():
+                session.stages.choose = choose
+                found = [predictions(session, ids, args.prompt) for ids in texts]
+                assert session.stages.last
+                _print(schedule, name, compared(exact, found), session.stages.last.share)
+                if name == "importance":
+                    share = session.stages.last.share
+            if args.anew:
+                found = [chosen_anew(session, ids, args.prompt) for ids in texts]
+                _print(schedule, "each token anew", compared(exact, found), share)
+
+
+def _print(schedule: Schedule, name: str, found: Figures, share: float) -> None:
+    keep, layers = (", ".join(f"{x:g}" for x in values) for values in (schedule.keep, schedule.layers))
+    print(f"| {keep} | {layers} | {name} | {found.kld:.5f} | {found.worst:.4f} | {found.same:.1%} | {share:.0%} |",
+          flush=True)
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock and of the processors that a call takes."""
+    began, used = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - began, time.process_time() - used
+
+
+def speed(path: Path, args: argparse.Namespace) -> None:
+    """Print the times of prompts in turns, and of tokens behind them."""
+    ctx = args.prompt + DECODED + 1
+    plans = [None, *(Schedule.parse(f"keep={text}") for text in args.keep)]
+    times: dict[str, list[tuple[float, float, float]]] = {}
+    shares: dict[str, float] = {}
+    for _ in range(args.rounds):
+        for schedule in plans:  # one at a time: two pools of a long context may not fit
+            with opened(path, ctx, args.kv, schedule, args.threads) as session:
+                ids = np.random.default_rng(0).integers(3, session.model.vocab_size, args.prompt).tolist()
+                warm = session.new_sequence()
+                session.prefill(warm, ids[:64])
+                session.release(warm)
+                session.settle()
+                sequence, name = session.new_sequence(), str(session.config.lazy or "plain")
+                clock, used = _timed(lambda: session.prefill(sequence, ids))  # noqa: B023
+                token = min(_timed(lambda: session.decode([sequence], [5]))[0] for _ in range(DECODED))  # noqa: B023
+                shares[name] = session.stages.last.share if session.stages and session.stages.last else 1.0
+                times.setdefault(name, []).append((clock, used, token))
+                print(f"# {name}: {clock:.2f} s, {used:.2f} s of processors, {1000 * token:.1f} ms a token", flush=True)
+    print(f"\n{path.name}: prompts of {args.prompt} tokens, {args.rounds} rounds in turns")
+    print("| prompt | tokens' layers | processor time, median | best | ratio of bests | clock, best | ratio | token |")
+    print("|---|---|---|---|---|---|---|---|")
+    plain = times["plain"]
+    for name, found in times.items():
+        clock, used, token = (min(each) for each in zip(*found, strict=True))
+        middle = statistics.median(each[1] for each in found)
+        ratios = (min(each[i] for each in plain) / best for i, best in ((1, used), (0, clock)))
+        print(f"| {name} | {shares[name]:.1%} | {middle:.2f} s | {used:.2f} s | {next(ratios):.2f} | {clock:.2f} s | "
+              f"{next(ratios):.2f} | {1000 * token:.1f} ms |")
+
+
+def main() -> None:
+    """Read the command line and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--after", type=int, default=96)
+    parser.add_argument("--anew", action="store_true", help="also the bound on revival, which takes long")
+    parser.add_argument("--kv", default="int8")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--keep", nargs="+", default=["0.5,0.25,0.125", "0.7,0.49,0.343", "1,1,1"])
+    args = parser.parse_args()
+    for name in args.models:
+        if args.speed:
+            speed(resolve(name), args)
+        elif args.text is None:
+            parser.error("a table of quality needs --text")
+        else:
+            quality(resolve(name), args.text.read_text(encoding="utf-8"), args)
+
+
+if __name__ == "__main__":
+    main()
