@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import field, replace
 from typing import Any
 
 from .checks import Rule, real, shown, whole
 from .dataclass import dataclass
-from .errors import UsageError
+from .errors import RequestError, UsageError
 
 FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 """Boundaries that are not given part the layers evenly up to LAST_SHARE of them, each stage FIRST_SHARE at most: three
@@ -110,6 +111,29 @@ def _schedule(value: Any) -> Schedule:
     if not isinstance(value, Schedule):
         raise ValueError
     return value
+
+
+def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float], target: float) -> Schedule:
+    """Return the schedule with these boundaries that drops most of those that diverge by the target at most.
+
+    At each boundary the same share of what came there goes on. It is searched by halves, in steps of a hundredth.
+
+    Raises
+    ------
+    RequestError
+        Even the one that drops least diverges by more.
+    """
+    def schedule(percent: int) -> Schedule:
+        return Schedule(tuple(round((percent / 100) ** (i + 1), 4) for i in range(len(layers))), layers)
+
+    low, high = 0, 100  # of which the first is too little, and all is enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if (least := divergence(schedule(middle))) <= target else (middle, high)
+    if high == 100:
+        raise RequestError(f"Even {schedule(99)} diverges by {least:.5f}, and the target is {target:g}; raise it, or "
+                           "put the boundaries behind later layers (--lazy-layers).")
+    return schedule(high)
 
 
 def asked(lazy: str | None, layers: str | None) -> Schedule | None:

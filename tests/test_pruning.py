@@ -11,10 +11,10 @@ import pytest
 from edgeinfer import LLM
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.graph import Attention
 from edgeinfer.kernels import abi
-from edgeinfer.pruning import Schedule, asked
+from edgeinfer.pruning import Schedule, asked, calibrated
 from edgeinfer.quality import Setting
 from edgeinfer.runtime import Session
 from tests.command_line import edgeinfer
@@ -148,3 +148,39 @@ def test_a_plan_names_aux_cache_flags_and_scratch(model: Path) -> None:
     regions = {region["name"]: region for region in done.json["regions"]}
     assert "512 prompt tokens" in regions["aux"]["reason"] and "to choose who goes on" in regions["aux"]["reason"]
     assert "bytes say what later layers lack of prompts" in regions["kv"]["reason"]
+
+
+def test_a_calibration_finds_the_most_pruned_of_those_that_diverge_little() -> None:
+    tried = []
+
+    def divergence(schedule: Schedule) -> float:
+        tried.append(schedule)
+        return (1 - schedule.keep[0]) ** 2
+
+    found = calibrated((2, 4), divergence, 0.0901)
+    assert found == Schedule((0.7, 0.49), (2, 4)) and found in tried and len(tried) <= 7
+    assert calibrated((2,), lambda schedule: 0.0, 0.0) == Schedule((0.01,), (2,))
+    with pytest.raises(RequestError, match=r"^Even keep=0\.99 after layers 3 diverges by 1\.00000, and the target is "):
+        calibrated((3,), lambda schedule: 1.0, 0.5)
+
+
+def test_a_schedule_is_measured_and_what_runs_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("edgeinfer.quality.cache_root", lambda: tmp_path / "cache")
+    text = tmp_path / "text"
+    text.write_text("The king had three daughters, and the youngest of them was the wisest of all. " * 12)
+    how = ("eval", "demo", "--text", text, "-c", 150, "--decode", 100, "--max-tokens", 300, "--json")
+    measured = edgeinfer(*how, "--lazy", "keep=0.5", "--lazy-layers", "2").json
+    assert measured["setting"] == {"kv": "int8", "passes": "none", "lazy": "keep=0.5 after layers 2"}
+    assert 0 < measured["kld_mean"] < 1
+    found = edgeinfer(*how, "--lazy-target", measured["kld_mean"] + 1e-6, "--lazy-layers", "2").json
+    assert found["kld_mean"] <= measured["kld_mean"] + 1e-6
+    schedule = found["setting"]["lazy"].partition(" ")[0]
+    assert float(schedule.removeprefix("keep=")) <= 0.5
+    done = edgeinfer("run", "demo", "Once upon a time there was a king. " * 20, "-n", 4, "--lazy", schedule,
+                     "--lazy-layers", "2", "--json")
+    assert done.json["quality"]["kld_mean"] == found["kld_mean"] and not done.json["quality"]["by_itself"]
+    n, kept = done.json["lazy"]["tokens"]
+    assert n == done.json["prompt_tokens"] > 100 and kept < n and done.json["estimate"] is None
+    short = edgeinfer("run", "demo", "Once upon a time", "-n", 4, "--lazy", schedule)
+    assert "fewer than 64, so all of them went through all layers" in short.err
+    assert edgeinfer(*how, "--lazy-target", "0.1", "--lazy", TEXT).sentence.startswith("--lazy-target finds the shares")

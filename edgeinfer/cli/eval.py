@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from ..checks import NATS, checked
 from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
-from ..pruning import LEAST_PROMPT, asked
+from ..pruning import LEAST_PROMPT, Schedule, asked, calibrated
 from ..sizes import parse_size
 from .options import DEFAULT_RECIPE, Budget, Head, Json, Kv, Lazy, LazyLayers, Model, Passes, Sparse, Threads
 from .output import print_json, print_table
@@ -80,6 +82,12 @@ def evaluate(
     head: Head = None,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
+    lazy_target: Annotated[
+        float | None,
+        typer.Option("--lazy-target", metavar="NATS", show_default=False,
+                     help="With --decode: find the schedule for --lazy that prunes most and diverges by so much at "
+                          "most."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -92,8 +100,8 @@ def evaluate(
     the share of tokens where both find the same token likeliest. Both models are open at once, within one budget.
     --recipe is of the model, not of the reference.
 
-    What approximates does so for decoded tokens; --decode measures that. Without --reference such a recipe is compared
-    with the same bundle without what approximates in it, and the result is kept in the cache.
+    What approximates does so for decoded tokens, or for prompts (--lazy); --decode measures that. Without --reference
+    such a run is compared with the same bundle without what approximates in it, and the result is kept in the cache.
 
     \b
     Examples:
@@ -109,12 +117,12 @@ def evaluate(
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head),
-                 lazy=asked(lazy, lazy_layers))
+                 lazy=asked(lazy, lazy_layers) if lazy_target is None else _searched(lazy, lazy_layers, lazy_target))
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
     setting, kept = None if decode is None else Setting.of_run(own), None
     exact: dict[str, Any] = {"kv": reference_kv}
-    if setting and not setting.exact and not reference:
+    if setting and not (setting.exact and lazy_target is None) and not reference:
         reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
         kept = setting
     with ExitStack() as stack, ProgressLine() as progress:
@@ -133,8 +141,14 @@ def evaluate(
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
         most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
         stream = token_stream(tokenizer, read_text(file, text, most), between, max_tokens)
-        result = measure(session, stream, reference=other, window=window, prompt=decode,
-                         progress=partial(progress, "evaluate"))
+        measured = partial(measure, session, stream, reference=other, window=window, prompt=decode,
+                           progress=partial(progress, "evaluate"))
+        if lazy_target is None:
+            result = measured()
+        else:
+            schedule, result = _calibrate(session, measured, lazy_target)
+            setting = Setting.of_run(replace(own, lazy=schedule))
+            kept = kept and setting
         protocol = None if decode is None else f"windows of {window}, prompts of {decode}, the others one by one"
         if kept and protocol:
             made = measurement(kept, result, measured_identity(session.bundle), protocol=protocol,
@@ -146,6 +160,31 @@ def evaluate(
         print_json(report)
         return
     print_table(_rows(result) + ([("setting", str(setting)), ("protocol", str(protocol))] if setting else []))
+
+
+def _searched(lazy: str | None, layers: str | None, target: float) -> Schedule:
+    """Return the schedule that a search begins with: its boundaries, and nothing pruned."""
+    checked("lazy_target", target, NATS)
+    if lazy is not None:
+        raise UsageError(f"--lazy-target finds the shares that --lazy {lazy} gives; leave one of them out.")
+    n = 3 if layers is None else layers.count(",") + 1
+    return Schedule.parse("keep=" + ",".join("1" * n), layers)
+
+
+def _calibrate(session: Session, measured: Callable[[], Evaluation], target: float) -> tuple[Schedule, Evaluation]:
+    """Find the schedule for a divergence; returns it with its evaluation."""
+    found: dict[Schedule, Evaluation] = {}
+    stages = session.stages
+    assert stages
+
+    def divergence(schedule: Schedule) -> float:
+        stages.schedule = schedule
+        found[schedule] = result = measured()
+        assert result.divergence
+        return result.divergence.kld_mean
+
+    schedule = calibrated(stages.schedule.layers, divergence, target)
+    return schedule, found[schedule]
 
 
 def open_session(
