@@ -129,6 +129,19 @@ def test_importance_is_the_attention_of_the_last_tokens(model: Path) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
 
 
+def test_keys_are_read_as_they_are_stored(model: Path) -> None:
+    """Those of the first layer, which sees the same rows whatever is stored."""
+    found = {}
+    for kv in ("f32", "f16", "int8"):
+        with session(model, ctx=96, kv=kv) as opened:
+            sequence = opened.new_sequence()
+            opened.walk([Segment(sequence, tokens(50))])
+            found[kv] = [opened.kv.keys(sequence, 0, head)[:50] for head in range(2)]
+    for kv, share in (("f16", 1e-3), ("int8", 1e-2)):
+        for mine, exact in zip(found[kv], found["f32"], strict=True):
+            assert np.abs(mine - exact).max() <= share * np.abs(exact).max() and exact.std() > 0
+
+
 def test_ties_go_to_the_earlier_place() -> None:
     from edgeinfer.runtime.stages import most_important
 
