@@ -11,7 +11,7 @@ from edgeinfer.lazy import lazily
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
     from .device_classes import NO_CONSTANTS, Constants, classes, constants_of
-    from .estimator import DRAFT_SHARE, Estimate, decode_terms, estimate
+    from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate
     from .learning import fit_errors, learn, may_learn, with_runs
     from .neurons import (
         DEFAULT_CURVES,
@@ -42,14 +42,14 @@ __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE",
     "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile",
     "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes", "constants_of",
-    "contradictions", "decode_terms", "estimate", "fastest", "fit_errors", "learn", "load_profile", "local_path",
-    "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table", "profiles",
-    "relative_time", "save_profile", "smallest_row", "solve_constants", "with_runs",
+    "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "learn", "load_profile",
+    "local_path", "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table",
+    "profiles", "relative_time", "save_profile", "smallest_row", "solve_constants", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
     "device_classes": "NO_CONSTANTS Constants classes constants_of",
-    "estimator": "DRAFT_SHARE Estimate decode_terms estimate",
+    "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "
                "relative_time",

@@ -29,6 +29,8 @@ LAYERS = 32
 """Layers that t0_ms is stated for."""
 
 
+CHOOSING_MS = 0.01
+"""Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
 DRAFT_SHARE = 0.1
 """Assumed time of drafting a token, as a share of a token of the model, where nobody says."""
 
@@ -146,6 +148,23 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
     return constants.error_source + (f"; it reaches to the speed {' and '.join(said)}" if said else "")
 
 
+def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
+    """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None where none does."""
+    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0)
+
+    def pays(depth: int) -> bool:
+        chosen, whole = (math.fsum(decode_terms(profile, each, constants, depth).values()) for each in (traffic, plain))
+        return chosen < whole
+
+    low, high = 0, next((depth for n in range(6, 25) if (depth := 2**n) >= most or pays(depth)), most)
+    if not pays(high := min(high, most)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
 def read_bytes(traffic: Traffic, depth: int) -> float:
     """Bytes of memory that one token reads after `depth` positions."""
     return traffic.weight_bytes - traffic.skipped_bytes + traffic.kv_bytes_at(depth)
@@ -167,7 +186,11 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
     terms["weights"] = dense / weights_gbs / 1e6
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
+        left_out = traffic.left_out_at(depth)
+        attention *= 1 - left_out / (traffic.kv_bytes_at(depth) + left_out)
         terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention
+        if traffic.value_bytes:
+            terms["choosing"] = traffic.score_bytes * depth / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
     if traffic.streamed_bytes:

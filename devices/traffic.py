@@ -12,6 +12,9 @@ from dataclasses import fields
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
+MEAN_ROWS = 256
+"""Rows of V that stand for those which are left out."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -52,6 +55,12 @@ class Traffic:
     """Keys and values per position, all layers: the pure figure takes `pure_kv_bits` for each. 0 where unknown."""
     pure_kv_bits: float = 8.0
     """Bits of a key's or a value's code, without scales."""
+    value_bytes: float = 0.0
+    """Part of `kv_bytes` that is V of which decoded tokens read chosen rows; 0 where all is read."""
+    value_rows: tuple[float, float] = (0.0, 0.0)
+    """Rows of it that they read of a context of 1024, and the power with which these grow with the context."""
+    score_bytes: float = 0.0
+    """Bytes per position that are written and read for the choice."""
     ffn_bytes: float = 0.0
     """Part of `weight_bytes` whose rows may be skipped (a sparse feed-forward network)."""
     active_share: float = 1.0
@@ -71,7 +80,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name == "neuron_layers":
+            if field.name in ("neuron_layers", "value_rows"):
                 continue
             value = getattr(self, field.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
@@ -97,9 +106,14 @@ class Traffic:
         whole = math.fsum(read[mode](density) for mode, density in self.neuron_layers) / len(self.neuron_layers)
         return self.ffn_bytes * (1 - whole)
 
+    def left_out_at(self, depth: float) -> float:
+        """Bytes of V that a decoded token does not read, because it chooses rows; those of a mean are read."""
+        rows, power = self.value_rows
+        return self.value_bytes * max(0.0, depth - rows * (depth / 1024) ** power - MEAN_ROWS) if depth else 0.0
+
     def kv_bytes_at(self, depth: float) -> float:
         """Bytes of keys and values that a token reads with `depth` positions of context."""
-        return self.kv_bytes * depth + self.window_kv_bytes * min(depth, self.window)
+        return self.kv_bytes * depth + self.window_kv_bytes * min(depth, self.window) - self.left_out_at(depth)
 
     def attention_operations_of(self, prompt: int, depth: int) -> float:
         """Operations of attention for a whole prompt after `depth` positions; token i sees depth + i positions."""

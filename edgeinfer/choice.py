@@ -107,7 +107,8 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     """
     profile, basis = _profile()
     known = _slower(bundle)
-    plain = Recipe(tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head"))) == Recipe()
+    others = tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head", "attention"))
+    plain = Recipe(others) == Recipe()
     approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else ()
     ways, refused, first = [], [], None
     for wanted in (config, *approximated):

@@ -7,7 +7,7 @@ from dataclasses import field, fields
 from typing import Any
 
 from . import quant
-from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, choice, integer, number, option
+from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, integer, number, option
 from .dataclass import dataclass
 from .errors import UsageError
 from .pruning import SCHEDULE, Schedule
@@ -20,6 +20,8 @@ SPARSE_MODES = ("off", "exact", "predict")
 """What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
 HEAD_MODES = ("exact", "screened")
 """What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
+ATTENTIONS = "exact, eps:X with X from 0 to 1, or top:N with N of 1 or more"
+"""What decoded tokens read of V: all rows, those whose weight is at least X times their head's largest, or N a head."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
 """Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the last
 tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
@@ -185,6 +187,19 @@ class Recipe:
         """As `sparse`, with the pass `head`."""
         return self._with("head", mode)
 
+    def attention(self, text: str | None) -> Recipe:
+        """Return the recipe with `attention` as ``eps:0.01`` or ``top:64`` says, none for ``exact``; of None, itself.
+
+        Raises
+        ------
+        UsageError
+            The text says nothing of the kind.
+        """
+        if text is None:
+            return self
+        asked = checked("attention", text, _ATTENTION)
+        return Recipe((*(step for step in self.steps if step.name != "attention"), *asked))
+
     def _with(self, name: str, mode: str | None) -> Recipe:
         others = (step for step in self.steps if step.name != name)
         return self if mode is None else Recipe((*others, Step(name, (("mode", mode),))))
@@ -195,6 +210,21 @@ def _number(text: str) -> str | float:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         return text
+
+
+def _attention(value: Any) -> tuple[Step, ...]:
+    """The steps that an attention asks for."""
+    if not isinstance(value, str):
+        raise ValueError
+    name, _, text = value.partition(":")
+    number = _number(text)
+    good = name == "eps" and not isinstance(number, str) and 0 <= number <= 1
+    if value != "exact" and not good and not (name == "top" and isinstance(number, int) and number >= 1):
+        raise ValueError
+    return () if value == "exact" else (Step("attention", ((name, number),)),)
+
+
+_ATTENTION = Rule(ATTENTIONS, _attention, lead="choose")
 
 
 def _recipe(value: Any) -> Recipe:

@@ -73,6 +73,10 @@ class LLM:
     head : {"exact", "screened"}, optional
         What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
         with the same text where nothing is sampled.
+    attention : str, optional
+        What decoded tokens read of V: all rows (``"exact"``, as by default), blocks with a row that weighs at least X
+        times its head's largest (``"eps:X"``), or blocks with one of a head's N largest (``"top:N"``); a mean of V
+        stands for the rest.
     max_kld : float, optional
         What of `sparse` and `head` is not given, and no recipe either, is approximated by itself where exactly that was
         measured to diverge by so many nats at most, by default 0.02; 0 leaves the model exact.
@@ -143,6 +147,7 @@ class LLM:
         recipe: str | Recipe | None = None,
         sparse: str | None = None,
         head: str | None = None,
+        attention: str | None = None,
         max_kld: float | None = None,
         speculate: str | None = None,
         draft_tokens: int | None = None,
@@ -151,8 +156,8 @@ class LLM:
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-        if sparse is not None or head is not None:
-            passes = (passes or Recipe()).sparse(sparse).head(head)
+        if sparse is not None or head is not None or attention is not None:
+            passes = (passes or Recipe()).sparse(sparse).head(head).attention(attention)
         self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
         settings: dict[str, Any] = {  # of which each may be None, whatever its type
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,

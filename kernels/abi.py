@@ -51,6 +51,11 @@ FLAG_HEAD_NORM = 4
 FLAG_HOLES = 8
 """attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
+FLAG_LAST = 256
+"""attention_merge: the tokens are the last of the walk, not the first, and rows of V may have been left out."""
+INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
+"""What attention does about rows of V that are left out: nothing, as if they were 0; the weights of the others add up
+to 1; or what they weigh together goes to a mean of V (MEAN_BLOCKS)."""
 FUSED_QUANTISE, FUSED_NORM = 1, 2
 """What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 
@@ -98,6 +103,8 @@ CTX_STEPS = 464
 every token of the walk is the one new token of its sequence, with a row of logits and a draw."""
 CTX_CHOSEN = 472
 """Address of the list (int64) of the tokens that it went on with: MOST_STEPS for each sequence, the first one last."""
+CTX_VALUES = 480
+"""Blocks of V, each of one KV head, that tokens have read whose rows are chosen; only grows."""
 HEAD_BYTES = 512
 """Up to here ctx is what one program and its next walk need: programs that share threads have such a head each."""
 # What never changes while the threads live.
@@ -216,6 +223,8 @@ COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a walk over a prompt."""
 COUNT_SCORED = 8
 """Tokens, the last of the walk, whose scores choose which tokens go on."""
+COUNT_PROMPTED = 9
+"""Tokens of the other role; those of role ROLE_DECODE stand behind them."""
 COUNT_DRAWS = 4
 """Rows of logits if a token is to be drawn from one of them, else 0."""
 
@@ -441,16 +450,21 @@ ATTENTION_TOKENS = 16
 """Most tokens of a walk whose attention is split along the context."""
 ATTENTION_ROWS = 128
 """Most rows of a unit of work of such a walk: the queries that a thread keeps for the next split of their context."""
+MEAN_BLOCKS = SPLIT_BLOCKS
+"""Most blocks whose V stands for what is left out, evenly spread over those that lie MASK_TOKENS before a token: these
+are the same blocks however the token came about."""
 PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 """Most blocks of one KV head that the rows of a mask touch, once they lie one behind the other."""
 
 
 def score_row_bytes(splits: int) -> int:
-    """Bytes of the scores of one (token, query head): 4 for each place, then 8 for each split.
+    """Bytes of the scores of one (token, query head): 4 for each place, 8 for each split, 16 for what is chosen.
 
-    Those are float32: the largest score of the split, and the sum of exp(score - largest).
+    A split has the largest of its scores and the sum of exp(score - largest); the choice is the least score that is
+    wanted, the last place at which that score is, then of all splits the largest and the sum. The place is int32, all
+    else float32.
     """
-    return -(-splits * (4 * SPLIT_BLOCKS * BLOCK_TOKENS + 8) // 64) * 64
+    return -(-(splits * (4 * SPLIT_BLOCKS * BLOCK_TOKENS + 8) + 16) // 64) * 64
 
 
 def attention_scratch_bytes(head_dim: int, group: int) -> int:

@@ -103,6 +103,12 @@ class _Attention(NamedTuple):
     """Tokens of a unit of work."""
     rows: int
     """Which count gives the tokens."""
+    most: int
+    """attention_select: rows that a head wants; 0 = by the least share."""
+    least: int
+    """attention_select: how far below the largest score a wanted one may be, float32 bits; -inf = any."""
+    instead: int
+    """INSTEAD_*: what stands for the rows that are left out."""
 
 
 class _NeuronGated(NamedTuple):
@@ -273,7 +279,7 @@ class _Release(NamedTuple):
 LINEAR = _Linear(*range(16))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(9))
-ATTENTION = _Attention(*range(13))
+ATTENTION = _Attention(*range(16))
 NEURON_GATED = _NeuronGated(*range(23))
 NEURON_DOWN = _NeuronDown(*range(14))
 NEURON_RESOLVE = _NeuronResolve(*range(12))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
+from edgeinfer.graph import Graph, KvAccess, Op, SelectedAttention, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
 from edgeinfer.sizes import round_up
@@ -52,6 +52,11 @@ class Request:
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
     lazy: Schedule | None = None
     """Which share of a prompt's tokens goes through which layers."""
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Most tokens of a walk in decode role: one of each sequence, or as many as rows of logits."""
+        return min(self.tokens, max(self.sequences, self.outputs))
 
     @property
     def kv_blocks(self) -> int:
@@ -269,9 +274,10 @@ class Planner:
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
-        if (splits, request.tokens) not in self._scratch:
-            self._scratch[splits, request.tokens] = scratch(self._kinds, graph.types, splits, request.tokens)
-        thread, shared = self._scratch[splits, request.tokens]
+        sizes = sizes_of(graph.types, splits, request)
+        if sizes[1:] not in self._scratch:
+            self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
+        thread, shared = self._scratch[sizes[1:]]
         tables = abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 24)
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
@@ -290,7 +296,7 @@ class Planner:
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
             Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
-                   f"{request.threads} threads; partial attention of {splits} splits"),
+                   f"{request.threads} threads; partial attention of {splits} splits{_scored(graph, sizes)}"),
             *self._state(request),
             *self._aux(request),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
@@ -391,9 +397,19 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int
     return layers, end
 
 
-def scratch(ops: Iterable[Op], types: Types, splits: int, tokens: int) -> tuple[int, int]:
+def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
+    """Return what scratch may depend on in a run."""
+    return Sizes(types, splits, min(request.tokens, abi.ATTENTION_TOKENS), request.decoded_tokens)
+
+
+def _scored(graph: Graph, sizes: Sizes) -> str:
+    """Say that scratch has scores, where there are any."""
+    found = any(isinstance(op, SelectedAttention) for op in graph.ops)
+    return f", scores of {sizes.decoded_tokens} tokens" if found else ""
+
+
+def scratch(ops: Iterable[Op], sizes: Sizes) -> tuple[int, int]:
     """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
-    sizes = Sizes(types, splits, min(tokens, abi.ATTENTION_TOKENS))
     needs = [op.scratch(sizes) for op in ops]
     return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)
 

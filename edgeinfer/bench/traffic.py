@@ -29,8 +29,12 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
     """
     generating, op = case.kind == GENERATE, record.op
     ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case)
-    if op and op.kv and not op.kv.stores and not record.step:
-        return float(sum(op.kv.read_bytes(session.config.kv, case.depth + end) for end in ends))
+    if op and op.kv and not op.kv.stores:
+        kv, lengths = session.config.kv, [case.depth + end for end in ends]
+        if generating and op.kv.chooses:  # K for the scores, then chosen V
+            return math.fsum(op.kv.chosen_bytes(kv, n)[record.step // 2 - 1] for n in lengths) \
+                if record.step in (2, 4) else 0.0
+        return 0.0 if record.step else float(sum(op.kv.read_bytes(kv, n) for n in lengths))
     share = _live(session, op) if generating else 1.0
     return float(record.bytes_read * share * (1 if _last_walk_only(record) and not generating else len(ends)))
 

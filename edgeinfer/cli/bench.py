@@ -26,6 +26,7 @@ from .options import (
     DEFAULT_RECIPE,
     GROUPS,
     WEIGHTS,
+    Attention,
     Budget,
     Head,
     Json,
@@ -114,6 +115,7 @@ def bench(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    attention: Attention = None,
     max_kld: MaxKld = MAX_KLD,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
@@ -158,7 +160,7 @@ def bench(
     check_speculation(speculate, draft, accept)
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+                           recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                            lazy=pruning.asked(lazy, lazy_layers))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)

@@ -15,6 +15,7 @@ from . import decision, neurons
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .options import (
     DEFAULT_RECIPE,
+    Attention,
     Device,
     GroupSize,
     Head,
@@ -56,6 +57,8 @@ JSON_FIELDS = {
         "bytes_per_token": "read from memory for one token at the end of the context",
         "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
         "kv_bytes": "keys and values of the whole context, with their scales",
+        "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are, "
+        "and `crossover_depth`, from where on that is faster, or null",
         "pure": "figures without scales: `weight_bytes` (4 bits a weight), `kv_bytes` (a byte each), `parameters`",
         "bits_per_weight": "stored bits with scales, over all weights",
         "terms_ms": "milliseconds of one token, and of the prompt, by cause",
@@ -97,6 +100,7 @@ def estimate(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    attention: Attention = None,
     max_kld: MaxKld = MAX_KLD,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
@@ -136,7 +140,8 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    passes, bound = Recipe.parse(recipe).sparse(sparse).head(head), checked("max_kld", max_kld, NATS)
+    passes, bound = Recipe.parse(recipe).sparse(sparse).head(head).attention(attention), \
+        checked("max_kld", max_kld, NATS)
     described, decided = describe(model, weights, group_size, passes, one), None
     if device in (None, "local") and one is not None:
         described, _, decided = decision.described_as_run(described, RuntimeConfig(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..devices import DeviceProfile, Estimate
     from .plot import Chart
 
+MOST_CTX = 1 << 20
+"""Longest context in which it is sought where choosing rows of V begins to pay."""
 Drafting = tuple[float, float | None]
 """Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
@@ -36,8 +38,8 @@ def estimate_object(
     shared = _model_object(model, ctx, prompt, kv)
     return {
         **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]), **_drafting_object(drafting),
-        "contexts": contexts, "break_even": break_even_object(model, profile),
-        "neurons": neurons_object(model, profile),
+        "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
+        "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
     }
 
 
@@ -86,6 +88,18 @@ def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
 
     request = to_request(RuntimeConfig(ctx, kv, 1, draft_tokens=DEFAULT_DRAFT_TOKENS))
     return Planner(model.graph, model.weight_bytes).plan(request).total_bytes
+
+
+def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
+    """Return what a token at the end of the context reads of K and of V, and from where on choosing rows of V pays."""
+    from ..devices import crossover
+
+    traffic = model.traffic(kv)
+    left_out = traffic.left_out_at(ctx)
+    each = (traffic.kv_bytes_at(ctx) + left_out) / 2
+    chosen = traffic.value_bytes > 0
+    return {"key_bytes": round(each), "value_bytes": round(each - left_out), "chosen": chosen,
+            "crossover_depth": crossover(profile, traffic, MOST_CTX) if chosen else None}
 
 
 def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:
@@ -164,6 +178,11 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
                       f"{format_size(pure['weight_bytes'])}")
     yield ("KV", f"{format_size(out['kv_bytes'])} {out['kv']} with scales; pure int8: {format_size(pure['kv_bytes'])} "
                  f"({pure['kv_bytes'] / 2**30:.2f} GiB)")
+    read, end = out["kv_read"], out["ctx"]
+    yield "KV read", f"K {format_size(read['key_bytes'])}, V {format_size(read['value_bytes'])} for a token at {end}"
+    if read["chosen"]:
+        pays = read["crossover_depth"]
+        yield "", f"choosing rows of V pays from {pays} positions on" if pays else "choosing rows of V never pays"
     token = {key: value for key, value in out["terms_ms"].items() if not key.startswith("prefill")}
     yield "one token", ", ".join(f"{key.replace('_', ' ')} {value:.1f} ms" for key, value in token.items())
     yield "basis", f"{out['basis']}, ±{out['error']:.0%}: {out['error_source']}"

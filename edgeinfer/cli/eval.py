@@ -18,7 +18,20 @@ from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from ..pruning import LEAST_PROMPT, Schedule, asked, calibrated
 from ..sizes import parse_size
-from .options import DEFAULT_RECIPE, Budget, Head, Json, Kv, Lazy, LazyLayers, Model, Passes, Sparse, Threads
+from .options import (
+    DEFAULT_RECIPE,
+    Attention,
+    Budget,
+    Head,
+    Json,
+    Kv,
+    Lazy,
+    LazyLayers,
+    Model,
+    Passes,
+    Sparse,
+    Threads,
+)
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -80,6 +93,7 @@ def evaluate(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    attention: Attention = None,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
     lazy_target: Annotated[
@@ -116,7 +130,7 @@ def evaluate(
 
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                  lazy=asked(lazy, lazy_layers) if lazy_target is None else _searched(lazy, lazy_layers, lazy_target))
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")

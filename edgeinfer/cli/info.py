@@ -14,7 +14,7 @@ from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
 from .decision import FIELD
-from .options import DEFAULT_RECIPE, Budget, Converted, Ctx, Head, Json, Kv, MaxKld, Passes, Sparse, Threads
+from .options import DEFAULT_RECIPE, Attention, Budget, Converted, Ctx, Head, Json, Kv, MaxKld, Passes, Sparse, Threads
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -59,6 +59,7 @@ def info(
     recipe: Passes = DEFAULT_RECIPE,
     sparse: Sparse = None,
     head: Head = None,
+    attention: Attention = None,
     max_kld: MaxKld = MAX_KLD,
     json: Json = False,
 ) -> None:
@@ -78,7 +79,7 @@ def info(
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
         config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,
-                               recipe=Recipe.parse(recipe).sparse(sparse).head(head))
+                               recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention))
         choice, decision = told(bundle, config, bound)
         config = choice.way.config if choice else config
         report = {**describe(path, bundle, config.recipe), "decision": decision}

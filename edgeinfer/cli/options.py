@@ -72,6 +72,10 @@ Head = Annotated[str | None, option(
     "--head", metavar="|".join(HEAD_MODES),
     help="What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter; "
          "without sampling the text is the same.  [default: exact]")]
+Attention = Annotated[str | None, option(
+    "--attention", metavar="exact|eps:X|top:N",
+    help="What decoded tokens read of V: all rows, blocks with one that weighs X times its head's largest or more, or "
+         "blocks with one of the N largest of a head; a mean stands for the rest.  [default: exact]")]
 MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "

@@ -60,6 +60,7 @@ def plan(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
+    attention: options.Attention = None,
     max_kld: options.MaxKld = MAX_KLD,
     lazy: options.Lazy = None,
     lazy_layers: options.LazyLayers = None,
@@ -100,7 +101,7 @@ def plan(
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
-                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head),
+                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                            lazy=pruning.asked(lazy, lazy_layers))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")

@@ -68,6 +68,7 @@ def run(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     sparse: options.Sparse = None,
     head: options.Head = None,
+    attention: options.Attention = None,
     max_kld: options.MaxKld = MAX_KLD,
     lazy: options.Lazy = None,
     lazy_layers: options.LazyLayers = None,
@@ -141,8 +142,8 @@ def run(
         llm = LLM(
             model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
             beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
-            recipe=recipe, sparse=sparse, head=head, max_kld=max_kld, speculate=speculate, draft_tokens=draft_tokens,
-            draft=draft, lazy=schedule, progress=progress,
+            recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
+            draft_tokens=draft_tokens, draft=draft, lazy=schedule, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from edgeinfer.kernels import abi
 
@@ -119,7 +120,7 @@ class RopeStore(RowOp):
 class Attention(RowOp):
     """Causal attention of the rotated queries over the stored blocks of their sequences."""
 
-    KERNELS = ("attention_{kv}", "attention_merge")
+    KERNELS: ClassVar[tuple[str, ...] | None] = ("attention_{kv}", "attention_merge")
     qkv: Tensor
     heads: int
     kv_heads: int

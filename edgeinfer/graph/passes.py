@@ -18,6 +18,7 @@ from .operation import Op
 from .ops import Quantize, RmsNorm
 from .predict import with_predictor
 from .products import NeuronDown, NeuronGated, Product
+from .selection import with_selection
 from .types import Tensor
 
 Pass = Callable[..., Graph]
@@ -201,3 +202,15 @@ def head(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph:
     (screened). What it leaves out never is the largest logit, so greedy decoding gives the same text.
     """
     return with_screen(graph, mode, rank, share)
+
+
+@approximate()
+@graph_pass
+def attention(graph: Graph, eps: float | None = None, top: int | None = None, instead: str = "mean",
+              exact: int = 0) -> Graph:
+    """Say which rows of V decoded tokens read, in layers without a window.
+
+    Those whose weight is at least `eps` times their head's largest, or the `top` largest of each head; `instead` says
+    what stands for the others: nothing, scale (the rest adds up to 1) or mean. The first `exact` layers read all.
+    """
+    return with_selection(graph, eps, top, instead, exact)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
+    INSTEAD,
     Attention,
     Draw,
     Embed,
@@ -29,9 +30,11 @@ from edgeinfer.graph import (
     ScoreMask,
     Screen,
     ScreenedHead,
+    SelectedAttention,
     SignMask,
     Tensor,
     Weight,
+    least_score,
 )
 from edgeinfer.kernels import (
     ACTIVATIONS,
@@ -49,7 +52,7 @@ from edgeinfer.kernels import (
     abi,
     fill,
 )
-from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch
+from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch, sizes_of
 from edgeinfer.sizes import round_up
 
 from .program import Program, Record
@@ -71,6 +74,7 @@ class Operand(NamedTuple):
 
 NEURON_BEHIND = 30
 """Bytes that kernels of layout neuron read behind an FFN; the writer ends weights.bin with zeros."""
+MERGE_KERNEL = "attention_merge"
 NOTHING = Operand("activations", 0, 0)
 """An operand that a kernel does not use."""
 
@@ -91,7 +95,8 @@ class Lowering:
     def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, ...], cold_units: tuple[int, ...] = ()):
         self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
         self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
-        self._shared_bytes = scratch(graph.ops, graph.types, plan.splits, plan.request.tokens)[1]
+        self.sizes = sizes_of(graph.types, plan.splits, plan.request)
+        self._shared_bytes = scratch(graph.ops, self.sizes)[1]
         self.cold_units: tuple[int, ...] = cold_units
         self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
 
@@ -410,15 +415,40 @@ def _(op: RopeStore, at: Lowering) -> list[Record]:
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_HEAD_NORM if op.q_norm else 0)]
 
 
-@lower.register
-def _(op: Attention, at: Lowering) -> list[Record]:
+def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequence[str], operands: Sequence[Operand],
+            count: int, **chosen: int | float) -> list[Record]:
+    """Records of attention of the tokens that a count says; of the walk's last ones where V is `chosen`."""
     parameters = fill(
         ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
         scale=1.0 / math.sqrt(op.head_dim), scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
-        tokens=max(1, 32 * op.kv_heads // op.heads), **_heads(op, at))
-    holes = _holes(op, at)
-    operands = [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, holes]
-    flags = 0 if holes is NOTHING else abi.FLAG_HOLES
-    attend, merge = op.kernels(at.types, at.kv)
-    return [at.record(op, attend, operands, parameters, flags),
-            at.record(op, merge, operands, parameters, predicates=(abi.COUNT_MERGE,), step=1, label="  merge splits")]
+        tokens=max(1, 32 * op.kv_heads // op.heads), **{**_heads(op, at), "rows": count}, **chosen)
+    flags = (0 if operands[6] is NOTHING else abi.FLAG_HOLES) | (abi.FLAG_LAST if chosen else 0)
+    records = []
+    for step, (kernel, label) in enumerate(zip(kernels, labels, strict=True), 2 if chosen else 0):
+        some = [count] if count != abi.COUNT_TOKENS else []
+        some += [abi.COUNT_MERGE] if kernel == MERGE_KERNEL and not chosen else []
+        records.append(at.record(op, kernel, operands, parameters, flags, tuple(some), step, label))
+    return records
+
+
+def _attention_operands(op: Attention, at: Lowering) -> list[Operand]:
+    return [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, _holes(op, at)]
+
+
+@lower.register
+def _(op: Attention, at: Lowering) -> list[Record]:
+    kernels = op.kernels(at.types, at.kv)
+    return _attend(op, at, kernels, ("", "  merge splits"), _attention_operands(op, at), abi.COUNT_TOKENS)
+
+
+@lower.register
+def _(op: SelectedAttention, at: Lowering) -> list[Record]:
+    operands, kernels = _attention_operands(op, at), op.kernels(at.types, at.kv)
+    plain = _attend(op, at, kernels[:2], ("", "  merge splits"), operands, abi.COUNT_PROMPTED)
+    partial, scores, means = op.parts(at.sizes)
+    region, offset, _ = at.shared
+    operands[5] = Operand(region, offset + partial, scores)
+    operands.append(Operand(region, offset + partial + scores, means))
+    labels = ("  scores of decoded tokens", "  choice of V", "  chosen V", "  merge splits")
+    return plain + _attend(op, at, kernels[2:], labels, operands, abi.COUNT_DECODED, most=min(op.top, 2**31 - 1),
+                           least=least_score(op.eps), instead=INSTEAD[op.instead])

@@ -18,7 +18,7 @@ from edgeinfer.bundle import Bundle, Cold, read_cold
 from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, NeuronDown, approximates
+from edgeinfer.graph import ModelConfig, NeuronDown, SelectedAttention, approximates
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import (
@@ -83,6 +83,8 @@ class Session(Runner):
 
     Attributes
     ----------
+    selects : bool
+        Whether decoded tokens leave out rows of V.
     instead : Alternative or None
         Where layers are streamed, the first smaller request that would fit without.
     """
@@ -220,6 +222,11 @@ class Session(Runner):
         sequence.cut, sequence.reserved = len(ids) < sequence.reserved, 0
         self.kv.trim(sequence)
 
+    @property
+    def value_blocks(self) -> int:
+        """Blocks of V, each of one KV head, that decoded tokens have read of those whose rows they choose."""
+        return self.executor.get(abi.CTX_VALUES)
+
     def settle(self) -> None:
         """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
         self._prefaulter.wait()
@@ -239,6 +246,7 @@ class Session(Runner):
               pace: Pace) -> None:
         """Make a program ready to walk over these regions."""
         n, self.program = self.config.outputs, program
+        self.selects = any(isinstance(op, SelectedAttention) for op in self.graph.ops)
         self._logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
         self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
         self._counts: tuple[tuple[int, int], ...] = ()
@@ -261,6 +269,10 @@ class Session(Runner):
             )
         if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
             raise RequestError("A sequence takes part twice in one walk; fork it.")
+        decoded = sum(len(segment.ids) for segment in segments if segment.role == DECODE)
+        if decoded > most.decoded_tokens and self.selects:
+            raise RequestError(f"{decoded} tokens in decode role are more than the {most.decoded_tokens} for whose "
+                               "scores the plan has room; raise outputs.")
         for segment in segments:
             self.kv.check_own(segment.sequence)
             self.check(segment.sequence, segment.ids)
@@ -313,10 +325,11 @@ class Session(Runner):
         """Describe a walk and run it."""
         with self.executor.pool.turn:
             n, outputs, highest, drawn = self._tables.write(segments, offset, rows)
+            decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
             split = highest >= SPLIT_ROWS * self._splits_from(n)
             counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
                       (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
-                      (abi.COUNT_DECODED, sum([len(part.ids) for part in segments if part.role == DECODE])))
+                      (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
             if counts != self._counts:  # from token to token they seldom change
                 self._counts = ()  # an interruption may come between any two of these lines
                 for index, value in counts:
@@ -359,10 +372,10 @@ class Session(Runner):
     def _identity(self, decoded: bool) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.
 
-        The head has no part in them, and neurons are left out of decoded tokens alone (else the bits are the same).
+        The head has no part in them, and neurons and rows of V are left out of decoded tokens alone.
         """
-        steps = tuple(step for step in self.recipe.steps
-                      if step.name != "head" and (step.name != "sparse" or (decoded and approximates(step))))
+        steps = tuple(step for step in self.recipe.steps if step.name != "head"
+                      and (step.name not in ("sparse", "attention") or (decoded and approximates(step))))
         parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 

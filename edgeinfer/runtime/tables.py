@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.kernels import abi
-from edgeinfer.runner import Segment, Sequence
+from edgeinfer.runner import DECODE, Segment, Sequence
 
 _TOKEN, _ENTRY = struct.Struct("=8q"), struct.Struct("=2q")
 _ID, _SEQUENCE, _POSITION, _SLOT, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
@@ -46,6 +46,8 @@ class Tables:
         """Describe one walk, of tokens `offset` rows behind the ends of their sequences, or of one segment whose tokens
         are the `rows` behind its end, ascending.
 
+        Tokens in decode role stand behind the others, rows of logits as the segments do.
+
         Returns
         -------
         tokens, outputs, highest : int
@@ -53,24 +55,30 @@ class Tables:
         drawn : bool
             Whether an output has a draw.
         """
-        start = n_outputs = highest = 0
-        drawn = False
-        for number, (sequence, ids, outputs, _, _, draws) in enumerate(segments):
+        n = n_outputs = highest = 0
+        drawn, starts = False, []
+        ordered = _decoded_last(segments)
+        for number, (sequence, ids, *_) in enumerate(ordered):
             last = len(sequence.tokens) + (offset + len(ids) - 1 if rows is None else int(rows[-1]))
             self._list(number, sequence, last + 1)
             highest = max(highest, last)
+            starts.append(n)
+            n += len(ids)
+        if ordered is not segments:
+            of = {id(segment.sequence): start for segment, start in zip(ordered, starts, strict=True)}
+            starts = [of[id(segment.sequence)] for segment in segments]
+        for (_, _, outputs, _, _, draws), start in zip(segments, starts, strict=True):
             for output, draw in zip(outputs, draws or repeat(0), strict=False):
                 self._output_words[n_outputs], self._draw_words[n_outputs] = start + output, draw
                 drawn = drawn or draw != 0
                 n_outputs += 1
-            start += len(ids)
-        if start == len(segments):
-            self._write_single(segments, offset if rows is None else int(rows[0]))
+        if n == len(segments):
+            self._write_single(ordered, offset if rows is None else int(rows[0]))
         else:
-            self._write_many(segments, offset, start)
+            self._write_many(ordered, offset, n)
             if rows is not None:
                 self._set_rows(segments[0].sequence, rows)
-        return start, n_outputs, highest, drawn
+        return n, n_outputs, highest, drawn
 
     def chosen(self, sequences: int, further: int, left: int) -> list[list[int]]:
         """The tokens that each sequence went on with in a walk that had `further` steps, of which some are left."""
@@ -113,6 +121,13 @@ class Tables:
         table, rows = self.tokens[: len(behind)], len(sequence.tokens) + behind
         table[:, _ROW] = table[:, _POSITION] = rows
         table[:, _SLOT] = sequence.table[rows // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + rows % abi.BLOCK_TOKENS
+
+
+def _decoded_last(segments: Items[Segment]) -> Items[Segment]:
+    """Return the segments with those in decode role last."""
+    if len(segments) == 1 or len({segment.role for segment in segments}) == 1:
+        return segments
+    return sorted(segments, key=lambda segment: segment.role == DECODE)
 
 
 def _write_tree(rows: NDArray[np.int64], parents: Items[int]) -> None:

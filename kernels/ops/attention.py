@@ -94,14 +94,19 @@ def single_step(r, start, step, leave):
 
 
 @inline
-def _leave_partial(rec, ctx, tile, i, bounds, t, head, split, padded):
-    """(m, l, acc) of a split, for the merge."""
-    index = (t * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits) + split
+def leave_partial(rec, ctx, tile, i, index, padded):
+    """Put (m, l, acc) of row i of a split where the merge finds it, in the partial result `index`."""
     partial = operand(rec, ctx, 4) + index * partial_bytes(padded)
     store_f32(partial, load_f32(tile + T_M + 4 * i))
     store_f32x16(partial + 64, load_f32x16(tile + T_L + 64 * i))
     for k in range(0, padded, 16):
         store_f32x16(partial + 128 + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * (i * padded + k)))
+
+
+@inline
+def _leave(rec, ctx, tile, i, bounds, t, head, split, padded):
+    index = (t * parameter(rec, ATTENTION.heads) + head) * parameter(rec, ATTENTION.splits) + split
+    leave_partial(rec, ctx, tile, i, index, padded)
 
 
 def _tile_step(kind, r, widths, chains):
@@ -128,7 +133,7 @@ def _tile_step(kind, r, widths, chains):
             out = operand(rec, ctx, 1) + token_at * parameter(rec, ATTENTION.out_stride) + 4 * n * head
             finish(tile, i, padded, out, n)
 
-    return whole, single_step(r, start, step, _leave_partial)
+    return whole, single_step(r, start, step, _leave)
 
 
 def _prompt(large, small, many, some, one):
@@ -195,23 +200,3 @@ def _register(kv, tiles):
 
 for _kv in KINDS:
     _register(_kv, attention_tiles())
-
-
-@kernel("attention_merge")
-def attention_merge(rec, ctx, tid, n_threads):
-    """Merge the splits of each (token, head) in index order."""
-    heads, n = parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.head_dim)
-    padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
-    tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
-    unit = claim(ctx)
-    while unit < count(ctx, parameter(rec, ATTENTION.rows)) * heads:
-        t = div_i64(unit, heads)
-        head = unit - t * heads
-        place = place_of(ctx, t)
-        clear_merged(tile, 0, padded)
-        for split in range(first_visible(rec, place) >> SPLIT_SHIFT, (place >> SPLIT_SHIFT) + 1):
-            partial = operand(rec, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
-            merge(tile, 0, padded, partial, partial + 64, partial + 128)
-        finish(tile, 0, padded, operand(rec, ctx, 1) + t * parameter(rec, ATTENTION.out_stride) + 4 * n * head, n)
-        unit = claim(ctx)
-    return 0

@@ -1,9 +1,9 @@
 """Scores of attention by themselves, for what chooses by them: of the walk's last tokens, as many as a count says.
 
 A row of them belongs to each of these tokens and query heads: a float for each place of the context, then the largest
-score and the sum of exponentials of each split (abi.score_row_bytes). What a token does not see inside of a block is
-LOWEST, blocks that it does not see are not written. Pass 1 is that of attention, so a score has the same bits; V is not
-touched, and the K of the split that comes next is asked for meanwhile.
+score and the sum of exponentials of each split, then room for what is chosen (abi.score_row_bytes). What a token does
+not see inside of a block is LOWEST, blocks that it does not see are not written. Pass 1 is that of attention, so a
+score has the same bits; V is not touched, and the K of the split that comes next is asked for meanwhile.
 
 Operands: 0 qkv rows, 2 the layer's blocks, 3 scratch, 5 rows of scores, 6 as in attention.py. Parameters:
 parameters.ATTENTION. The record is skipped where its count is 0. Twin: reference/attention_scores.py.
@@ -45,7 +45,7 @@ def score_row(rec, ctx, t, head):
     """Address of the scores of a token and query head."""
     splits = parameter(rec, ATTENTION.splits)
     row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + head
-    return operand(rec, ctx, 5) + row * ((splits * (SCORES + 8) + 63) & -64)
+    return operand(rec, ctx, 5) + row * ((splits * (SCORES + 8) + 16 + 63) & -64)
 
 
 @inline

@@ -227,8 +227,10 @@ KINDS = {
 }
 
 
-def _values(kind, r, widths):
+def value_step(kind, r, widths, ahead_of):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are so many, then widths[1], at last 1.
+
+    ``ahead_of(rec, tile, span, ahead, padded, b)`` is where what is asked for begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
@@ -237,12 +239,11 @@ def _values(kind, r, widths):
     @inline
     def some(rec, tile, span, padded, ahead, k):
         begin, end, base, kv_head = span
-        next_blocks, next_head, last = ahead
         at = tile + acc_at(padded) + 4 * k
         for first in range(begin - begin % part, end, part):
             acc = start()
             for b in range(max(first, begin), min(first + part, end)):
-                keys = block_address(rec, next_blocks, next_head, min(b - base, last))
+                keys = ahead_of(rec, tile, span, ahead, padded, b)
                 acc = add(acc, tile, b - base, split_block(tile, kv_head, b - base), keys, k, padded)
             sums = finish(acc, tile + T_WEIGHT + 4 * ATTENTION_TILE * div_i64(first - base, part))
             if first > begin:
@@ -259,7 +260,7 @@ def _values(kind, r, widths):
 
         return values
 
-    rest = _values(kind, r, widths[1:])
+    rest = value_step(kind, r, widths[1:], ahead_of)
 
     @inline
     def values_wide(rec, tile, span, padded, ahead, k):
@@ -294,7 +295,7 @@ def _gone(holes):
 
 
 @outlined
-def _mask_holes(at, r, holes):
+def mask_holes(at, r, holes):
     """Scores of one block of r rows: those of what the layer lacks become LOWEST, whether they were computed or not."""
     if load_i64(holes) | load_i64(holes + 8):
         for i in range(r):
@@ -303,7 +304,7 @@ def _mask_holes(at, r, holes):
 
 
 @cache
-def _softmax(kind):
+def softmax_step(kind):
     """Make pass 2 for a stored type."""
     v_scales, weigh, part = kind.v_scales, kind.weigh, kind.part
 
@@ -333,15 +334,15 @@ def _softmax(kind):
 
 
 @inline
-def _in_split(rec, tile, span, ahead, b):
+def _in_split(rec, tile, span, ahead, padded, b):
     """K that pass 1 asks for where pass 3 of the split before did not: a few blocks on in this split."""
     _begin, end, base, kv_head = span
     return split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
 
 
 @inline
-def _in_next(rec, tile, span, ahead, b):
-    """K that pass 1 asks for where no other pass reads anything: that of the split that comes next."""
+def _in_next(rec, tile, span, ahead, padded, b):
+    """K of the split that comes next."""
     blocks, kv_head, last = ahead
     return block_address(rec, blocks, kv_head, min(b - span[2], last))
 
@@ -378,12 +379,12 @@ def score_step(kind, r, chains, alone):
         holes = layer_holes(rec, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
-            block, wanted = split_block(tile, kv_head, b - base), ahead_of(rec, tile, span, ahead, b)
+            block, wanted = split_block(tile, kv_head, b - base), ahead_of(rec, tile, span, ahead, padded, b)
             gone = holes + BLOCK_TOKENS * load_i32(blocks + 4 * b)
             if holes == 0 or not _gone(gone):
                 store_tile(scores(queries, block, wanted, padded), at, SCORES)
             if holes != 0:
-                _mask_holes(at, r, gone)
+                mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS
             if first < all_from or first + BLOCK_TOKENS - 1 > all_to:
                 for i in range(r):
@@ -398,7 +399,8 @@ def split_step(kind, r, widths, chains):
 
     ``step(rec, ctx, tile, queries, unit, seen, padded, ahead)`` as in `score_step`, `ahead` the unit that comes next.
     """
-    score, softmax, values = score_step(kind, r, chains, False), _softmax(kind), _values(kind, r, widths)
+    score, softmax = score_step(kind, r, chains, False), softmax_step(kind)
+    values = value_step(kind, r, widths, _in_next)
 
     @outlined
     def step(rec, ctx, tile, queries, unit, seen, padded, ahead):

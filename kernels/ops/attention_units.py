@@ -82,10 +82,11 @@ def _alone(ctx, t, split):
     return has_path(ctx, t) and (split + 1) << SPLIT_SHIFT > token(ctx, t, TOKEN_BASE)
 
 
-def few_tokens(large, small, many, some, one, first_token):
+def few_tokens(large, small, many, some, one, first_token, runs=True):
     """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
 
-    They are as many as the record's count says, from ``first_token(rec, ctx)`` on.
+    They are as many as the record's count says, from ``first_token(rec, ctx)`` on, and go through one by one where not
+    `runs`.
     """
 
     @inline
@@ -115,7 +116,7 @@ def few_tokens(large, small, many, some, one, first_token):
     def decode(rec, ctx, tile, group, padded, n_threads):
         begin = first_token(rec, ctx)
         tokens = begin + count(ctx, parameter(rec, ATTENTION.rows))
-        most = _most(rec, ctx, begin, tokens, group, large, n_threads)
+        most = _most(rec, ctx, begin, tokens, group, large, n_threads) if runs else 1
         number = claim(ctx)
         end, first, splits = _run(rec, ctx, begin, tokens, most)
         run = _seek(rec, ctx, number, (begin, end, first, splits, 0), tokens, most)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from ..catalogue import KV, QUANTISED, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
 from .attention_scores import scores_twin as attention_scores_twin
+from .attention_select import select_twin
+from .attention_values import values_twin
 from .draw import EDIT, blocks_twin, choose_twin, edit_twin
 from .elementwise import (
     embed_twin,
@@ -42,6 +44,7 @@ TWINS: dict[str, Twin] = {
     "rms_norm_q8": rms_norm_q8_twin,
     "gather_outputs": gather_twin,
     "attention_merge": merge_twin,
+    "attention_select": select_twin,
     "neuron_mask_scores": scores_twin,
     "neuron_mask_signs": signs_twin,
     "neuron_resolve": resolve_twin,
@@ -67,6 +70,7 @@ for _kv in KV:
     TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
     TWINS[f"attention_scores_{_kv}"] = attention_scores_twin(_kv)
+    TWINS[f"attention_values_{_kv}"] = values_twin(_kv)
 """The twin of each kernel, by the kernel's name."""
 
 __all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",

@@ -17,14 +17,21 @@ from numpy.typing import NDArray
 from ..abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
+    COUNT_TOKENS,
     FLAG_HOLES,
+    FLAG_LAST,
+    INSTEAD_MEAN,
+    INSTEAD_NOTHING,
     KV_ELEMENT_BYTES,
+    MASK_TOKENS,
+    MEAN_BLOCKS,
     SPLIT_BLOCKS,
     TOKEN_BASE,
     TOKEN_MASK,
     TOKEN_ROW,
     TOKEN_SEQUENCE,
     padded_head_dim,
+    score_row_bytes,
 )
 from ..parameters import ATTENTION
 from .elementwise import quantise_rows
@@ -33,9 +40,10 @@ from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
 
 Doubles = NDArray[np.float64]
+LOWEST = float(np.float32(-1e30))
+"""Score of what a token does not see in a block of which it sees a part, or what the layer lacks; largest score of a
+split of which nothing counts."""
 SPLIT_TOKENS = BLOCK_TOKENS * SPLIT_BLOCKS
-LOWEST = np.float32(-1e30)
-"""Largest score of a split of which a token sees nothing: finite, and weighted by 0 against any other."""
 
 
 class Partial(NamedTuple):
@@ -58,10 +66,14 @@ def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None) 
 
     With int8 KV weights may be rounded: times the scale of their V row, to a share of the largest of these.
     """
-    scores = q @ k.T
+    relative = TOLERANCES["attention"] * (1 + (np.abs(q) @ np.abs(k).T).max(axis=1))
+    return weigh(q @ k.T, relative, v, v_scales)
+
+
+def weigh(scores: Doubles, relative: Doubles, v: Doubles, v_scales: Doubles | None) -> Partial:
+    """Sum of V with weights by scores (heads, positions), which make weights that may be off by so much."""
     largest = scores.max(axis=1)
     weights = np.exp(scores - largest[:, None])
-    relative = TOLERANCES["attention"] * (1 + (np.abs(q) @ np.abs(k).T).max(axis=1))
     slack = relative[:, None] * (weights @ np.abs(v)) + TINY
     if v_scales is not None:
         codes = np.divide(v, v_scales[:, None], out=np.zeros_like(v), where=v_scales[:, None] > 0)
@@ -125,6 +137,11 @@ class Path(NamedTuple):
     """Rows of the sequence, the token's own last."""
     there: NDArray[np.bool_]
     """Which of them the layer has."""
+
+    @property
+    def place(self) -> int:
+        """The token's own place."""
+        return self.low + len(self.rows) - 1
 
     @property
     def splits(self) -> range:
@@ -206,6 +223,31 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     return twin
 
 
+def score_row(view: RecordView, row: int) -> tuple[NDArray[np.float32], ...]:
+    """Live views of the scores of row token * heads + head: by place, (largest, sum of exponentials) by split, choice.
+    """
+    splits = view.parameters(ATTENTION).splits
+    at = row * score_row_bytes(splits)
+    return (view.array(5, np.float32, (splits * SPLIT_TOKENS,), at=at),
+            view.array(5, np.float32, (splits, 2), at=at + 4 * splits * SPLIT_TOKENS),
+            view.array(5, np.float32, (4,), at=at + splits * (4 * SPLIT_TOKENS + 8)))
+
+
+def mean_of(view: RecordView, row: int) -> NDArray[np.float32]:
+    """Live view of the mean of V of row token * KV heads + KV head, with its padding; then how many rows it is of."""
+    p = view.parameters(ATTENTION)
+    padded = padded_head_dim(p.head_dim)
+    return view.array(7, np.float32, (padded + 1,), at=(4 * padded + 64) * row)
+
+
+def mean_blocks(place: int) -> range:
+    """The blocks of the context whose mean stands for what a token at a place leaves out."""
+    below, step = max(place - MASK_TOKENS + 1, 0) // BLOCK_TOKENS, 1
+    while below > MEAN_BLOCKS * step:
+        step *= 2
+    return range(step // 2, below, step)
+
+
 def partials(view: RecordView, row: int, split: int) -> tuple[NDArray[np.float32], ...]:
     """Live views of one split's result of row token * heads + head: m (1,), l (16,), acc (n,), the padding of acc."""
     p = view.parameters(ATTENTION)
@@ -246,19 +288,26 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
 
 
 def merge_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l."""
+    """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l, or over that of all exponentials."""
     p = view.parameters(ATTENTION)
-    seen = paths(view, view.count(p.rows), p.window)
+    n, end = view.count(p.rows), view.count(COUNT_TOKENS)
+    first = end - n if view.flags & FLAG_LAST else 0
+    seen, group = paths(view, first + n, p.window)[first:], p.heads // p.kv_heads
     y, slack = np.zeros((2, len(seen) * p.heads, p.head_dim))
     for row in range(len(y)):
-        splits = seen[row // p.heads].splits
-        parts = zip(*(partials(view, row, split)[:3] for split in splits), strict=True)
+        path = seen[row // p.heads]
+        found = (partials(view, row, split)[:3] for split in path.splits)
+        parts = zip(*(part for part in found if part[0][0] > LOWEST), strict=True)
         m, sums, acc = (np.array(part, np.float64) for part in parts)
-        some = m[:, 0] > LOWEST
-        m, sums, acc = m[some], sums[some], acc[some]
         share = np.exp(m - m.max())
-        total = (share * sums).sum()
-        y[row] = (share * acc).sum(axis=0) / total
-        slack[row] = TOLERANCES["attention"] * (1 + np.ptp(m)) * (share * np.abs(acc)).sum(axis=0) / total
-    where = view.array(1, np.float32, (len(seen), p.heads * p.head_dim), (p.out_stride, 4))
+        total, add = (share * sums).sum(), 0.0
+        mean = mean_of(view, row // group) if p.instead == INSTEAD_MEAN else np.zeros(1, np.float32)
+        if view.flags & FLAG_LAST and (p.instead == INSTEAD_NOTHING or mean[-1] > 0):
+            read, total = total, float(score_row(view, row)[2][3])
+            if len(mean) > 1:
+                add = max(1 - read / total, 0.0) * mean[: p.head_dim].astype(np.float64)
+                slack[row] = TOLERANCES["sums"] * np.abs(mean[: p.head_dim])
+        y[row] = (share * acc).sum(axis=0) / total + add
+        slack[row] += TOLERANCES["attention"] * (1 + np.ptp(m)) * ((share * np.abs(acc)).sum(axis=0) / total)
+    where = view.array(1, np.float32, (len(seen), p.heads * p.head_dim), (p.out_stride, 4), first * p.out_stride)
     return [Expected("out", where, y.reshape(where.shape), exact=False, tolerance=slack.reshape(where.shape) + TINY)]

@@ -8,23 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, COUNT_TOKENS, score_row_bytes
+from ..abi import BLOCK_TOKENS, COUNT_TOKENS
 from ..parameters import ATTENTION
-from .attention import SPLIT_TOKENS, Path, queries_of, seen_tokens
+from .attention import LOWEST, SPLIT_TOKENS, Path, queries_of, score_row, seen_tokens
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView
-
-LOWEST = -1e30
-"""What stands for a place that a token does not see, in a block of which it sees others, and for what a layer lacks."""
-
-
-def score_row(view: RecordView, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Live views of row token * heads + head: scores by place, (largest, sum of exponentials) by split."""
-    splits = view.parameters(ATTENTION).splits
-    at = row * score_row_bytes(splits)
-    return (view.array(5, np.float32, (splits * SPLIT_TOKENS,), at=at),
-            view.array(5, np.float32, (splits, 2), at=at + 4 * splits * SPLIT_TOKENS))
 
 
 def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
@@ -47,12 +36,12 @@ def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     return twin
 
 
-def _row(where: tuple[NDArray[np.float32], NDArray[np.float32]], name: str, path: Path, scores: NDArray[np.float64],
+def _row(where: tuple[NDArray[np.float32], ...], name: str, path: Path, scores: NDArray[np.float64],
          slack: NDArray[np.float64]) -> list[Expected]:
     high = path.low + len(scores)
     begin, end = path.low // BLOCK_TOKENS * BLOCK_TOKENS, -(-high // BLOCK_TOKENS) * BLOCK_TOKENS
     around = (path.low - begin, end - high)  # in blocks of which it sees a part
-    out = [Expected(name + "scores", where[0][begin:end], np.pad(scores, around, constant_values=np.float32(LOWEST)),
+    out = [Expected(name + "scores", where[0][begin:end], np.pad(scores, around, constant_values=LOWEST),
                     False, np.pad(slack, around))]
     for split in path.splits:
         start, stop = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)

@@ -46,7 +46,10 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
     else:
         from ..ops import (  # noqa: F401
             attention,
+            attention_merge,
             attention_scores,
+            attention_select,
+            attention_values,
             draw,
             elementwise,
             linear,

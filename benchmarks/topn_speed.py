@@ -1,0 +1,176 @@
+"""Decoding with chosen rows of V beside decoding with all, at depth, on scores of a stated skew.
+
+    python benchmarks/topn_speed.py --shape llama-2-7b -d 4096,16384 --attention eps:0.01 [-r 7] [-t 2]
+
+One layer of a known shape with keys and values of the context's whole length, in two sessions that take turns: tokens
+with `--attention` and without. Keys are normal, with a part that the 16 of a block have in common, and scaled until
+scores have the standard deviation that is asked for (`--skew`): as many rows then matter as in a trained model. Times
+are those of the records: attention, and what else a layer takes; a token of the whole model is as many layers. Figures
+are medians over rounds and, where other work takes time away from the machine, of the calmest ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.attention_depth import one_layer  # noqa: E402
+from edgeinfer.bundle import Bundle  # noqa: E402
+from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.converters import SHAPES  # noqa: E402
+from edgeinfer.errors import EdgeInferError  # noqa: E402
+from edgeinfer.kernels import abi  # noqa: E402
+from edgeinfer.memory_planner import default_threads  # noqa: E402
+from edgeinfer.runtime import Session  # noqa: E402
+
+SHARED = 0.5
+"""Part of the variance of keys that the 16 of a block have in common."""
+TOKENS = 4
+"""Decoded in a round."""
+
+
+class Times(NamedTuple):
+    """Milliseconds of a token in one layer."""
+
+    attention: float
+    rest: float
+
+
+class Run:
+    """A session at depth.
+
+    Parameters
+    ----------
+    bundle : Path
+    depth, threads : int
+    attention : str
+    """
+
+    def __init__(self, bundle: Path, depth: int, attention: str, threads: int):
+        self.depth = depth
+        self.session = Session(Bundle.open(bundle), RuntimeConfig(
+            threads=threads, ctx=depth + 16, kv="int8", prefill_chunk=16, recipe=Recipe().attention(attention)))
+        self.sequence = self.session.new_sequence()
+        self.session.kv.extend(self.sequence, depth)
+        self.sequence.tokens.extend([5] * depth)
+        plan, model = self.session.plan, self.session.model
+        pool = self.session.executor.regions["kv"][: plan.kv_blocks * plan.kv_block_bytes]
+        self.heads, self.padded = model.num_key_value_heads, abi.padded_head_dim(model.head_dim)
+        self.blocks = pool.reshape(plan.kv_blocks, self.heads, -1)
+
+    def fill(self, scale: float) -> None:
+        """Write keys and values of every block."""
+        rng, half = np.random.default_rng(0), 16 * self.padded
+        some = rng.standard_normal(1 << 22).astype(np.float32)
+        for block in self.blocks:
+            start = rng.integers(0, len(some) - 2 * self.heads * half)
+            own = some[start : start + self.heads * half].reshape(self.heads, self.padded // 4, 16, 4)
+            start += self.heads * half
+            same = some[start : start + self.heads * self.padded].reshape(self.heads, self.padded // 4, 1, 4)
+            keys = np.sqrt(SHARED) * same + np.sqrt(1 - SHARED) * own
+            block[:, :half] = np.clip(keys * 30, -127, 127).astype(np.int8).reshape(self.heads, half).view(np.uint8)
+            block[:, half : 2 * half] = rng.integers(-100, 100, (self.heads, half), np.int8).view(np.uint8)
+            scales = np.repeat(np.array([[scale / 30], [0.017]], np.float16), 16)
+            block[:, 2 * half :] = scales.view(np.uint8)
+
+    def scores(self) -> np.ndarray:
+        """Scores that the last token left: (heads, places)."""
+        record = next(r for r in self.session.program.records if r.kernel.startswith("attention_scores"))
+        region, offset = record.operands[5]
+        heads, row = self.session.model.num_attention_heads, abi.score_row_bytes(self.session.plan.splits)
+        data = self.session.executor.regions[region][offset : offset + heads * row].reshape(heads, row)
+        return data[:, : 4 * (self.depth + 1)].view(np.float32)
+
+    def decode(self) -> None:
+        """One token, and forget it."""
+        self.session.decode([self.sequence], [5])
+        self.session.truncate(self.sequence, self.depth)
+
+    def times(self) -> Times:
+        """Of a token, over a few."""
+        self.session.executor.start_profile()
+        for _ in range(TOKENS):
+            self.decode()
+        spent = self.session.executor.stop_profile()
+        sums = {True: 0.0, False: 0.0}
+        for ns, record in zip(spent, self.session.program.records, strict=True):
+            if record.op is not None and record.op.layer is not None:
+                sums[record.kernel.startswith("attention")] += ns / TOKENS / 1e6
+        return Times(sums[True], sums[False])
+
+    def blocks_read(self) -> float:
+        """Blocks of V that a token reads of a KV head."""
+        before = self.session.value_blocks
+        self.decode()
+        return (self.session.value_blocks - before) / self.heads
+
+
+def calibrated(run: Run, skew: float) -> float:
+    """Fill the run with keys whose scores have a standard deviation of `skew`; returns their scale."""
+    scale = 1.0
+    for _ in range(3):
+        run.fill(scale)
+        run.decode()
+        scale *= skew / float(np.median(run.scores()[:, :-1].std(axis=1)))
+    run.fill(scale)
+    return scale
+
+
+def measure(path: Path, layers: int, depth: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Compare at one depth."""
+    chosen, plain = (Run(path, depth, attention, given.t) for attention in (given.attention, "exact"))
+    try:
+        plain.fill(calibrated(chosen, given.skew))
+        rounds = []
+        for run in (chosen, plain):
+            run.decode()
+        for _ in range(given.r):
+            rounds.append((chosen.times(), plain.times()))
+        rounds.sort(key=lambda pair: sum(map(sum, pair)))
+        rows = [(sum(b) / sum(a), b.attention / a.attention, *a, *b) for a, b in rounds]
+        calm = np.median(rows[: max(1, len(rows) // 2)], axis=0)
+        read = chosen.blocks_read()
+    finally:
+        chosen.session.close()
+        plain.session.close()
+    return {"shape": path.name, "depth": depth, "attention": given.attention, "blocks": read,
+            "share": read / -(-(depth + 1) // 16), "token": calm[0], "attention_ratio": calm[1],
+            "all_rounds": float(np.median([row[0] for row in rows])), "attention_ms": calm[2], "rest_ms": calm[3],
+            "plain_attention_ms": calm[4], "layers": layers}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what the command line names; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-2-7b", choices=sorted(SHAPES))
+    parser.add_argument("-d", default="4096,16384", help="depths (default 4096,16384)")
+    parser.add_argument("--attention", default="eps:0.01")
+    parser.add_argument("--skew", type=float, default=2.5, help="standard deviation of scores (default 2.5)")
+    parser.add_argument("-r", type=int, default=7, help="rounds (default 7)")
+    parser.add_argument("-t", type=int, default=default_threads())
+    given = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            path = one_layer(given.shape, Path(directory))
+            for depth in map(int, given.d.split(",")):
+                found = measure(path, SHAPES[given.shape].num_hidden_layers, depth, given)
+                print(json.dumps({key: round(value, 4) if isinstance(value, float) else value
+                                  for key, value in found.items()}), flush=True)
+    except EdgeInferError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

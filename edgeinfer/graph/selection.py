@@ -1,0 +1,94 @@
+"""Attention whose decoded tokens read the rows of V that matter to them (TopN-V: KCache, arXiv 2404.18057).
+
+All of K is read. A row of V is wanted by a head that gives it at least a share of its largest weight, or by one that
+counts it among its N largest; a block of V is read where some head wants a row of it, and then all its rows count. What
+is left out weighs in as a mean of V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+from edgeinfer.kernels import abi
+
+from ..config import ATTENTIONS
+from ..dataclass import dataclass
+from ..errors import UsageError
+from .graph import Graph
+from .operation import KvAccess, Scratch, Sizes
+from .ops import Attention
+
+INSTEAD = {"nothing": abi.INSTEAD_NOTHING, "scale": abi.INSTEAD_SCALE, "mean": abi.INSTEAD_MEAN}
+"""What stands for rows that are left out: nothing, as published; weights of the others that add up to 1; a mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedAttention(Attention):
+    """Attention; decoded tokens read what their scores choose of V."""
+
+    KERNELS: ClassVar[tuple[str, ...] | None] = (
+        "attention_{kv}", "attention_merge", "attention_scores_{kv}", "attention_select", "attention_values_{kv}",
+        "attention_merge")
+    top: int = 0
+    """Rows that a head wants; 0: those by `eps`."""
+    eps: float = 0.0
+    """Least share of the head's largest weight that is wanted."""
+    instead: str = "mean"
+    """What stands for the rest, see INSTEAD."""
+
+    @property
+    def kv(self) -> KvAccess | None:
+        """K and V of what its tokens see, of which decoded ones leave out a part of V."""
+        access = super().kv
+        assert access
+        return access._replace(top=self.top * (self.heads // self.kv_heads), eps=self.eps, chooses=True)
+
+    def parts(self, sizes: Sizes) -> tuple[int, int, int]:
+        """Bytes that threads share: partial results, scores with what is chosen, means."""
+        padded, tokens = abi.padded_head_dim(self.head_dim), sizes.decoded_tokens
+        partial = max(sizes.split_tokens, tokens) * self.heads * sizes.splits * (128 + 4 * padded)
+        means = tokens * self.kv_heads * (4 * padded + 64)
+        return partial, tokens * self.heads * abi.score_row_bytes(sizes.splits), means
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Those of attention, and scores of each place for each head of a decoded token."""
+        return Scratch(super().scratch(sizes).thread_bytes, sum(self.parts(sizes)))
+
+    def faults(self, types: object) -> Iterator[str]:
+        """A window leaves V out as it is."""
+        yield from super().faults(types)  # type: ignore[arg-type]
+        if self.window:
+            yield f"rows of V are chosen of whole contexts, and it has a window of {self.window}"
+
+
+def with_selection(graph: Graph, eps: float | None, top: int | None, instead: str, exact: int) -> Graph:
+    """The pass `attention`; see passes.py."""
+    if (eps is None) == (top is None):
+        raise UsageError("The pass attention takes either eps or top; give one of them.")
+    if not (top is None or (type(top) is int and top >= 1)) \
+            or not (eps is None or (isinstance(eps, int | float) and 0 <= eps <= 1)):
+        asked = f"eps:{eps}" if top is None else f"top:{top}"
+        raise UsageError(f"attention is {asked:.60}; choose {ATTENTIONS}.")
+    if instead not in INSTEAD:
+        raise UsageError(f"attention has instead {instead!r}; choose one of {', '.join(INSTEAD)}.")
+    layers = graph.config.num_hidden_layers
+    if type(exact) is not int or not 0 <= exact <= layers:
+        raise UsageError(f"attention has exact {exact!r:.40}; the first layers that stay exact are from 0 to {layers}.")
+    if any(isinstance(op, SelectedAttention) for op in graph.ops):
+        raise UsageError("The recipe has the pass attention twice; name it once.")
+    own: dict[str, Any] = {"top": top or 0, "eps": float(eps or 0), "instead": instead}
+
+    def selected(op: Attention) -> SelectedAttention:
+        return SelectedAttention(**{field.name: getattr(op, field.name) for field in fields(op)}, **own)
+
+    return replace(graph, ops=tuple(
+        selected(op) if isinstance(op, Attention) and not op.window and (op.layer or 0) >= exact else op
+        for op in graph.ops))
+
+
+def least_score(eps: float) -> float:
+    """How far below the largest score one may be that is wanted."""
+    return math.log(eps) if eps else -math.inf

@@ -1,0 +1,202 @@
+"""The weighted sum of those blocks of V of which some head of a KV head wants a row; nothing else of V is read.
+
+All rows of a block that is read count, with the weights that they have: to leave some out would save nothing. The
+blocks of a split move together, and then go through passes 2 and 3 of attention as a split of so many blocks; where all
+are wanted the partial results have the bits of attention's. A token goes through by itself, so that its bits do not
+depend on what others want.
+
+For what is left out stands a mean of V, of blocks that lie evenly spread over the context up to MASK_TOKENS before the
+token. Which these are follows from its place alone, and no guess of its walk is among them: nothing has to be kept of a
+sequence for it.
+
+Operands: 2 the layer's blocks, 3 scratch, 4 partial results, those of the first token that is wanted first, 5 rows of
+scores with what was chosen, 6 as in attention.py, 7 means: a row of floats for each token and KV head, then how many
+rows it is of. Parameters: parameters.ATTENTION. Twin: reference/attention_values.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS
+from ..parameters import ATTENTION
+from ..registry import kernel
+from ..vector.record import inline, operand, outlined, parameter, round_up_16
+from ..vector.simd import (
+    count_ones,
+    div_f32,
+    div_i64,
+    first_lane,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    splat_f32,
+    store_f32,
+    store_f32x16,
+    store_i64,
+    sum_lanes,
+    trailing_zeros,
+)
+from ..vector.targets import atomic_add, attention_tiles
+from .attention import leave_partial
+from .attention_paths import (
+    block_address,
+    block_table,
+    has_path,
+    head_address,
+    layer_holes,
+    path_gather,
+    place_of,
+    set_split_block,
+    split_block,
+)
+from .attention_rows import LOWEST, SCORES, T_BLOCKS, T_L, T_M, T_SCORES, acc_at, partial_bytes
+from .attention_scores import first_scored, score_row, split_sums
+from .attention_select import C_LEAST, choice_at, wanted
+from .attention_split import KINDS, mask_holes, softmax_step, value_step
+from .attention_units import few_tokens
+
+AHEAD = 2
+"""Blocks between the V in work and the V that is asked for."""
+
+
+@outlined
+def _wanted_blocks(rec, ctx, t, h, split, group):
+    """Bit b: some head of KV head h wants a row of block b of the split."""
+    last, found = (place_of(ctx, t) >> 4) - split * SPLIT_BLOCKS, 0
+    for head in range(h * group, (h + 1) * group):
+        row = score_row(rec, ctx, t, head)
+        choice = choice_at(rec, row)
+        if load_f32(split_sums(rec, row, split)) >= load_f32(choice + C_LEAST):
+            for b in range(min(last + 1, SPLIT_BLOCKS)):
+                if not found >> b & 1 and wanted(row, choice, split * SPLIT_BLOCKS + b) != 0:
+                    found |= 1 << b
+    return found
+
+
+@inline
+def mean_at(rec, ctx, t, h, padded):
+    """Address of the mean of V of a token and KV head, and behind it of how many rows it is."""
+    row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.kv_heads) + h
+    return operand(rec, ctx, 7) + row * (4 * padded + 64)
+
+
+@inline
+def mean_blocks(place):
+    """(blocks, step) of the mean for the token at a place: blocks `step` apart, from half a step on; or none."""
+    below, step = max(place - MASK_TOKENS + 1, 0) >> 4, 1
+    while below > MEAN_BLOCKS * step:
+        step += step
+    return div_i64(below + step - 1 - (step >> 1), step), step
+
+
+def _mean_step(kind, values):
+    """Make the mean of V that stands for what a token leaves out."""
+    softmax = softmax_step(kind)
+
+    @outlined
+    def mean(rec, ctx, tile, t, h, padded):
+        blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
+        n, step = mean_blocks(place_of(ctx, t))
+        holes, out = layer_holes(rec, ctx), mean_at(rec, ctx, t, h, padded)
+        store_f32(out + 4 * padded, first_lane(splat_f32(0.0)))
+        if n == 0:
+            return
+        for i in range(n):
+            b, at = i * step + (step >> 1), tile + T_SCORES + 64 * i
+            set_split_block(tile, kv_head, i, block_address(rec, blocks, kv_head, b))
+            store_f32x16(at, splat_f32(0.0))
+            if holes != 0:
+                mask_holes(at, 1, holes + BLOCK_TOKENS * load_i32(blocks + 4 * b))
+        span = 0, n, 0, kv_head
+        softmax(tile, 0, span, padded)
+        if load_f32(tile + T_M) <= LOWEST:
+            return
+        values(rec, tile, span, padded, 0, 0)
+        atomic_add(ctx + CTX_VALUES, n)
+        rows = sum_lanes(load_f32x16(tile + T_L))
+        share = splat_f32(div_f32(first_lane(splat_f32(1.0)), rows))
+        store_f32(out + 4 * padded, rows)
+        for k in range(0, padded, 16):
+            store_f32x16(out + 4 * k, load_f32x16(tile + acc_at(padded) + 4 * k) * share)
+
+    return mean
+
+
+def _steps(kind):
+    """Make the steps of the tiles: what a tile of rows of one token goes through in one split."""
+    softmax, gather, element = softmax_step(kind), path_gather(kind.element), kind.element
+
+    @inline
+    def ahead_of(rec, tile, span, ahead, padded, b):
+        _begin, end, _base, kv_head = span
+        return split_block(tile, kv_head, min(b + AHEAD, end - 1)) + BLOCK_TOKENS * padded * element
+
+    def of_tile(r, widths, mean):
+        values = value_step(kind, r, widths, ahead_of)
+
+        @outlined
+        def step(rec, ctx, tile, unit, row, last, group, padded, found):
+            t, h, split = unit
+            blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
+            for b in range(SPLIT_BLOCKS):
+                if found >> b & 1:
+                    address = block_address(rec, blocks, kv_head, split * SPLIT_BLOCKS + b)
+                    set_split_block(tile, kv_head, b, address)
+            if has_path(ctx, t):
+                gather(rec, ctx, tile, unit, blocks, kv_head, padded)
+            n = 0
+            while found != 0:
+                b = trailing_zeros(found)
+                found &= found - 1
+                store_i64(tile + T_BLOCKS + 8 * n, load_i64(tile + T_BLOCKS + 8 * b))
+                for i in range(r):
+                    scores = score_row(rec, ctx, t, h * group + min(row + i, last))
+                    store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + SCORES * split + 64 * b))
+                n += 1
+            span = 0, n, 0, kv_head
+            for i in range(r):
+                softmax(tile, i, span, padded)
+            values(rec, tile, span, padded, 0, 0)
+
+        @inline
+        def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
+            t, h, split = unit
+            found = _wanted_blocks(rec, ctx, t, h, split, group)
+            if row == 0 and split == 0 and parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
+                mean(rec, ctx, tile, t, h, padded)
+            if found:
+                if row == 0:
+                    atomic_add(ctx + CTX_VALUES, count_ones(found))
+                step(rec, ctx, tile, unit, row, last, group, padded, found)
+            index = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + h * group + row
+            for i in range(min(r, last - row + 1)):
+                partial = (index + i) * parameter(rec, ATTENTION.splits) + split
+                if found:
+                    leave_partial(rec, ctx, tile, i, partial, padded)
+                else:
+                    at = operand(rec, ctx, 4) + partial * partial_bytes(padded)
+                    store_f32(at, first_lane(splat_f32(LOWEST)))
+
+        return single
+
+    return of_tile, ahead_of
+
+
+def _register(kv, tiles):
+    kind = KINDS[kv]
+    (large, *_), (small, *_), (one, widths, _chains) = tiles
+    of_tile, ahead_of = _steps(kind)
+    mean = _mean_step(kind, value_step(kind, one, widths, ahead_of))
+    steps = [of_tile(r, widths, mean) for r, widths, _chains in tiles]
+    by_token = few_tokens(large, small, *steps, first_scored, runs=False)
+
+    @kernel(f"attention_values_{kv}")
+    def attention_values(rec, ctx, tid, n_threads):
+        group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
+        tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+        by_token(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
+        return 0
+
+
+for _kv in KINDS:
+    _register(_kv, attention_tiles())
