@@ -115,14 +115,14 @@ class Run:
         return (self.session.value_blocks - before) / self.heads
 
 
-def calibrated(run: Run, skew: float) -> float:
-    """Fill the run with keys whose scores have a standard deviation of `skew`; returns their scale."""
-    scale = 1.0
+def calibrated(bundle: Path, skew: float, threads: int) -> float:
+    """Return the scale of keys whose scores have a standard deviation of `skew`."""
+    run, scale = Run(bundle, 1024, "eps:0.1", threads), 1.0
     for _ in range(3):
         run.fill(scale)
         run.decode()
         scale *= skew / float(np.median(run.scores()[:, :-1].std(axis=1)))
-    run.fill(scale)
+    run.session.close()
     return scale
 
 
@@ -130,7 +130,8 @@ def measure(path: Path, layers: int, depth: int, given: argparse.Namespace) -> d
     """Compare at one depth."""
     chosen, plain = (Run(path, depth, attention, given.t) for attention in (given.attention, "exact"))
     try:
-        plain.fill(calibrated(chosen, given.skew))
+        for run in (chosen, plain):
+            run.fill(given.scale)
         rounds = []
         for run in (chosen, plain):
             run.decode()
@@ -162,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as directory:
             path = one_layer(given.shape, Path(directory))
+            given.scale = calibrated(path, given.skew, given.t)
             for depth in map(int, given.d.split(",")):
                 found = measure(path, SHAPES[given.shape].num_hidden_layers, depth, given)
                 print(json.dumps({key: round(value, 4) if isinstance(value, float) else value

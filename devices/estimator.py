@@ -29,6 +29,10 @@ LAYERS = 32
 """Layers that t0_ms is stated for."""
 
 
+KEYS_ALONE, VALUES_APART = 0.4, 1.0
+"""How much longer it takes to read K without the V that lies behind it, and blocks of V that are chosen, than to read
+both one after the other; as shares, measured (docs/long-context.md). What attention computes is counted as if nothing
+were left out: the products with V are the cheaper ones."""
 CHOOSING_MS = 0.01
 """Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
 DRAFT_SHARE = 0.1
@@ -186,11 +190,12 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
     terms["weights"] = dense / weights_gbs / 1e6
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
-        left_out = traffic.left_out_at(depth)
-        attention *= 1 - left_out / (traffic.kv_bytes_at(depth) + left_out)
         terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention
         if traffic.value_bytes:
-            terms["choosing"] = traffic.score_bytes * depth / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers
+            keys = traffic.value_bytes * depth  # as many as of V
+            read = keys - traffic.left_out_at(depth)
+            more = KEYS_ALONE * keys + VALUES_APART * read + traffic.score_bytes * depth
+            terms["choosing"] = more / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
     if traffic.streamed_bytes:

@@ -15,6 +15,7 @@ from edgeinfer.devices import (
     break_even,
     classes,
     constants_of,
+    crossover,
     estimate,
     load_profile,
     profiles,
@@ -210,3 +211,29 @@ def test_multiplying_with_the_cache_takes_time_beside_reading_it():
     probed = replace(PLAIN, constants={**PLAIN.constants, "attention_ms": 5.0})
     more = estimate(probed, LLAMA, depth=8192).terms["kv"] - estimate(PLAIN, LLAMA, depth=8192).terms["kv"]
     assert more == pytest.approx(5.0 * LLAMA.attention_operations_of(1, 8192) / 1e9)
+
+
+CHOSEN = replace(LLAMA, value_bytes=32 * 128 * 32, value_rows=(256.0, 0.5), score_bytes=8 * 32 * 32)
+"""V of which decoded tokens read a quarter of 1024 positions, an eighth of 4096, and 256 rows for a mean."""
+
+
+def test_chosen_rows_of_v_are_left_out_and_choosing_has_its_price():
+    whole, chosen = (estimate(PLAIN, traffic, depth=4096) for traffic in (LLAMA, CHOSEN))
+    left_out = 32 * 128 * 32 * (4096 - 512 - 256)
+    assert CHOSEN.left_out_at(4096) == left_out and CHOSEN.left_out_at(0) == LLAMA.left_out_at(4096) == 0
+    assert CHOSEN.left_out_at(400) == 0  # all rows are read
+    assert whole.bytes_per_token - chosen.bytes_per_token == left_out
+    assert whole.terms["kv"] - chosen.terms["kv"] == pytest.approx(left_out / 21e6)
+    assert "choosing" not in whole.terms and chosen.terms["choosing"] > 0
+
+
+def test_where_choosing_begins_to_pay():
+    point = crossover(PLAIN, CHOSEN, 1 << 20)
+    assert point is not None
+
+    def pays(depth):
+        return estimate(PLAIN, CHOSEN, depth=depth).decode_tok_per_s > estimate(PLAIN, LLAMA, depth).decode_tok_per_s
+
+    assert pays(point) and pays(4 * point) and not pays(point - 1)
+    assert crossover(PLAIN, CHOSEN, point - 1) is None
+    assert crossover(PLAIN, replace(CHOSEN, value_rows=(1024.0, 1.0)), 1 << 20) is None

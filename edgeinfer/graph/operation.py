@@ -80,7 +80,10 @@ class KvAccess(NamedTuple):
         """
         if self.top:
             return 4.3 * self.top, 0.0
-        return (max(16.0, -28 - 150 * math.log10(self.eps)), 0.5) if self.eps else (1024.0, 1.0)
+        if not self.eps:
+            return 1024.0, 1.0
+        shared = self.operations / (8 * self.heads * self.head_dim)  # heads that share K, by two
+        return max(16.0, -28 - 150 * math.log10(self.eps)) * shared**0.7, 0.5
 
 
 class Scratch(NamedTuple):
