@@ -78,8 +78,10 @@ def test_a_pruned_prompt_has_the_same_bits_for_any_threads_and_chunk(model: Path
         assert run(model, ids, kv=kv, prefill_chunk=chunk, threads=threads, lazy=HALF) == first
 
 
-@pytest.mark.parametrize("layout", ["tile16", "neuron"])
-@pytest.mark.parametrize("config", [MODEL, replace(WINDOWED, num_hidden_layers=5, windows=(0, 300, 40, 0, 40))])
+@pytest.mark.parametrize(("config", "layout"), [
+    (MODEL, "neuron"), (replace(WINDOWED, num_hidden_layers=5, windows=(0, 300, 40, 0, 40)), "tile16"),
+    (replace(MODEL, model_type="qwen3", hidden_act="relu2", tie_word_embeddings=True), "tile16"),
+    (replace(MODEL, model_type="qwen2", hidden_act="gelu", attention_bias=True), "tile16")])
 def test_architectures_and_layouts_go_through_in_stages(config: ModelConfig, layout: str, tmp_path: Path) -> None:
     path, ids = _write(tmp_path, config, ffn_layout=layout), tokens(330)
     assert run(path, ids, lazy=ALL) == run(path, ids)
@@ -140,6 +142,20 @@ def test_keys_are_read_as_they_are_stored(model: Path) -> None:
     for kv, share in (("f16", 1e-3), ("int8", 1e-2)):
         for mine, exact in zip(found[kv], found["f32"], strict=True):
             assert np.abs(mine - exact).max() <= share * np.abs(exact).max() and exact.std() > 0
+
+
+def test_records_agree_with_their_twins_behind_a_pruned_prompt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prompts and decoding: what the program says of holes is what the flags say."""
+    expected = None
+    for check in ("0", "1"):
+        monkeypatch.setenv("EDGEINFER_CHECK", check)
+        with session(model, ctx=320, prefill_chunk=80, max_sequences=2, lazy=HALF) as opened:
+            assert opened.executor.check == (check == "1")
+            sequence = opened.new_sequence()
+            opened.prefill(sequence, tokens(270))
+            found = answer(opened, sequence, 2)
+            assert expected in (None, found)
+            expected = found
 
 
 def test_ties_go_to_the_earlier_place() -> None:
