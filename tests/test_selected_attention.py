@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM
+from edgeinfer.bench.results import GENERATE, Case
+from edgeinfer.bench.results import PROMPT as PROMPT_TEST
+from edgeinfer.bench.traffic import record_bytes
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import BundleError, RequestError, UnsupportedModelError, UsageError
 from edgeinfer.graph import SelectedAttention
+from edgeinfer.pruning import Schedule
 from edgeinfer.quality import Setting
 from edgeinfer.runner import DECODE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
+from tests.command_line import edgeinfer
 from tests.sessions import WINDOWED, session, tokens, write_model
 
 PROMPT_IDS = tokens(700, seed=1)
@@ -187,3 +192,54 @@ def test_guesses_and_samples_have_the_text_of_one(tmp_path: Path) -> None:
         assert llm.generate(text, **asked) == plain
         samples = llm.complete(text, n=2, **asked)
         assert [sample.text for sample in samples.choices] == [plain, plain]
+
+
+def test_the_estimate_tells_k_from_v_and_where_choosing_pays() -> None:
+    asked = ("estimate", "llama-2-7b", "--device", "phone-lpddr5x-8533", "--ctx", 8192)
+    whole, chosen = (edgeinfer(*asked, *more, "--json").json for more in ((), ("--attention", "eps:0.01")))
+    assert whole["kv_read"] == {"key_bytes": whole["kv_bytes"] // 2, "value_bytes": whole["kv_bytes"] // 2,
+                                "chosen": False, "crossover_depth": None}
+    read = chosen["kv_read"]
+    assert read["key_bytes"] == whole["kv_read"]["key_bytes"] > 3 * read["value_bytes"]
+    assert 256 < read["crossover_depth"] < 8192
+    assert whole["bytes_per_token"] - chosen["bytes_per_token"] == whole["kv_read"]["value_bytes"] - read["value_bytes"]
+    assert chosen["decode_tok_per_s"] > whole["decode_tok_per_s"] and "choosing" in chosen["terms_ms"]
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "estimate", "bench", "info"])
+def test_commands_refuse_other_choices_in_one_sentence(command: str) -> None:
+    out = edgeinfer(command, "demo", *(["hello"] if command == "run" else []), "--attention", "top:0")
+    assert out.code == 2 and not out.out
+    assert out.err == "edgeinfer: attention is 'top:0'; choose exact, eps:X with X from 0 to 1, or top:N with N of " \
+                      "1 or more.\n"
+
+
+def test_the_bytes_of_a_profile_are_those_of_k_and_of_what_is_chosen(tmp_path: Path) -> None:
+    with session(write_model(tmp_path), ctx=1024, recipe=of("top:2")) as opened:
+        case = Case(GENERATE, 1, 900)
+        kv = {record.kernel: record_bytes(opened, case, record) for record in opened.program.records
+              if record.op and record.op.kv and not record.op.kv.stores}
+        access = next(op.kv for op in opened.graph.ops if isinstance(op, SelectedAttention))
+        half = 901 * access.position_bytes("int8") / 2
+        assert kv["attention_scores_int8"] == half and kv["attention_int8"] == 0
+        assert kv["attention_values_int8"] == pytest.approx(half * (4.3 * 2 * 3 + 256) / 901)
+        prompt = Case(PROMPT_TEST, 16, 0)
+        assert sum(record_bytes(opened, prompt, record) for record in opened.program.records
+                   if record.kernel.startswith("attention")) == 2 * 16 * access.position_bytes("int8")
+
+
+def test_with_pruned_prompts(tmp_path: Path) -> None:
+    """What a layer lacks is never chosen: all of the rest is plain attention, a part has the same bits for any run.
+
+    Blocks without a row move the others together, which share the scales of their rounded weights: not so in floats.
+    """
+    path = write_model(tmp_path)
+    lazy = Schedule((0.3,), (1,))
+    plain = run(path, "exact", lazy=lazy)
+    assert not np.array_equal(plain, run(path, "exact"))
+    assert divergence(plain, run(path, "eps:0", "scale", lazy=lazy)) < 1e-4
+    exact = run(path, "exact", lazy=lazy, kv="f32")
+    np.testing.assert_array_equal(run(path, "eps:0", "scale", lazy=lazy, kv="f32"), exact)
+    some = run(path, "top:3", lazy=lazy)
+    assert not np.array_equal(some[1:], plain[1:])
+    np.testing.assert_array_equal(run(path, "top:3", lazy=lazy, threads=3, prefill_chunk=7), some)
