@@ -342,6 +342,24 @@ def test_flags_that_do_not_fit_their_blocks_are_refused(model: Path, tmp_path: P
         assert not opened.kv.lacking(other, 60).any()
 
 
+def test_a_token_goes_through_each_layer_once_at_most(model: Path) -> None:
+    """So a pruned prompt computes what is said to be computed, and never more than the plain one."""
+    with session(model, ctx=256, prefill_chunk=32, lazy=HALF) as opened:
+        sequence, walk = opened.new_sequence(), opened.walk_range
+        done = np.zeros((len(opened.program.records), 130), int)
+
+        def counted(segment: Segment, first: int, stop: int, offset: int, cancel: Any, rows: Any) -> Any:
+            done[first:stop, rows] += 1
+            return walk(segment, first, stop, offset, cancel, rows)
+
+        opened.walk_range = counted
+        opened.prefill(sequence, tokens(130))
+        layers = [record.op.layer for record in opened.program.records]
+        work = [done[layers.index(layer)].sum() for layer in range(5)]
+        assert done.max() == 1 and work == [130, 130, 65, 65, 33]
+        assert opened.stages.last.tokens == (130, 65, 33) and opened.stages.last.share == sum(work) / (5 * 130)
+
+
 def test_rows_of_a_range_are_checked(model: Path) -> None:
     with session(model, ctx=160) as opened:
         sequence = opened.new_sequence()
