@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import KernelError
 from edgeinfer.graph import ModelConfig
@@ -23,6 +24,8 @@ MODELS = {
     "f16 f32": (QWEN, "f16", 32, "tile16", "f32"), "f32 int8": (WINDOWED, "f32", 32, "tile16", "int8"),
     "neuron q4": (RELU, "q4", 32, "neuron", "int8"), "neuron int8": (TINY, "int8", 128, "neuron", "int8"),
 }
+IDLE = {"bias", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "holes"}
+"""Operands that a record may do without."""
 REGIONS = {"weights", "constants", "activations", "kv", "logits", "scratch"}
 
 
@@ -55,9 +58,18 @@ def test_operands_of_real_programs_lie_inside_their_regions(opened: Session) -> 
         family = catalogue.family_of(record.kernel)
         assert family and len(record.operands) <= len(family.operands) and len(record.parameters) <= 32
         idle = {name for name, extent in zip(family.operands, record.extents, strict=False) if not extent}
-        assert idle <= {"bias", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots"}, record
+        assert idle <= IDLE, record
         for name, place in zip(family.operands, record.operands, strict=False):
             assert name not in idle or place == ("activations", 0), record
+
+
+def test_operands_of_chosen_rows_and_pruned_prompts_are_used(tmp_path: Path) -> None:
+    write_random_bundle(TINY, tmp_path / "bundle")
+    with session(tmp_path / "bundle", ctx=600, recipe=Recipe().attention("top:16"), lazy="keep=0.5") as running:
+        used = {name for record in running.program.records if (family := catalogue.family_of(record.kernel))
+                for name, extent in zip(family.operands, record.extents, strict=False) if extent}
+        assert {"scores", "holes"} <= used
+        running.program.check({name: len(memory) for name, memory in running.executor.regions.items()})
 
 
 @pytest.mark.parametrize("region", sorted(REGIONS))
