@@ -124,7 +124,7 @@ def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float],
         Even the one that drops least diverges by more.
     """
     def schedule(percent: int) -> Schedule:
-        return Schedule(tuple(round((percent / 100) ** (i + 1), 4) for i in range(len(layers))), layers)
+        return Schedule(tuple(max(1e-4, round((percent / 100) ** (i + 1), 4)) for i in range(len(layers))), layers)
 
     low, high = 0, 100  # of which the first is too little, and all is enough
     while high - low > 1:

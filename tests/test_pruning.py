@@ -160,6 +160,7 @@ def test_a_calibration_finds_the_most_pruned_of_those_that_diverge_little() -> N
     found = calibrated((2, 4), divergence, 0.0901)
     assert found == Schedule((0.7, 0.49), (2, 4)) and found in tried and len(tried) <= 7
     assert calibrated((2,), lambda schedule: 0.0, 0.0) == Schedule((0.01,), (2,))
+    assert calibrated((1, 2, 3), lambda schedule: 0.0, 0.0).keep == (0.01, 1e-4, 1e-4)  # and no share of 0
     with pytest.raises(RequestError, match=r"^Even keep=0\.99 after layers 3 diverges by 1\.00000, and the target is "):
         calibrated((3,), lambda schedule: 1.0, 0.5)
 
