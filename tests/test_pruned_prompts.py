@@ -16,7 +16,7 @@ import pytest
 
 from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.errors import BundleError, CancelledError, RequestError
+from edgeinfer.errors import BundleError, CancelledError, RequestError, UsageError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Cancellation, Segment, Sequence
@@ -369,6 +369,16 @@ def test_rows_of_a_range_are_checked(model: Path) -> None:
                 opened.walk_range(Segment(sequence, [1, 2]), 0, 3, rows=np.array(rows))
         with pytest.raises(RequestError, match="reserve more"):
             opened.walk_range(Segment(sequence, [1, 2]), 0, 3, rows=np.array([3, 40]))
+
+
+def test_boundaries_behind_an_early_exit_are_refused(model: Path) -> None:
+    recipe = Recipe.parse("fuse_input+early_exit:layers=3")
+    with session(model, ctx=128, recipe=recipe, lazy=Schedule((0.5,), (2,))) as opened:
+        opened.prefill(opened.new_sequence(), tokens(100))
+        assert opened.stages.last.tokens == (100, 50) and opened.stages.last.share == pytest.approx(250 / 300)
+    with pytest.raises(UsageError, match=r"^The boundary after layer 4 has no layer behind it; the model has 3\.$"), \
+            session(model, ctx=128, recipe=recipe, lazy=HALF):
+        pass
 
 
 def test_the_plan_names_what_pruning_takes(model: Path) -> None:

@@ -81,11 +81,15 @@ class Stages:
     ------
     UnsupportedModelError
         More than one tensor of the model goes from layer to layer.
+    UsageError
+        The recipe leaves no layer behind the last boundary.
     """
 
     def __init__(self, session: Session, aux: NDArray[np.uint8]):
         assert session.config.lazy and session.config.ctx
-        self._session, self.schedule, ctx = session, session.config.lazy, session.config.ctx
+        self._session, ctx = session, session.config.ctx
+        self._n_layers = len({op.layer for op in session.graph.ops} - {None})
+        self.schedule = session.config.lazy.placed(self._n_layers)  # a recipe may leave the last layers out
         self.choose: Callable[[Floats, Rows, int], Rows] = most_important
         self.last: Pruned | None = None
         hidden = session.model.hidden_size
@@ -176,7 +180,7 @@ class Stages:
         return memory.view(np.float32).reshape(n, -1)[:, : tensor.width]
 
     def _note(self, counts: list[int]) -> None:
-        ends = (0, *self.schedule.layers, self._session.model.num_hidden_layers)
+        ends = (0, *self.schedule.layers, self._n_layers)
         work = sum(n * (stop - first) for n, (first, stop) in zip(counts, itertools.pairwise(ends), strict=True))
         self.last = Pruned(self.schedule, tuple(counts), work / (counts[0] * ends[-1]))
 
