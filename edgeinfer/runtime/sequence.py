@@ -207,14 +207,14 @@ class KVCache:
         access, kv = self._stores[layer], self.plan.request.kv
         padded, element = abi.padded_head_dim(access.head_dim), abi.KV_ELEMENT_BYTES[kv]
         size, half = abi.kv_head_bytes(kv, access.head_dim), abi.BLOCK_TOKENS * padded * element
-        stored = self._layers[list(self.plan.kv_layers).index(layer)][sequence.blocks, head * size : (head + 1) * size]
-        lines = stored[:, :half].view({1: np.int8, 2: np.float16, 4: np.float32}[element])
+        stored, start = self._layers[list(self.plan.kv_layers).index(layer)], head * size
+        lines = stored[sequence.blocks, start : start + half].view({1: np.int8, 2: np.float16, 4: np.float32}[element])
         step = 4 if element == 1 else 1  # dimensions of a token that lie together
-        k = lines.reshape(len(stored), padded // step, abi.BLOCK_TOKENS, step).swapaxes(1, 2).astype(np.float32)
-        k = k.reshape(-1, padded)[:, : access.head_dim]
+        tiles = lines.reshape(len(lines), padded // step, abi.BLOCK_TOKENS, step).swapaxes(1, 2)
+        k = tiles.astype(np.float32, order="C").reshape(-1, padded)[:, : access.head_dim]
         if 2 * half < size:
-            scales = stored[:, 2 * half :].view(np.float16).reshape(len(stored), 2, abi.BLOCK_TOKENS)[:, 0]
-            k *= scales.reshape(-1, 1)
+            scales = stored[sequence.blocks, start + 2 * half : start + size].view(np.float16)
+            k *= scales.reshape(len(lines), 2, abi.BLOCK_TOKENS)[:, 0].reshape(-1, 1)
         return k
 
     # -- prompt caches -----------------------------------------------------------------------------------------------

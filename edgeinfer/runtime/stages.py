@@ -208,8 +208,10 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             sees = there & (places <= place) & (places > place - (attention.window or n_tokens))
             scores = np.einsum("gd,pd->gp", q, keys)
             scores[:, ~sees] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out += (weights / weights.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.plan.score_bytes)
+            out += (scores / scores.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
+        del keys
     padded = np.pad(out / (attention.heads * len(queries)), NEIGHBOURS)
     largest = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1).max(axis=1)
     return largest.astype(np.float32)
