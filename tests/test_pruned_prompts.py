@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 import struct
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
-from edgeinfer.errors import BundleError, CancelledError, RequestError, UsageError
+from edgeinfer.errors import BundleError, CancelledError, ClosedError, RequestError, UsageError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Cancellation, Segment, Sequence
@@ -246,6 +248,38 @@ def test_a_cancelled_prompt_leaves_the_sequence_as_it_was(model: Path, number: i
         assert answer(opened, sequence) == expected
         opened.prefill(sequence, tokens(130, seed=1))
         assert next(calls) == number + 1 + 14
+
+
+def test_a_wish_to_end_is_heard_while_it_is_chosen_who_goes_on(model: Path) -> None:
+    with session(model, ctx=256, lazy=HALF) as opened:
+        sequence, wish, keys, calls = opened.new_sequence(), Cancellation(), opened.kv.keys, itertools.count()
+
+        def cancelled(*arguments: Any) -> Any:
+            next(calls)
+            wish.cancel()
+            return keys(*arguments)
+
+        opened.kv.keys = cancelled
+        with pytest.raises(CancelledError):
+            opened.prefill(sequence, tokens(130), wish)
+        assert next(calls) == 1 and not len(sequence)  # of two heads
+
+
+def test_a_model_that_is_closed_while_it_is_chosen_who_goes_on_says_so(model: Path) -> None:
+    with session(model, ctx=256, lazy=HALF) as opened:
+        closer, choose = threading.Thread(target=opened.close), opened.stages.choose
+
+        def closed(*arguments: Any) -> Any:
+            closer.start()
+            while not opened.executor.ended(None):
+                time.sleep(0.001)
+            closer.join(0.1)
+            return choose(*arguments)
+
+        opened.stages.choose = closed
+        with pytest.raises(ClosedError):
+            opened.prefill(opened.new_sequence(), tokens(130))
+        closer.join()
 
 
 def test_a_pool_without_room_refuses_the_prompt_and_goes_on(model: Path) -> None:

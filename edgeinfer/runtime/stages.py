@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -118,21 +119,22 @@ class Stages:
         session = self._session
         ids = integers("ids", ids)
         session.check(sequence, ids)
-        session.reserve(sequence, len(ids))
         rows, counts, last = np.arange(len(ids)), [], self._stages[-1]
-        try:
-            for number in range(len(self._stages) - 1):
-                counts.append(len(rows))
-                queries = self._through(sequence, ids, rows, number, cancel)
-                rows = self._choose(sequence, len(ids), rows, number, queries)
-            *chunks, final = self._chunks(rows)
-            for part in chunks:
-                self._walk(sequence, ids, part, last, last.first, last.stop, cancel)
-            logits = self._walk(sequence, ids, final, last, last.first, last.stop, cancel, draw)
-        except BaseException:
-            session.truncate(sequence, len(sequence))
-            raise
-        session.append(sequence, ids, PROMPT)
+        with session.executor.pool.turn:  # whoever closes the session has to leave its memory alone until a walk ends
+            session.reserve(sequence, len(ids))
+            try:
+                for number in range(len(self._stages) - 1):
+                    counts.append(len(rows))
+                    queries = self._through(sequence, ids, rows, number, cancel)
+                    rows = self._choose(sequence, len(ids), rows, number, queries, cancel)
+                *chunks, final = self._chunks(rows)
+                for part in chunks:
+                    self._walk(sequence, ids, part, last, last.first, last.stop, cancel)
+                logits = self._walk(sequence, ids, final, last, last.first, last.stop, cancel, draw)
+            except BaseException:
+                session.truncate(sequence, len(sequence))
+                raise
+            session.append(sequence, ids, PROMPT)
         self._note([*counts, len(rows)])
         return logits[0]
 
@@ -163,10 +165,11 @@ class Stages:
         segment = Segment(sequence, [ids[row] for row in rows.tolist()], outputs, PROMPT, None, draws)
         return self._session.walk_range(segment, first, stop, 0, cancel, rows)
 
-    def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats) -> Rows:
+    def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats,
+                cancel: Cancellation | None) -> Rows:
         """Return which of a stage's tokens go on, and take note of the others."""
-        before = len(sequence)
-        seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n)
+        before, ended = len(sequence), partial(self._session.executor.ended, cancel)
+        seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n, ended)
         forced = (rows >= n - RECENT) | (rows + before == 0)
         most = max(math.ceil(self.schedule.keep[number] * n), int(forced.sum()))
         chosen = self.choose(np.where(forced, np.inf, seen[before + rows]).astype(np.float32), rows, most)
@@ -191,16 +194,19 @@ def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
 
 
 def importance(session: Session, sequence: Sequence, attention: Attention, stage: int, queries: Floats,
-               n_tokens: int) -> Floats:
+               n_tokens: int, ended: Callable[[], bool] = lambda: False) -> Floats:
     """Return how much of their attention the last tokens pay to each row: the mean over them and the heads of a layer,
     and of such means the largest among a row's neighbours.
 
     Computed from the stored keys, a head at a time, with sums in a fixed order: the same for any threads and chunks.
+    Returns early, with anything, once `ended`: no walk follows.
     """
     group, n, places = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
     there = ~session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.ones(n_tokens, bool)
     out = np.zeros(n_tokens)
     for head in range(attention.kv_heads):
+        if ended():
+            break
         keys = session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens]
         rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) / np.float32(math.sqrt(n))
         for behind, q in enumerate(rows[::-1]):
