@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeinfer.bench.results import PROMPT as PROMPT_TEST
+from edgeinfer.bench.results import Case
+from edgeinfer.bench.traffic import record_bytes, record_operations
 from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BundleError, CancelledError, ClosedError, RequestError, UsageError
-from edgeinfer.graph import ModelConfig
+from edgeinfer.graph import ModelConfig, Product
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Cancellation, Segment, Sequence
 from edgeinfer.runtime import Session
@@ -413,6 +416,18 @@ def test_boundaries_behind_an_early_exit_are_refused(model: Path) -> None:
     with pytest.raises(UsageError, match=r"^The boundary after layer 4 has no layer behind it; the model has 3\.$"), \
             session(model, ctx=128, recipe=recipe, lazy=HALF):
         pass
+
+
+def test_benchmarks_count_what_went_through(model: Path) -> None:
+    case = Case(PROMPT_TEST, 128, 0)
+    with session(model, ctx=256) as plain, session(model, ctx=256, lazy=HALF) as opened:
+        opened.prefill(opened.new_sequence(), tokens(128))
+        for layer, share in enumerate((1, 1, 0.5, 0.5, 0.25)):
+            work, read = ([sum(count(each, case, record) for record in each.program.records
+                               if isinstance(record.op, Product) and record.op.layer == layer)
+                           for each in (opened, plain)] for count in (record_operations, record_bytes))
+            assert work[0] == share * work[1] > 0
+            assert read[0] == read[1] / (1 if share == 1 else 2) > 0  # chunks of 64
 
 
 def test_the_plan_names_what_pruning_takes(model: Path) -> None:

@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from ..runtime import Record, Session
 
 
-def chunk_ends(session: Session, case: Case) -> list[int]:
-    """Tokens of a prompt that are done after each walk."""
-    step = session.config.prefill_chunk
+def chunk_ends(session: Session, case: Case, share: float = 1.0) -> list[int]:
+    """Tokens of a prompt that are done after each walk; about, where a share of them goes through."""
+    step = math.ceil(session.config.prefill_chunk / share)
     return [min(start + step, case.tokens) for start in range(0, case.tokens, step)]
+
+
+def _went(session: Session, op: Op | None) -> float:
+    """Share of the last prompt's tokens that went through an operation."""
+    last = session.stages and session.stages.last
+    if not last or not last.tokens[1:] or op is None or op.layer is None:
+        return 1.0
+    return last.tokens[last.schedule.stage(op.layer)] / last.tokens[0]
 
 
 def record_bytes(session: Session, case: Case, record: Record) -> float:
@@ -28,7 +36,7 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
     bundle's statistics leave out.
     """
     generating, op = case.kind == GENERATE, record.op
-    ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case)
+    ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case, _went(session, op))
     if op and op.kv and not op.kv.stores:
         kv, lengths = session.config.kv, [case.depth + end for end in ends]
         if generating and op.kv.chooses:  # K for the scores, then chosen V
@@ -53,7 +61,9 @@ def record_operations(session: Session, case: Case, record: Record) -> float:
     """Int8 multiplications and additions of a record during a whole test; 0 where it multiplies no int8."""
     if record.op is None or record.step or not record.op.int8(session.graph.types):
         return 0.0
-    return record.op.operations() * (1 if _last_walk_only(record) and case.kind != GENERATE else case.tokens)
+    if case.kind == GENERATE:
+        return record.op.operations() * case.tokens
+    return record.op.operations() * (1 if _last_walk_only(record) else case.tokens * _went(session, record.op))
 
 
 def _last_walk_only(record: Record) -> bool:
