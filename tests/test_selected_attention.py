@@ -204,6 +204,7 @@ def test_the_estimate_tells_k_from_v_and_where_choosing_pays() -> None:
     assert 256 < read["crossover_depth"] < 8192
     assert whole["bytes_per_token"] - chosen["bytes_per_token"] == whole["kv_read"]["value_bytes"] - read["value_bytes"]
     assert chosen["decode_tok_per_s"] > whole["decode_tok_per_s"] and "choosing" in chosen["terms_ms"]
+    assert edgeinfer(*asked, "--attention", "top:" + "9" * 400, "--json").json["kv_read"]["crossover_depth"] is None
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "estimate", "bench", "info"])

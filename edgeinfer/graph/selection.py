@@ -79,7 +79,7 @@ def with_selection(graph: Graph, eps: float | None, top: int | None, instead: st
         raise UsageError(f"attention has exact {exact!r:.40}; the first layers that stay exact are from 0 to {layers}.")
     if any(isinstance(op, SelectedAttention) for op in graph.ops):
         raise UsageError("The recipe has the pass attention twice; name it once.")
-    own: dict[str, Any] = {"top": top or 0, "eps": float(eps or 0), "instead": instead}
+    own: dict[str, Any] = {"top": min(top or 0, 2**31 - 1), "eps": float(eps or 0), "instead": instead}
 
     def selected(op: Attention) -> SelectedAttention:
         return SelectedAttention(**{field.name: getattr(op, field.name) for field in fields(op)}, **own)

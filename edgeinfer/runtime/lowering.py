@@ -450,5 +450,5 @@ def _(op: SelectedAttention, at: Lowering) -> list[Record]:
     operands[5] = Operand(region, offset + partial, scores)
     operands.append(Operand(region, offset + partial + scores, means))
     labels = ("  scores of decoded tokens", "  choice of V", "  chosen V", "  merge splits")
-    return plain + _attend(op, at, kernels[2:], labels, operands, abi.COUNT_DECODED, most=min(op.top, 2**31 - 1),
+    return plain + _attend(op, at, kernels[2:], labels, operands, abi.COUNT_DECODED, most=op.top,
                            least=least_score(op.eps), instead=INSTEAD[op.instead])
