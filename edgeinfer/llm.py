@@ -91,7 +91,7 @@ class LLM:
         ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, else with a part of its
         layers.
     lazy : str or Schedule, optional
-        Which shares of a prompt's tokens, those that its last one attends to most, go on at boundaries between layers,
+        Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
         such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default all
         tokens go through all layers.
     progress : callable, optional

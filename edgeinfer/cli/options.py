@@ -82,7 +82,7 @@ MaxKld = Annotated[float, option(
          "much at most; 0 leaves the model exact.")]
 Lazy = Annotated[str | None, option(
     "--lazy", metavar="keep=SHARE,...",
-    help="Prune prompts: shares of their tokens, those that the last one attends to most, that go on at boundaries "
+    help="Prune prompts: shares of their tokens, those that their end attends to most, that go on at boundaries "
          "between layers, such as keep=0.7,0.5,0.35; off is none. An approximation.")]
 LazyLayers = Annotated[str | None, option(
     "--lazy-layers", metavar="N,...",
