@@ -125,7 +125,7 @@ class Session(Runner):
             if cold:
                 self._read_cold(regions["cold"], cold)
             if self.config.lazy:
-                self.stages = Stages(self, allocate(self.plan.region("aux").nbytes))
+                self.stages = Stages(self)
             opened.pop_all()
 
     # -- sequences ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from edgeinfer.graph import Attention, Graph, Tensor
 from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence, integers
 
+from .memory import allocate
+
 if TYPE_CHECKING:
     from .session import Logits, Session
 
@@ -67,8 +69,7 @@ class Stages:
     Parameters
     ----------
     session : Session
-    aux : uint8 array
-        Memory of the region ``aux``.
+        With the region ``aux`` in its plan. What waits between stages is taken here, what choosing takes when it is.
 
     Attributes
     ----------
@@ -86,7 +87,7 @@ class Stages:
         The recipe leaves no layer behind the last boundary.
     """
 
-    def __init__(self, session: Session, aux: NDArray[np.uint8]):
+    def __init__(self, session: Session):
         assert session.config.lazy and session.config.ctx
         self._session, ctx = session, session.config.ctx
         self._n_layers = len({op.layer for op in session.graph.ops} - {None})
@@ -94,7 +95,7 @@ class Stages:
         self.choose: Callable[[Floats, Rows, int], Rows] = most_important
         self.last: Pruned | None = None
         hidden = session.model.hidden_size
-        self._aux = aux[: 4 * ctx * hidden].view(np.float32).reshape(ctx, hidden)
+        self._aux = allocate(4 * ctx * hidden).view(np.float32).reshape(ctx, hidden)
         self._residual = _residual(session.graph, self.schedule)
         layers = [record.op.layer if record.op else None for record in session.program.records]
         starts = [0, *map(layers.index, self.schedule.layers), len(layers)]
