@@ -22,8 +22,8 @@ def chunk_ends(session: Session, case: Case, share: float = 1.0) -> list[int]:
 
 def _went(session: Session, op: Op | None) -> float:
     """Share of the last prompt's tokens that went through an operation."""
-    last = session.stages and session.stages.last
-    if not last or not last.tokens[1:] or op is None or op.layer is None:
+    last = session.stages.last if session.stages else None
+    if last is None or not last.tokens[1:] or op is None or op.layer is None:
         return 1.0
     return last.tokens[last.schedule.stage(op.layer)] / last.tokens[0]
 
