@@ -176,6 +176,12 @@ def test_recipes_that_make_no_sense_are_refused(tmp_path: Path, recipe: str, mes
         pass
 
 
+def test_a_replacement_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"instead \['mean'\]; choose one of nothing, scale, mean"), \
+            session(write_model(tmp_path), ctx=64, recipe=of("eps:0.1", instead=["mean"])):  # type: ignore[arg-type]
+        pass
+
+
 def test_the_gate_knows_the_setting() -> None:
     config = RuntimeConfig(recipe=Recipe().attention("eps:0.01"))
     assert str(Setting.of_run(config)) == "kv=int8 passes=attention:eps=0.01"

@@ -72,7 +72,7 @@ def with_selection(graph: Graph, eps: float | None, top: int | None, instead: st
             or not (eps is None or (isinstance(eps, int | float) and 0 <= eps <= 1)):
         asked = f"eps:{eps}" if top is None else f"top:{top}"
         raise UsageError(f"attention is {asked:.60}; choose {ATTENTIONS}.")
-    if instead not in INSTEAD:
+    if not isinstance(instead, str) or instead not in INSTEAD:
         raise UsageError(f"attention has instead {instead!r}; choose one of {', '.join(INSTEAD)}.")
     layers = graph.config.num_hidden_layers
     if type(exact) is not int or not 0 <= exact <= layers:
