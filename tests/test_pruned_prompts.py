@@ -164,6 +164,15 @@ def test_records_agree_with_their_twins_behind_a_pruned_prompt(model: Path, monk
             expected = found
 
 
+def test_a_prompt_that_is_no_list_of_tokens_is_refused(model: Path) -> None:
+    with session(model, ctx=128, lazy=HALF) as opened:
+        sequence = opened.new_sequence()
+        for ids in (None, 5, [1.5] * 100):
+            with pytest.raises(RequestError, match="they must be integers"):
+                opened.prefill(sequence, ids)  # type: ignore[arg-type]
+        assert opened.prefill(sequence, iter(tokens(70))).any()  # type: ignore[arg-type]
+
+
 def test_ties_go_to_the_earlier_place() -> None:
     from edgeinfer.runtime.stages import most_important
 
@@ -216,7 +225,9 @@ def test_a_conversation_goes_on_and_short_parts_are_dense(model: Path) -> None:
 
     with session(model, ctx=512, max_sequences=2, lazy=HALF) as opened:
         sequence = turns(opened)
-        assert opened.stages.last.tokens == (20,) and "are fewer than 64" in str(opened.stages.last)
+        assert opened.stages.last.tokens == (20,)
+        assert str(opened.stages.last).startswith("New prompt tokens: 20, fewer than 64, so all of them went through")
+        assert str(opened.stages.last._replace(tokens=(1,))).startswith("New prompt tokens: 1, fewer than 64")
         before = opened.kv.lacking(sequence, 121)
         assert before[:, :100].any() and not before[:, 100:].any()
         opened.prefill(sequence, tokens(80, seed=2))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Attention, Graph, Tensor
 from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
-from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence, integers
+from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
 
 from .memory import allocate
 
@@ -48,7 +48,7 @@ class Pruned(NamedTuple):
     def __str__(self) -> str:
         n, *others = self.tokens
         if not others:
-            return f"{n} tokens of a prompt are fewer than {LEAST_PROMPT}, so all of them went through all layers."
+            return f"New prompt tokens: {n}, fewer than {LEAST_PROMPT}, so all of them went through all layers."
         places = zip(self.schedule.layers, others, strict=True)
         went = ", ".join(f"{tokens} after layer {layer}" for layer, tokens in places)
         return f"Of {n} prompt tokens went on: {went}; {self.share:.0%} of the tokens' layers were computed."
@@ -118,7 +118,6 @@ class Stages:
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int) -> Logits:
         """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was."""
         session = self._session
-        ids = integers("ids", ids)
         session.check(sequence, ids)
         rows, counts, last = np.arange(len(ids)), [], self._stages[-1]
         with session.executor.pool.turn:  # whoever closes the session has to leave its memory alone until a walk ends
