@@ -69,7 +69,8 @@ class Schedule:
         UsageError
             They are no such lists, or contradict each other.
         """
-        if not re.fullmatch(r"keep=(\d*\.)?\d+(,(\d*\.)?\d+)*", text, re.ASCII):
+        share = r"(\d*\.)?\d+(e-\d+)?"  # with an exponent, as small ones are printed
+        if not re.fullmatch(f"keep={share}(,{share})*", text, re.ASCII):
             raise UsageError(f"The pruning schedule {text!r:.80} cannot be read; {_FORM}.")
         if layers is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", layers, re.ASCII):
             raise UsageError(f"The boundaries {layers!r:.80} cannot be read; write after which layers, as in 9,18,27.")

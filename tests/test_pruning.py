@@ -80,6 +80,7 @@ def test_boundaries_that_are_not_given() -> None:
 def test_schedules_are_taken_as_text_and_by_themselves() -> None:
     made = Schedule([np.float64(0.5), 1 / 4], [np.int64(2), 4])
     assert made == Schedule.parse(TEXT, "2,4") and str(made) == "keep=0.5,0.25 after layers 2,4"
+    assert Schedule.parse(str(small := Schedule((0.5, 0.00002)))) == small  # what is printed can be given
     assert RuntimeConfig(lazy=TEXT).lazy == Schedule((0.5, 0.25)) and RuntimeConfig().lazy is None
     assert asked("off", "3") is None is asked(None, None)
     for wrong in (3, "all", (0.5,)):
