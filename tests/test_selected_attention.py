@@ -215,7 +215,8 @@ def test_the_estimate_tells_k_from_v_and_where_choosing_pays() -> None:
 
 @pytest.mark.parametrize("command", ["run", "plan", "estimate", "bench", "info"])
 def test_commands_refuse_other_choices_in_one_sentence(command: str) -> None:
-    out = edgeinfer(command, "demo", *(["hello"] if command == "run" else []), "--attention", "top:0")
+    further = {"run": ["hello"], "estimate": ["--device", "rpi5"]}.get(command, [])
+    out = edgeinfer(command, "demo", *further, "--attention", "top:0")
     assert out.code == 2 and not out.out
     assert out.err == "edgeinfer: attention is 'top:0'; choose exact, eps:X with X from 0 to 1, or top:N with N of " \
                       "1 or more.\n"
