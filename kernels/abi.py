@@ -221,8 +221,6 @@ COUNT_SEVERAL = 6
 which costs less than a barrier."""
 COUNT_DECODED = 7
 """Tokens of role ROLE_DECODE: what only approximates for them is skipped in a walk over a prompt."""
-COUNT_SCORED = 8
-"""Tokens, the last of the walk, whose scores choose which tokens go on."""
 COUNT_PROMPTED = 9
 """Tokens of the other role; those of role ROLE_DECODE stand behind them."""
 COUNT_DRAWS = 4

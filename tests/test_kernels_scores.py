@@ -21,9 +21,9 @@ class Scored(Layer):
 
     def scores(self, isa: str, wanted: int, threads: int = 1) -> list[np.ndarray]:
         """Scores and sums of the last `wanted` tokens, token after token."""
-        self.bench.counts[abi.COUNT_SCORED] = wanted
+        self.bench.counts[abi.COUNT_DECODED] = wanted
         parameters = self.parameters()
-        parameters[ATTENTION.rows] = abi.COUNT_SCORED
+        parameters[ATTENTION.rows] = abi.COUNT_DECODED
         name = f"attention_scores_{self.kv}"
         found = self.bench.run(isa, name, self.places, parameters, self.attention_flags, threads)
         rows: dict[str, list[np.ndarray]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..abi import FLAG_LAST, INSTEAD_MEAN, INSTEAD_SCALE
 from ..parameters import ATTENTION
 from ..registry import kernel
-from ..vector.record import claim, count, flags, inline, operand, outlined, parameter, round_up_16
+from ..vector.record import claim, count, flags, operand, outlined, parameter, round_up_16
 from ..vector.simd import (
     div_f32,
     div_i64,
@@ -35,7 +35,7 @@ from .attention_rows import (
     partial_bytes,
 )
 from .attention_scores import first_scored, score_row
-from .attention_select import C_SUM, choice_at
+from .attention_select import C_SUM, all_wanted, choice_at
 from .attention_values import mean_at
 
 
@@ -55,11 +55,15 @@ def _finish_part(rec, ctx, tile, t, head, padded, out):
         store_first(out + 4 * k, y, min(16, n - k))
 
 
-@inline
-def _no_mean(rec, ctx, t, head, padded):
-    """Whether there is no row that a mean of V could be of."""
+@outlined
+def _is_whole(rec, ctx, t, head, padded):
+    """Whether the weights of what was read add up to 1: as asked, or nothing was left out, or nothing stands for it."""
+    instead = parameter(rec, ATTENTION.instead)
+    if instead == INSTEAD_SCALE or all_wanted(choice_at(rec, score_row(rec, ctx, t, head))):
+        return True
     group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-    return load_f32(mean_at(rec, ctx, t, div_i64(head, group), padded) + 4 * padded) == 0.0
+    no_mean = load_f32(mean_at(rec, ctx, t, div_i64(head, group), padded) + 4 * padded) == 0.0
+    return instead == INSTEAD_MEAN and no_mean
 
 
 @kernel("attention_merge")
@@ -68,7 +72,7 @@ def attention_merge(rec, ctx, tid, n_threads):
     heads, n = parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.head_dim)
     padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
     tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
-    chosen, instead = flags(rec) & FLAG_LAST, parameter(rec, ATTENTION.instead)
+    chosen = flags(rec) & FLAG_LAST
     first = first_scored(rec, ctx) if chosen else 0
     unit = claim(ctx)
     while unit < count(ctx, parameter(rec, ATTENTION.rows)) * heads:
@@ -81,7 +85,7 @@ def attention_merge(rec, ctx, tid, n_threads):
             if load_f32(partial) > LOWEST:
                 merge(tile, 0, padded, partial, partial + 64, partial + 128)
         out = operand(rec, ctx, 1) + t * parameter(rec, ATTENTION.out_stride) + 4 * n * head
-        if not chosen or instead == INSTEAD_SCALE or (instead == INSTEAD_MEAN and _no_mean(rec, ctx, t, head, padded)):
+        if not chosen or _is_whole(rec, ctx, t, head, padded):
             finish(tile, 0, padded, out, n)
         else:
             _finish_part(rec, ctx, tile, t, head, padded, out)

@@ -11,9 +11,10 @@ reference/attention_select.py.
 
 from __future__ import annotations
 
+from ..abi import FLAG_HOLES
 from ..parameters import ATTENTION
 from ..registry import kernel
-from ..vector.record import claim, count, float_parameter, inline, outlined, parameter
+from ..vector.record import claim, count, flags, float_parameter, inline, outlined, parameter
 from ..vector.simd import (
     count_ones,
     div_i64,
@@ -48,6 +49,12 @@ def choice_at(rec, row):
 
 
 @inline
+def all_wanted(choice):
+    """Whether the head wants every row that is there."""
+    return load_f32(choice + C_LEAST) <= first_lane(splat_f32(NEVER))
+
+
+@inline
 def wanted(row, choice, b):
     """Bit i: the head wants row i of block b of the context."""
     scores, least = load_f32x16(row + 64 * b), load_f32(choice + C_LEAST)
@@ -64,6 +71,12 @@ def _count(rec, row, low, high, least):
             for b in range(max(16 * split, low >> 4), min(16 * split + 15, high >> 4) + 1):
                 n += count_ones(lanes_at_least(load_f32x16(row + 64 * b), least))
     return n
+
+
+@inline
+def _has_at_most(rec, row, low, high, most, never):
+    """Whether no more than `most` of the places low .. high are there."""
+    return most > high - low or (flags(rec) & FLAG_HOLES != 0 and _count(rec, row, low, high, never) <= most)
 
 
 @outlined
@@ -136,7 +149,7 @@ def attention_select(rec, ctx, tid, n_threads):
             sums = split_sums(rec, row, split)
             share = exp_below(splat_f32(load_f32(sums)) - splat_f32(m))
             total = total + splat_f32(load_f32(sums + 4)) * share
-        if most == 0 or most > high - low:
+        if most == 0 or _has_at_most(rec, row, low, high, most, never):
             least = m + float_parameter(rec, ATTENTION.least) if most == 0 else never
             store_f32(choice + C_LEAST, max_f32(least, never))
             store_i32(choice + C_PLACE, high)

@@ -43,6 +43,8 @@ Doubles = NDArray[np.float64]
 LOWEST = float(np.float32(-1e30))
 """Score of what a token does not see in a block of which it sees a part, or what the layer lacks; largest score of a
 split of which nothing counts."""
+NEVER = LOWEST / 2
+"""Less than any score of what is there: who wants at least this wants everything."""
 SPLIT_TOKENS = BLOCK_TOKENS * SPLIT_BLOCKS
 
 
@@ -288,7 +290,8 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
 
 
 def merge_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l, or over that of all exponentials."""
+    """The twin of ``attention_merge``: sum of e^m acc over sum of e^m l, or, where something was left out, over
+    that of all exponentials."""
     p = view.parameters(ATTENTION)
     n, end = view.count(p.rows), view.count(COUNT_TOKENS)
     first = end - n if view.flags & FLAG_LAST else 0
@@ -302,8 +305,9 @@ def merge_twin(view: RecordView) -> list[Expected]:
         share = np.exp(m - m.max())
         total, add = (share * sums).sum(), 0.0
         mean = mean_of(view, row // group) if p.instead == INSTEAD_MEAN else np.zeros(1, np.float32)
-        if view.flags & FLAG_LAST and (p.instead == INSTEAD_NOTHING or mean[-1] > 0):
-            read, total = total, float(score_row(view, row)[2][3])
+        choice = score_row(view, row)[2] if view.flags & FLAG_LAST else np.full(4, NEVER)
+        if choice[0] > NEVER and (p.instead == INSTEAD_NOTHING or mean[-1] > 0):
+            read, total = total, float(choice[3])
             if len(mean) > 1:
                 add = max(1 - read / total, 0.0) * mean[: p.head_dim].astype(np.float64)
                 slack[row] = TOLERANCES["sums"] * np.abs(mean[: p.head_dim])

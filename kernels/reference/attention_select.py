@@ -9,13 +9,10 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS
 from ..parameters import ATTENTION
-from .attention import LOWEST, Path, paths, score_row
+from .attention import NEVER, Path, paths, score_row
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
-
-NEVER = LOWEST / 2
-"""Less than any score of what is there."""
 
 
 def select_twin(view: RecordView) -> list[Expected]:
@@ -40,10 +37,8 @@ def _least(scores: NDArray[np.float32], most: int, depth: np.float32, path: Path
     """(score, how far another may be from it that chooses the same, place)."""
     if most == 0:
         return max(float(scores.max() + depth), NEVER), 0.0, path.place
-    if most >= len(scores):
+    if most >= int(path.there.sum()):
         return NEVER, 0.0, path.place
-    if most >= int(path.there.sum()):  # whatever is below all scores and above what is not there
-        return (float(scores[path.there].min()) + LOWEST / 5) / 2, -LOWEST / 2, path.place
     ordered = np.sort(scores)[::-1].astype(np.float64)
     score, lower = ordered[most - 1], ordered[most]
     if score > lower:  # any score between the two will do
