@@ -6,15 +6,19 @@ One layer of a known shape with keys and values of the context's whole length, i
 with `--attention` and without. Keys are normal, with a part that the 16 of a block have in common, and scaled until
 scores have the standard deviation that is asked for (`--skew`): as many rows then matter as in a trained model. Times
 are those of the records: attention, and what else a layer takes; a token of the whole model is as many layers. Figures
-are medians over rounds and, where other work takes time away from the machine, of the calmest ones.
+are medians over rounds and, where other work takes time away from the machine, of the calmest ones. The last line has
+the depth from which on choosing pays: measured, between the depths where the ratio of a token's times passes 1, beside
+what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +30,16 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 
 from benchmarks.attention_depth import one_layer  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
+from edgeinfer.choosing import SHARED, SKEW  # noqa: E402
 from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES  # noqa: E402
+from edgeinfer.describe import describe  # noqa: E402
+from edgeinfer.devices import crossover, load_profile, local_profile  # noqa: E402
 from edgeinfer.errors import EdgeInferError  # noqa: E402
 from edgeinfer.kernels import abi  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runtime import Session  # noqa: E402
 
-SHARED = 0.5
-"""Part of the variance of keys that the 16 of a block have in common."""
 TOKENS = 4
 """Decoded in a round."""
 
@@ -150,13 +155,31 @@ def measure(path: Path, layers: int, depth: int, given: argparse.Namespace) -> d
             "plain_attention_ms": calm[4], "layers": layers}
 
 
+def measured_crossover(found: list[tuple[int, float]]) -> float | None:
+    """Return the depth at which the ratio passes 1, between (depth, ratio) in order; None where it does not."""
+    for (before, less), (behind, more) in itertools.pairwise(found):
+        if less < 1 <= more:
+            return float(before * (behind / before) ** ((1 - less) / (more - less)))
+    return None
+
+
+def predicted_crossover(given: argparse.Namespace, longest: int) -> int | None:
+    """Return what the estimator says, up to a depth; None without a profile, or where choosing does not pay."""
+    profile = load_profile(given.device) if given.device else local_profile()
+    traffic = describe(given.shape, recipe=Recipe().attention(given.attention)).traffic("int8")
+    if profile is None or traffic.choosing is None:
+        return None
+    return crossover(profile, replace(traffic, choosing=traffic.choosing._replace(skew=given.skew)), longest)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure what the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-2-7b", choices=sorted(SHAPES))
     parser.add_argument("-d", default="4096,16384", help="depths (default 4096,16384)")
     parser.add_argument("--attention", default="eps:0.01")
-    parser.add_argument("--skew", type=float, default=2.5, help="standard deviation of scores (default 2.5)")
+    parser.add_argument("--skew", type=float, default=SKEW, help=f"standard deviation of scores (default {SKEW:g})")
+    parser.add_argument("--device", help="whose crossover is predicted (default: this machine, where it was probed)")
     parser.add_argument("-r", type=int, default=7, help="rounds (default 7)")
     parser.add_argument("-t", type=int, default=default_threads())
     given = parser.parse_args(arguments)
@@ -164,10 +187,14 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as directory:
             path = one_layer(given.shape, Path(directory))
             given.scale = calibrated(path, given.skew, given.t)
-            for depth in map(int, given.d.split(",")):
+            depths, ratios = sorted(map(int, given.d.split(","))), []
+            for depth in depths:
                 found = measure(path, SHAPES[given.shape].num_hidden_layers, depth, given)
+                ratios.append(found["token"])
                 print(json.dumps({key: round(value, 4) if isinstance(value, float) else value
                                   for key, value in found.items()}), flush=True)
+            print(json.dumps({"crossover": measured_crossover(list(zip(depths, ratios, strict=True))),
+                              "predicted": predicted_crossover(given, depths[-1])}))
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code

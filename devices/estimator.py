@@ -31,8 +31,9 @@ LAYERS = 32
 
 KEYS_ALONE, VALUES_APART = 0.4, 1.0
 """How much longer it takes to read K without the V that lies behind it, and blocks of V that are chosen, than to read
-both one after the other; as shares, measured (docs/long-context.md). What attention computes is counted as if nothing
-were left out: the products with V are the cheaper ones."""
+both one after the other; as shares, measured (docs/long-context.md). How many blocks these are is an assumption of its
+own (edgeinfer.choosing). What attention computes is counted as if nothing were left out: the products with V are the
+cheaper ones."""
 CHOOSING_MS = 0.01
 """Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
 DRAFT_SHARE = 0.1
@@ -154,7 +155,7 @@ def _reaching(constants: Constants, speed: float, others: Mapping[str, float]) -
 
 def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None:
     """Return the context, up to `most`, from which on choosing rows of V makes a token faster; None where none does."""
-    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0)
+    constants, plain = constants_of(profile), replace(traffic, value_bytes=0.0, score_bytes=0.0, choosing=None)
 
     def pays(depth: int) -> bool:
         chosen, whole = (math.fsum(decode_terms(profile, each, constants, depth).values()) for each in (traffic, plain))

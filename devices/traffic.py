@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+from edgeinfer.choosing import Choosing
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
-
-MEAN_ROWS = 256
-"""Rows of V that stand for those which are left out."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class Traffic:
     """Bits of a key's or a value's code, without scales."""
     value_bytes: float = 0.0
     """Part of `kv_bytes` that is V of which decoded tokens read chosen rows; 0 where all is read."""
-    value_rows: tuple[float, float] = (0.0, 0.0)
-    """Rows of it that they read of a context of 1024, and the power with which these grow with the context."""
+    choosing: Choosing | None = None
+    """How many rows of it they read at any depth."""
     score_bytes: float = 0.0
     """Bytes per position that are written and read for the choice."""
     ffn_bytes: float = 0.0
@@ -80,7 +78,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("neuron_layers", "value_rows"):
+            if field.name in ("neuron_layers", "choosing"):
                 continue
             value = getattr(self, field.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
@@ -108,8 +106,7 @@ class Traffic:
 
     def left_out_at(self, depth: float) -> float:
         """Bytes of V that a decoded token does not read, because it chooses rows; those of a mean are read."""
-        rows, power = self.value_rows
-        return self.value_bytes * max(0.0, depth - rows * (depth / 1024) ** power - MEAN_ROWS) if depth else 0.0
+        return self.value_bytes * (depth - self.choosing.rows(depth)) if self.choosing else 0.0
 
     def kv_bytes_at(self, depth: float) -> float:
         """Bytes of keys and values that a token reads with `depth` positions of context."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from edgeinfer.choosing import Choosing
 from edgeinfer.devices import (
     Curve,
     DeviceProfile,
@@ -213,16 +214,16 @@ def test_multiplying_with_the_cache_takes_time_beside_reading_it():
     assert more == pytest.approx(5.0 * LLAMA.attention_operations_of(1, 8192) / 1e9)
 
 
-CHOSEN = replace(LLAMA, value_bytes=32 * 128 * 32, value_rows=(256.0, 0.5), score_bytes=8 * 32 * 32)
-"""V of which decoded tokens read a quarter of 1024 positions, an eighth of 4096, and 256 rows for a mean."""
+CHOSEN = replace(LLAMA, value_bytes=32 * 128 * 32, choosing=Choosing(0.01, 0, 1), score_bytes=8 * 32 * 32)
+"""V of which decoded tokens read what weighs a hundredth of the largest, in 32 layers of 4096 bytes."""
 
 
 def test_chosen_rows_of_v_are_left_out_and_choosing_has_its_price():
     whole, chosen = (estimate(PLAIN, traffic, depth=4096) for traffic in (LLAMA, CHOSEN))
-    left_out = 32 * 128 * 32 * (4096 - 512 - 256)
+    left_out = 32 * 128 * 32 * (4096 - Choosing(0.01, 0, 1).rows(4096))
     assert CHOSEN.left_out_at(4096) == left_out and CHOSEN.left_out_at(0) == LLAMA.left_out_at(4096) == 0
     assert CHOSEN.left_out_at(400) == 0  # all rows are read
-    assert whole.bytes_per_token - chosen.bytes_per_token == left_out
+    assert whole.bytes_per_token - chosen.bytes_per_token == pytest.approx(left_out)
     assert whole.terms["kv"] - chosen.terms["kv"] == pytest.approx(left_out / 21e6)
     assert "choosing" not in whole.terms and chosen.terms["choosing"] > 0
 
@@ -236,4 +237,4 @@ def test_where_choosing_begins_to_pay():
 
     assert pays(point) and pays(4 * point) and not pays(point - 1)
     assert crossover(PLAIN, CHOSEN, point - 1) is None
-    assert crossover(PLAIN, replace(CHOSEN, value_rows=(1024.0, 1.0)), 1 << 20) is None
+    assert crossover(PLAIN, replace(CHOSEN, choosing=Choosing(0.0, 0, 1)), 1 << 20) is None

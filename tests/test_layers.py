@@ -16,6 +16,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
     **dict.fromkeys(["config"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
+    **dict.fromkeys(["choosing"], "1b"),
     **dict.fromkeys(["graph"], "2a"),
     **dict.fromkeys(["bundle", "devices"], "2b"),
     **dict.fromkeys(["text"], "2c"),

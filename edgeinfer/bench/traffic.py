@@ -39,7 +39,7 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
     ends = range(1, case.tokens + 1) if generating else chunk_ends(session, case, _went(session, op))
     if op and op.kv and not op.kv.stores:
         kv, lengths = session.config.kv, [case.depth + end for end in ends]
-        if generating and op.kv.chooses:  # K for the scores, then chosen V
+        if generating and op.kv.choosing:  # K for the scores, then chosen V
             return math.fsum(op.kv.chosen_bytes(kv, n)[record.step // 2 - 1] for n in lengths) \
                 if record.step in (2, 4) else 0.0
         return 0.0 if record.step else float(sum(op.kv.read_bytes(kv, n) for n in lengths))

@@ -58,7 +58,8 @@ JSON_FIELDS = {
         "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
         "kv_bytes": "keys and values of the whole context, with their scales",
         "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are, "
-        "and `crossover_depth`, from where on that is faster, or null",
+        "`crossover_depth`, from where on that is faster, or null where it is not up to `longest_depth`, and what is "
+        "`assumed` of scores",
         "pure": "figures without scales: `weight_bytes` (4 bits a weight), `kv_bytes` (a byte each), `parameters`",
         "bits_per_weight": "stored bits with scales, over all weights",
         "terms_ms": "milliseconds of one token, and of the prompt, by cause",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..choosing import SHARED, SKEW
 from ..config import DEFAULT_DRAFT_TOKENS
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from ..devices import DeviceProfile, Estimate
     from .plot import Chart
 
-MOST_CTX = 1 << 20
-"""Longest context in which it is sought where choosing rows of V begins to pay."""
+ASSUMPTION = (f"assumed: normal scores with a standard deviation of {SKEW:g}, {SHARED:.0%} of whose variance the rows "
+              "of a block have in common")
+"""What is said about the blocks of V that are read."""
 Drafting = tuple[float, float | None]
 """Tokens that a pass yields, and what drafting costs as a share of a token; None assumes it."""
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
@@ -94,12 +96,13 @@ def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str)
     """Return what a token at the end of the context reads of K and of V, and from where on choosing rows of V pays."""
     from ..devices import crossover
 
-    traffic = model.traffic(kv)
+    traffic, longest = model.traffic(kv), max(ctx, model.config.max_position_embeddings)
     left_out = traffic.left_out_at(ctx)
     each = (traffic.kv_bytes_at(ctx) + left_out) / 2
     chosen = traffic.value_bytes > 0
     return {"key_bytes": round(each), "value_bytes": round(each - left_out), "chosen": chosen,
-            "crossover_depth": crossover(profile, traffic, MOST_CTX) if chosen else None}
+            "crossover_depth": crossover(profile, traffic, longest) if chosen else None, "longest_depth": longest,
+            "assumed": ASSUMPTION if chosen else ""}
 
 
 def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:
@@ -182,7 +185,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "KV read", f"K {format_size(read['key_bytes'])}, V {format_size(read['value_bytes'])} for a token at {end}"
     if read["chosen"]:
         pays = read["crossover_depth"]
-        yield "", f"choosing rows of V pays from {pays} positions on" if pays else "choosing rows of V never pays"
+        where = f"pays from {pays} positions on" if pays else f"does not pay within {read['longest_depth']} positions"
+        yield "", f"choosing rows of V {where}; {read['assumed']}"
     token = {key: value for key, value in out["terms_ms"].items() if not key.startswith("prefill")}
     yield "one token", ", ".join(f"{key.replace('_', ' ')} {value:.1f} ms" for key, value in token.items())
     yield "basis", f"{out['basis']}, ±{out['error']:.0%}: {out['error_source']}"

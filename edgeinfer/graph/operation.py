@@ -5,7 +5,6 @@ Planner, estimator, profiler, `describe`, `bench` and the lowerings ask the oper
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -14,14 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from edgeinfer.kernels import abi
 
+from ..choosing import Choosing
 from ..dataclass import dataclass
 from ..errors import UnsupportedModelError
 from ..sizes import round_up
 from .types import Tensor, Types
 from .weights import Weight
-
-MEAN_ROWS = abi.MEAN_BLOCKS * abi.BLOCK_TOKENS
-"""Rows of V that stand for those which are left out."""
 
 
 class Read(NamedTuple):
@@ -53,11 +50,8 @@ class KvAccess(NamedTuple):
     """Whether it stores the K and V of its tokens; else it reads those of the context."""
     operations: int = 0
     """Multiplications and additions per token and position that it sees."""
-    chooses: bool = False
-    """Whether decoded tokens read a part of V: `top` rows of a KV head at most, or where that is 0 those whose weight
-    is `eps` times the largest."""
-    top: int = 0
-    eps: float = 0.0
+    choosing: Choosing | None = None
+    """Which part of V decoded tokens read; None is all of it."""
 
     def position_bytes(self, kv: str) -> int:
         """Bytes of K and V, with their scales, of one position."""
@@ -69,21 +63,9 @@ class KvAccess(NamedTuple):
 
     def chosen_bytes(self, kv: str, length: int) -> tuple[float, float]:
         """Bytes of K and about how many of V a decoded token reads that chooses rows."""
-        rows, power = self.value_rows
-        share = min(1.0, (rows * (length / 1024) ** power + MEAN_ROWS) / length)
-        return self.position_bytes(kv) / 2 * length, self.position_bytes(kv) / 2 * length * share
-
-    @property
-    def value_rows(self) -> tuple[float, float]:
-        """About how many rows of V a token reads that chooses them, of a context of 1024; and the power with which
-        they grow with it. Whole blocks: as measured where two heads share K (docs/long-context.md), and assumed else.
-        """
-        if self.top:
-            return 4.3 * self.top, 0.0
-        if not self.eps:
-            return 1024.0, 1.0
-        shared = self.operations / (8 * self.heads * self.head_dim)  # heads that share K, by two
-        return max(16.0, -28 - 150 * math.log10(self.eps)) * shared**0.7, 0.5
+        assert self.choosing
+        half = self.position_bytes(kv) / 2
+        return half * length, half * self.choosing.rows(length)
 
 
 class Scratch(NamedTuple):

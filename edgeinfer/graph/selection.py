@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from edgeinfer.kernels import abi
 
+from ..choosing import Choosing
 from ..config import ATTENTIONS
 from ..dataclass import dataclass
 from ..errors import UsageError
@@ -44,7 +45,7 @@ class SelectedAttention(Attention):
         """K and V of what its tokens see, of which decoded ones leave out a part of V."""
         access = super().kv
         assert access
-        return access._replace(top=self.top * (self.heads // self.kv_heads), eps=self.eps, chooses=True)
+        return access._replace(choosing=Choosing(self.eps, self.top, self.heads // self.kv_heads))
 
     def parts(self, sizes: Sizes) -> tuple[int, int, int]:
         """Bytes that threads share: partial results, scores with what is chosen, means."""
