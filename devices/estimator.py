@@ -81,7 +81,7 @@ class Estimate:
 
 def estimate(
     profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0,
-    draft_cost: float | None = None,
+    draft_cost: float | None = None, computed: float = 1.0,
 ) -> Estimate:
     """Estimate the speed of a model on a device.
 
@@ -98,6 +98,9 @@ def estimate(
     draft_cost : float, optional
         Time of drafting for one pass, as a share of a token of the model; by default DRAFT_SHARE for each token beyond
         the first.
+    computed : float
+        Share of the prompt's tokens times layers that is computed, where prompts are pruned. A layer is assumed to take
+        time as it has tokens, attention included, for blocks of keys are read whole; choosing tokens is left out.
 
     Raises
     ------
@@ -108,6 +111,8 @@ def estimate(
     if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
         raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
                          "the prompt at least 1 token, and a pass yields at least 1 token.")
+    if not 0 < computed <= 1:
+        raise UsageError(f"A share of {computed} of a prompt cannot be computed; it is above 0 and at most 1.")
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
     if not (math.isfinite(drafting) and drafting >= 0):
         raise UsageError(f"A draft cost of {drafting} is impossible; it is a share of a token's time, 0 or more.")
@@ -121,7 +126,7 @@ def estimate(
     others = {name: 1000 * accepted / math.fsum(passing(other).values()) for name, other in _others(profile)}
     low = min([speed * (1 - constants.error), *others.values()])
     high = max([speed * (1 + constants.error), *others.values()])
-    prefill = prefill_terms(profile, traffic, constants, depth, prompt)
+    prefill = prefill_terms(profile, traffic, constants, depth, prompt, computed)
     ttft = math.fsum(prefill.values()) if prefill else None
     prefill_speed = 1000 * prompt / ttft if ttft else None
     off = constants.prefill_error
@@ -206,17 +211,18 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
 
 
 def prefill_terms(
-    profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int, prompt: int
+    profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int, prompt: int, computed: float = 1.0
 ) -> dict[str, float]:
-    """Milliseconds of a prompt by cause; empty where the device's peak or the model's operations are not known."""
+    """Milliseconds of a prompt of which a share is computed, by cause; empty where the device's peak or the model's
+    operations are not known."""
     peak = profile.f32_peak_gflops if constants.peak == "f32" else profile.int8_peak_gops
     if not peak or not traffic.operations:
         return {}
-    operations = (traffic.operations - traffic.head_operations) * prompt + traffic.head_operations
+    operations = (traffic.operations - traffic.head_operations) * prompt * computed + traffic.head_operations
     matrices = operations / (constants.mfu * peak) / 1e6
     reading = (traffic.prefill_weight_bytes or traffic.weight_bytes) / (constants.f_w * profile.bandwidth_gbs) / 1e6
-    between = constants.activation_cost * traffic.activation_values * prompt / peak / 1e6
-    attention = traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
+    between = constants.activation_cost * traffic.activation_values * prompt * computed / peak / 1e6
+    attention = computed * traffic.attention_operations_of(prompt, depth) / (constants.mfu_attention * peak) / 1e6
     return {
         "prefill_overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS,
         "prefill_matrices": max(matrices, reading), "prefill_activations": between, "prefill_attention": attention,

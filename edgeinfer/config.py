@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import field, fields
 from typing import Any
 
@@ -205,10 +206,15 @@ class Recipe:
         return self if mode is None else Recipe((*others, Step(name, (("mode", mode),))))
 
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
 def _number(text: str) -> str | float:
+    if not _NUMBER.fullmatch(text):
+        return text
     try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:  # of thousands of digits
         return text
 
 

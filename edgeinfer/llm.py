@@ -92,8 +92,8 @@ class LLM:
         layers.
     lazy : str or Schedule, optional
         Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
-        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default all
-        tokens go through all layers.
+        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default, or
+        where it is ``"off"``, all tokens go through all layers.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import field, replace
@@ -20,6 +22,8 @@ NEIGHBOURS = 2
 """To each side: a token counts as much as the one of these that is attended to most (docs/long-context.md)."""
 LEAST_PROMPT = 64
 """Prompts of fewer tokens go through all layers: most of them would stay anyway."""
+ASSUMPTION = "assumed: a layer takes time as it has tokens, attention included"
+"""How the time of a pruned prompt is predicted."""
 _FORM = "write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35"
 
 
@@ -101,14 +105,40 @@ class Schedule:
         """Return how many boundaries lie before a layer, counted from 0."""
         return sum(boundary <= layer for boundary in self.layers)
 
+    def tokens(self, n: int, before: int = 0) -> tuple[int, ...]:
+        """Return how many of a prompt's n tokens each stage computes, behind so many tokens of the text; a single
+        number where the prompt is too short for stages."""
+        if n < LEAST_PROMPT:
+            return (n,)
+        least = RECENT + (before == 0)
+        return (n, *(max(math.ceil(share * n), least) for share in self.keep))
+
+    def share(self, tokens: tuple[int, ...], n_layers: int) -> float:
+        """Return which share of the dense prompt's tokens times layers so many tokens in each stage are."""
+        if len(tokens) == 1:
+            return 1.0
+        stages = zip(tokens, itertools.pairwise((0, *self.layers, n_layers)), strict=True)
+        return sum(n * (stop - first) for n, (first, stop) in stages) / (tokens[0] * n_layers)
+
+    def outlook(self, n: int, n_layers: int) -> dict[str, Any]:
+        """Return what will become of a prompt of n tokens, as JSON objects have it; its boundaries are placed."""
+        tokens = self.tokens(n)
+        share = self.share(tokens, n_layers)
+        said = f"{n} tokens are too few to prune, all go through all layers"
+        if tokens[1:]:
+            went = ", ".join(map(str, tokens[1:]))
+            said = f"of {n} tokens {went} go on, {share:.0%} of the tokens' layers are computed"
+        return {"schedule": str(self), "tokens": list(tokens), "share": share, "said": f"{self}: {said}",
+                "assumed": ASSUMPTION}
+
     def __str__(self) -> str:
         places = f" after layers {','.join(map(str, self.layers))}" if self.layers else ""
         return f"keep={','.join(f'{share:g}' for share in self.keep)}{places}"
 
 
-def _schedule(value: Any) -> Schedule:
+def _schedule(value: Any) -> Schedule | None:
     if isinstance(value, str):
-        return Schedule.parse(value)
+        return asked(value, None)
     if not isinstance(value, Schedule):
         raise ValueError
     return value
@@ -140,10 +170,12 @@ def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float],
 def asked(lazy: str | None, layers: str | None) -> Schedule | None:
     """Return what --lazy and --lazy-layers ask for, ``off`` being nothing; raises `UsageError` as `Schedule.parse`."""
     if lazy is None or lazy == "off":
-        if layers is not None and lazy is None:
-            raise UsageError(f"--lazy-layers is {layers}, and without --lazy no prompt is pruned; add --lazy.")
+        if layers is not None:
+            raise UsageError(f"--lazy-layers is {layers:.80}, and without --lazy no prompt is pruned; add --lazy."
+                             if lazy is None else f"--lazy-layers is {layers:.80}, and --lazy off prunes no prompt; "
+                             "leave one of them out.")
         return None
     return Schedule.parse(lazy, layers)
 
 
-SCHEDULE = Rule("a Schedule, or text such as keep=0.7,0.5,0.35", _schedule, lead="give")
+SCHEDULE = Rule("a Schedule, or text such as keep=0.7,0.5,0.35 or off", _schedule, lead="give")

@@ -26,6 +26,7 @@ from edgeinfer.devices import DeviceProfile, Traffic, local_path, local_profile,
 from edgeinfer.engine import Choice, Completion
 from edgeinfer.kernels import choose
 from edgeinfer.models import demo_path
+from edgeinfer.pruning import Schedule
 from tests.command_line import edgeinfer
 
 TRAFFIC = Traffic(1e9, 16, operations=2e9, head_operations=2e8, kv_bytes=1e4, attention_operations=1e5)
@@ -65,6 +66,17 @@ def row(kind: str, tokens: int, depth: int, speed: float, spread: float = 0.01) 
 
 def predicted_ms(depth: float, bandwidth: float = 40.0) -> float:
     return 0.5 + 1e3 * 1e9 / (0.8 * bandwidth * 1e9) + 1e3 * 1e4 * depth / (0.5 * bandwidth * 1e9)
+
+
+def test_pruned_prompts_stand_beside_their_own_prediction_and_teach_nothing() -> None:
+    """As many operations as the share of tokens times layers; a prompt that is too short for stages is a plain one."""
+    plain, pruned = (Predictor(profile(), TRAFFIC, lazy) for lazy in (None, Schedule((0.5,), (8,))))
+    assert pruned.computed(0, 512) == 0.75
+    ratio = plain.prompt(0, 512)["t_per_s"] / pruned.prompt(0, 512)["t_per_s"]
+    assert ratio == pytest.approx(0.75, abs=0.02)
+    assert run_estimate(pruned, completion())["prompt"]["t_per_s"] == pruned.prompt(0, 512)["t_per_s"]
+    assert pruned.prompt_run(0, 512, 1.0) is None and plain.prompt_run(0, 512, 1.0) is not None
+    assert pruned.prompt(0, 63) == plain.prompt(0, 63)
 
 
 def test_a_request_stands_beside_its_prediction() -> None:

@@ -228,6 +228,15 @@ def test_chosen_rows_of_v_are_left_out_and_choosing_has_its_price():
     assert "choosing" not in whole.terms and chosen.terms["choosing"] > 0
 
 
+def test_a_pruned_prompt_takes_the_share_of_what_its_layers_take():
+    whole, half = (estimate(PLAIN, LLAMA, prompt=4096, computed=share) for share in (1.0, 0.5))
+    assert 0.5 < half.ttft_ms / whole.ttft_ms < 0.51
+    assert half.terms["prefill_attention"] == pytest.approx(whole.terms["prefill_attention"] / 2)
+    for share in (0, 1.5):
+        with pytest.raises(UsageError, match=r"^A share of .* of a prompt cannot be computed; it is above 0"):
+            estimate(PLAIN, LLAMA, computed=share)
+
+
 def test_where_choosing_begins_to_pay():
     point = crossover(PLAIN, CHOSEN, 1 << 20)
     assert point is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM
+from edgeinfer.cli.chat import Conversation, _command
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError, UsageError
@@ -46,6 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("0.5", None, "The pruning schedule '0.5' cannot be read; write keep=SHARE,SHARE,..., as in keep=0.7,0.5,0.35."),
     ("keep=0.5", "one", "The boundaries 'one' cannot be read; write after which layers, as in 9,18,27."),
     (None, "3", "--lazy-layers is 3, and without --lazy no prompt is pruned; add --lazy."),
+    ("off", "3", "--lazy-layers is 3, and --lazy off prunes no prompt; leave one of them out."),
+    ("keep=٠.٥", None, "The pruning schedule 'keep=٠.٥' cannot be read; write keep=SHARE,SHARE,..., as in "
+                       "keep=0.7,0.5,0.35."),
 ])
 def test_what_makes_no_schedule_is_refused(text: str | None, layers: str | None, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
@@ -82,7 +86,7 @@ def test_schedules_are_taken_as_text_and_by_themselves() -> None:
     assert made == Schedule.parse(TEXT, "2,4") and str(made) == "keep=0.5,0.25 after layers 2,4"
     assert Schedule.parse(str(small := Schedule((0.5, 0.00002)))) == small  # what is printed can be given
     assert RuntimeConfig(lazy=TEXT).lazy == Schedule((0.5, 0.25)) and RuntimeConfig().lazy is None
-    assert asked("off", "3") is None is asked(None, None)
+    assert asked("off", None) is None is asked(None, None) is RuntimeConfig(lazy="off").lazy
     for wrong in (3, "all", (0.5,)):
         with pytest.raises(UsageError, match=r"^lazy"):
             RuntimeConfig(lazy=wrong)
@@ -131,6 +135,44 @@ def test_an_open_model_prunes_prompts_and_goes_on(model: Path, tmp_path: Path) -
     with LLM(model, ctx=256, speculate="off") as llm:
         assert llm.session.stages is None
         assert llm.complete(ids[:50], **greedy).token_ids
+
+
+def test_what_a_prompt_will_take() -> None:
+    """Tokens in each stage, and their share of tokens times layers: those that always go on, and short prompts."""
+    schedule = Schedule((0.5, 0.01), (1, 3))
+    assert schedule.tokens(200) == (200, 100, 17) and schedule.tokens(200, 7) == (200, 100, 16)
+    assert schedule.tokens(63) == (63,) and schedule.share((63,), 5) == 1
+    assert schedule.share((200, 100, 17), 5) == (200 + 2 * 100 + 2 * 17) / 1000
+    assert schedule.outlook(200, 5)["said"] == "keep=0.5,0.01 after layers 1,3: of 200 tokens 100, 17 go on, 43% of " \
+                                               "the tokens' layers are computed"
+    assert "63 tokens are too few to prune" in schedule.outlook(63, 5)["said"]
+
+
+def test_plan_and_estimate_predict_the_pruned_prompt(model: Path) -> None:
+    for command, of in (("plan", lambda report: report["estimate"]), ("estimate", lambda report: report)):
+        asked = (command, "llama-2-7b", "--device", "rpi5", "--ctx", "4096")
+        plain, pruned = edgeinfer(*asked, "--json").json, edgeinfer(*asked, "--lazy", "keep=0.5,0.25", "--json").json
+        assert plain["lazy"] is None and pruned["lazy"]["tokens"] == [512, 256, 128]
+        share = pruned["lazy"]["share"]
+        assert share < of(pruned)["ttft_ms"] / of(plain)["ttft_ms"] < share + 0.05
+        assert of(pruned)["decode_tok_per_s"] == of(plain)["decode_tok_per_s"]
+        said = " ".join(edgeinfer(*asked, "--lazy", "keep=0.5,0.25").out.split())
+        assert f"{pruned['lazy']['said']}; assumed: a layer takes time as it has tokens" in said
+
+
+def test_boundaries_in_a_variable_give_way_where_nothing_is_pruned(model: Path, monkeypatch) -> None:
+    monkeypatch.setenv("EDGEINFER_LAZY_LAYERS", "2,4")
+    assert "aux" not in edgeinfer("plan", model, "--lazy", "off").out
+    assert edgeinfer("plan", model, "--lazy", "off", "--lazy-layers", "2,4").code == UsageError.exit_code
+
+
+def test_a_chat_says_what_was_pruned(model: Path, capsys) -> None:
+    with LLM(model, lazy=TEXT, ctx=256, speculate="off") as llm:
+        conversation = Conversation(llm, None, True, {"max_tokens": 4})
+        conversation.keep("a word", llm.complete(tokens(140), max_tokens=4))
+        _command("/stats", conversation, llm)
+        assert str(llm.session.stages.last) in capsys.readouterr().err
+        assert llm.session.stages.last.share < 1
 
 
 def test_bad_schedules_end_a_command_in_one_sentence(model: Path) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import pruning
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import BudgetError, EdgeInferError, RequestError, UsageError
@@ -38,6 +37,7 @@ from .options import (
     PrefillChunk,
     Sparse,
     Threads,
+    pruned,
 )
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
@@ -87,6 +87,7 @@ JSON_FIELDS = {
 
 
 def bench(
+    command: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="What to measure, as for run; or --shape.", show_default=False),
@@ -161,7 +162,7 @@ def bench(
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
-                           lazy=pruning.asked(lazy, lazy_layers))
+                           lazy=pruned(command, lazy, lazy_layers))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress)
@@ -173,7 +174,7 @@ def bench(
             report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
                                                max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"]
-    predictor = None if config.lazy else make_predictor(path, config, report["threads"], report["isa"], stored)
+    predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
         print_json(out)

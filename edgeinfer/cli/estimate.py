@@ -15,18 +15,22 @@ from . import decision, neurons
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .options import (
     DEFAULT_RECIPE,
+    LAZY_FIELDS,
     Attention,
     Device,
     GroupSize,
     Head,
     Json,
     Kv,
+    Lazy,
+    LazyLayers,
     MaxKld,
     Passes,
     Sparse,
     Weights,
     from_environment,
     option,
+    pruned,
 )
 from .output import print_json
 
@@ -70,6 +74,7 @@ JSON_FIELDS = {
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
         "neurons": neurons.FIELD,
+        "lazy": "with --lazy what becomes of the prompt: " + LAZY_FIELDS + "; else null",
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
     },
@@ -103,6 +108,8 @@ def estimate(
     head: Head = None,
     attention: Attention = None,
     max_kld: MaxKld = MAX_KLD,
+    lazy: Lazy = None,
+    lazy_layers: LazyLayers = None,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -136,7 +143,7 @@ def estimate(
         raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise UsageError(f"--draft-cost {draft_cost:g} is out of range; it is a share of a token's time, 0 or more.")
-    drafting = accepted, draft_cost
+    drafting, schedule = (accepted, draft_cost), pruned(command, lazy, lazy_layers)
     from ..describe import describe
     from ..devices import load_profile, profiles
 
@@ -146,14 +153,14 @@ def estimate(
     described, decided = describe(model, weights, group_size, passes, one), None
     if device in (None, "local") and one is not None:
         described, _, decided = decision.described_as_run(described, RuntimeConfig(
-            ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes), bound)
+            ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes, lazy=schedule), bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
-    length = prompt or min(DEFAULT_PROMPT, ctx)
+    length, schedule = prompt or min(DEFAULT_PROMPT, ctx), schedule and schedule.placed(described.layers)
     if one is not None:
-        out = estimate_object(described, one, ctx, length, kv, drafting)
+        out = estimate_object(described, one, ctx, length, kv, drafting, schedule)
         _report({**out, "decision": decided}, plot, json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting)
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule)
     if json:
         print_json(out)
     else:

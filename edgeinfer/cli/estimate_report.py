@@ -15,6 +15,7 @@ from .output import by, folded, not_ours, print_table, speed, whose, whose_objec
 if TYPE_CHECKING:
     from ..describe import ModelDescription
     from ..devices import DeviceProfile, Estimate
+    from ..pruning import Schedule
     from .plot import Chart
 
 ASSUMPTION = (f"assumed: normal scores with a standard deviation of {SKEW:g}, {SHARED:.0%} of whose variance the rows "
@@ -27,17 +28,18 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 
 def estimate_object(
-    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting
+    model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
+    lazy: Schedule | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    curve = [estimate(profile, traffic, depth, prompt, *drafting) for depth in depths]
+    shared = _model_object(model, ctx, prompt, kv, lazy)
+    curve = [estimate(profile, traffic, depth, prompt, *drafting, _computed(shared)) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
-    shared = _model_object(model, ctx, prompt, kv)
     return {
         **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
@@ -46,17 +48,23 @@ def estimate_object(
 
 
 def all_devices_object(
-    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting
+    model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
+    lazy: Schedule | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
-    shared, found = _model_object(model, ctx, prompt, kv), []
+    shared, found = _model_object(model, ctx, prompt, kv, lazy), []
     for profile in profiles:
-        full, empty = (estimate(profile, traffic, depth, prompt, *drafting) for depth in (ctx, 0))
+        full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared)) for depth in (ctx, 0))
         found.append(_device_object(profile, shared["total_bytes"], full, empty))
     return {**shared, "devices": found}
+
+
+def _computed(shared: dict[str, Any]) -> float:
+    """Return the share of the prompt that is computed."""
+    return shared["lazy"]["share"] if shared["lazy"] else 1.0
 
 
 def _drafting_object(drafting: Drafting) -> dict[str, Any]:
@@ -67,7 +75,9 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
             "draft_cost_assumed": cost is None and accepted > 1}
 
 
-def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> dict[str, Any]:
+def _model_object(
+    model: ModelDescription, ctx: int, prompt: int, kv: str, lazy: Schedule | None
+) -> dict[str, Any]:
     """Return what does not depend on the device."""
     quantisation = model.quantisation
     return {
@@ -75,7 +85,8 @@ def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> di
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
         "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
         "weight_bytes_read": round(model.bytes_per_token), "kv_bytes": ctx * model.kv_bytes_per_position[kv],
-        "total_bytes": _planned_bytes(model, ctx, kv),
+        "total_bytes": _planned_bytes(model, ctx, kv, lazy),
+        "lazy": lazy and lazy.outlook(prompt, model.layers),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
                  "parameters": model.parameters},
         "bits_per_weight": 8 * model.weight_bytes / model.parameters, "reason": model.reason,
@@ -83,12 +94,12 @@ def _model_object(model: ModelDescription, ctx: int, prompt: int, kv: str) -> di
     }
 
 
-def _planned_bytes(model: ModelDescription, ctx: int, kv: str) -> int:
+def _planned_bytes(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None) -> int:
     """Return the total of the plan, so that an estimate fits where the plan does."""
     from ..config import RuntimeConfig
     from ..memory_planner import Planner, to_request
 
-    request = to_request(RuntimeConfig(ctx, kv, 1, draft_tokens=DEFAULT_DRAFT_TOKENS))
+    request = to_request(RuntimeConfig(ctx, kv, 1, draft_tokens=DEFAULT_DRAFT_TOKENS, lazy=lazy))
     return Planner(model.graph, model.weight_bytes).plan(request).total_bytes
 
 
@@ -170,6 +181,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
+    if out["lazy"]:
+        yield "pruned", f"{out['lazy']['said']}; {out['lazy']['assumed']}"
     if out["ceiling_tok_per_s"] is not None:
         drawn = out["effective_gbs"] or out["bandwidth_gbs"]
         nbytes = round(drawn * 1e9 / out["ceiling_tok_per_s"])  # active experts, sliding windows

@@ -16,7 +16,7 @@ from ..checks import NATS, checked
 from ..config import KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
-from ..pruning import LEAST_PROMPT, Schedule, asked, calibrated
+from ..pruning import LEAST_PROMPT, Schedule, calibrated
 from ..sizes import parse_size
 from .options import (
     DEFAULT_RECIPE,
@@ -31,6 +31,7 @@ from .options import (
     Passes,
     Sparse,
     Threads,
+    pruned,
 )
 from .output import print_json, print_table
 from .progress import ProgressLine
@@ -62,6 +63,7 @@ JSON_FIELDS = {
 
 
 def evaluate(
+    command: typer.Context,
     model: Model,
     text: Annotated[
         Path, typer.Option("--text", metavar="FILE", help="The text (UTF-8).", show_default=False)
@@ -131,7 +133,8 @@ def evaluate(
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
-                 lazy=asked(lazy, lazy_layers) if lazy_target is None else _searched(lazy, lazy_layers, lazy_target))
+                 lazy=pruned(command, lazy, lazy_layers) if lazy_target is None
+                 else _searched(lazy, lazy_layers, lazy_target))
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
     setting, kept = None if decode is None else Setting.of_run(own), None

@@ -18,6 +18,7 @@ from ..config import (
     Recipe,
 )
 from ..errors import UsageError
+from ..pruning import Schedule, asked
 
 Model = Annotated[
     str,
@@ -87,6 +88,8 @@ Lazy = Annotated[str | None, option(
 LazyLayers = Annotated[str | None, option(
     "--lazy-layers", metavar="N,...",
     help="After which layers these boundaries are.  [default: for three 30, 60 and 90 % of the layers]")]
+LAZY_FIELDS = "`schedule`, `tokens` in each stage of layers, `share` of the tokens' layers that is computed, what is " \
+    "`assumed` of its time, and `said`, the same for people"
 Draft = Annotated[str | None, option(
     "--draft", metavar="MODEL",
     help="Smaller model with the same tokenizer, which guesses tokens that the model checks.")]
@@ -145,6 +148,13 @@ def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[
         raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the likeliest texts "
                          "instead; leave one of them out.")
     return {name: value for name, value in asked.items() if name not in SAMPLING}
+
+
+def pruned(command: typer.Context, lazy: str | None, layers: str | None) -> Schedule | None:
+    """Return the schedule of pruning; boundaries that stand in a variable give way where no prompt is pruned."""
+    if lazy in (None, "off") and _source(command, "lazy_layers") == "ENVIRONMENT":
+        layers = None
+    return asked(lazy, layers)
 
 
 def searching(command: typer.Context, beams: int) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import pruning
 from ..checks import NATS, checked
 from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..errors import BudgetError, UsageError
@@ -102,7 +101,7 @@ def plan(
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
                            mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
-                           lazy=pruning.asked(lazy, lazy_layers))
+                           lazy=options.pruned(command, lazy, lazy_layers))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     profile = None if device is None else load_profile(device)
@@ -214,7 +213,7 @@ class _Planned:
             "alternatives": [self._alternative(option) for option in options],
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
-            "neurons": neurons_object(model, self.profile),
+            "neurons": neurons_object(model, self.profile), "lazy": self._pruned(),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
@@ -254,13 +253,20 @@ class _Planned:
         if self.profile is None:
             return None
         ctx, traffic = self.config.ctx or 0, self.model.traffic(self.config.kv)
-        full, empty = (estimate(self.profile, traffic, depth, min(PROMPT, ctx)) for depth in (ctx, 0))
+        prompt, lazy = min(PROMPT, ctx), self._pruned()
+        full, empty = (estimate(self.profile, traffic, depth, prompt, computed=lazy["share"] if lazy else 1.0)
+                       for depth in (ctx, 0))
         return {
             "device": self.profile.name, "depth": ctx, "decode_tok_per_s": full.decode_tok_per_s, "low": full.low,
             "high": full.high, "decode_tok_per_s_empty": empty.decode_tok_per_s,
             "prefill_tok_per_s": empty.prefill_tok_per_s, "prompt": empty.prompt, "ttft_ms": empty.ttft_ms,
             "basis": full.basis, "error_source": full.error_source, **whose_object(full),
         }
+
+    def _pruned(self) -> dict[str, Any] | None:
+        """Return what will become of a prompt; None where none is pruned."""
+        lazy, n_layers = self.config.lazy, self.model.layers
+        return lazy.placed(n_layers).outlook(min(PROMPT, self.config.ctx or 0), n_layers) if lazy else None
 
     def _notes(self, found: dict[str, Any] | None) -> list[str]:
         notes, own = [], self.model.config.max_position_embeddings

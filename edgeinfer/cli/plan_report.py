@@ -8,6 +8,7 @@ from typing import Any
 from ..quant import WeightType
 from ..sizes import format_size
 from . import decision, neurons
+from .options import LAZY_FIELDS
 from .output import by, folded, print_json, print_table, say, speed, whose
 
 JSON_FIELDS = {
@@ -46,6 +47,7 @@ JSON_FIELDS = {
         "file_types": "of a GGUF file: bytes of its tensors by type; else null",
         "notes": "remarks",
         "neurons": neurons.FIELD,
+        "lazy": "with --lazy what becomes of the prompt that is estimated: " + LAZY_FIELDS + "; else null",
         "decision": decision.FIELD + "; the plan is of that way with all weights in memory",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
@@ -156,6 +158,8 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
     yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
+    if lazy := report["lazy"]:
+        yield from folded(f"{lazy['said']}; {lazy['assumed']}", "pruned   ")
     if found := report["estimate"]:
         prefill = found["prefill_tok_per_s"]
         yield from folded(f"{speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens "

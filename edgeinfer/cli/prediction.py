@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..config import RuntimeConfig
     from ..devices import DecodeRun, DeviceProfile, PromptRun, Traffic
     from ..engine import Completion
+    from ..pruning import Schedule
 
 LEAST_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
@@ -35,6 +36,8 @@ class Predictor:
 
     profile: DeviceProfile
     traffic: Traffic
+    lazy: Schedule | None = None
+    """How prompts are pruned, its boundaries placed."""
 
     def decode(self, depth: int, bandwidth_gbs: float | None = None) -> dict[str, Any]:
         """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
@@ -44,13 +47,18 @@ class Predictor:
         return {"t_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high}
 
     def prompt(self, depth: int, tokens: int, peak_gops: float | None = None) -> dict[str, Any] | None:
-        """Return tokens per second of a prompt; None where the profile has no peak."""
+        """Return tokens per second of a prompt, pruned ones included; None where the profile has no peak."""
         from ..devices import estimate
 
-        found = estimate(self._at(None, peak_gops), self.traffic, depth, tokens)
+        found = estimate(self._at(None, peak_gops), self.traffic, depth, tokens, computed=self.computed(depth, tokens))
         if found.prefill_tok_per_s is None:
             return None
         return {"t_per_s": found.prefill_tok_per_s, "low": found.prefill_low, "high": found.prefill_high}
+
+    def computed(self, depth: int, tokens: int) -> float:
+        """Return the share of a prompt's tokens times layers that is computed."""
+        lazy = self.lazy
+        return lazy.share(lazy.tokens(tokens, depth), self.traffic.layers) if lazy else 1.0
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -69,11 +77,12 @@ class Predictor:
                          bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
-        """Return a measurement of a prompt as the profile learns it; None where there is no peak to compare with."""
+        """Return a measurement of a prompt as the profile learns it; None where there is no peak to compare with, and
+        of a pruned one, whose layers are a part of what a plain one takes by assumption."""
         from ..devices import PromptRun
 
         peak = peak_gops or self.profile.int8_peak_gops
-        if not peak:
+        if not peak or self.computed(depth, tokens) < 1:
             return None
         asked = self.traffic
         operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
@@ -101,7 +110,9 @@ def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa
             return None
         from ..describe import describe
 
-        return Predictor(profile, describe(bundle, recipe=config.recipe).traffic(config.kv))
+        described = describe(bundle, recipe=config.recipe)
+        lazy = config.lazy and config.lazy.placed(described.layers)
+        return Predictor(profile, described.traffic(config.kv), lazy)
     except (EdgeInferError, OSError):
         return None
 

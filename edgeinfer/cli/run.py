@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import pruning
 from ..checks import PATH, checked
 from ..config import MAX_KLD, GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
@@ -131,7 +130,7 @@ def run(
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
     speculate, draft = options.guessing(command, speculate, draft, beams)
-    asked["speculate"], schedule = speculate, pruning.asked(lazy, lazy_layers)
+    asked["speculate"], schedule = speculate, options.pruned(command, lazy, lazy_layers)
     check_request(text, asked, json)
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
@@ -267,8 +266,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     config = llm.session.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
     pruned = llm.session.stages and llm.session.stages.last
-    predictor = None if pruned else make_predictor(llm.path, config, config.threads, llm.session.isa,
-                                                   llm.plan.stored_bytes)
+    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there

@@ -159,7 +159,7 @@ class Session(Runner):
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
                 draw: int = 0) -> Logits:
         """Process a prompt in chunks, or with a schedule of pruning in stages; see `Runner.prefill`."""
-        if self.stages and self.stages.prune(ids := integers("ids", ids)):
+        if self.stages and self.stages.takes(ids := integers("ids", ids)):
             return self.stages.prefill(sequence, ids, cancel, draw)
         return super().prefill(sequence, ids, cancel, draw)
 

@@ -109,24 +109,25 @@ class Stages:
         _, tap, attention = max(found, key=lambda each: each[:2])
         return _Stage(first, tap, stop, attention)
 
-    def prune(self, ids: Items[int]) -> bool:
+    def takes(self, ids: Items[int]) -> bool:
         """Whether a prompt is long enough for stages; takes note of one that is not."""
-        if (n := len(ids)) < LEAST_PROMPT:
-            self.last = Pruned(self.schedule, (n,), 1.0)
-        return n >= LEAST_PROMPT
+        counts = self.schedule.tokens(len(ids))
+        if len(counts) == 1:
+            self._note(counts)
+        return len(counts) > 1
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int) -> Logits:
         """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was."""
         session = self._session
         session.check(sequence, ids)
-        rows, counts, last = np.arange(len(ids)), [], self._stages[-1]
+        rows, last = np.arange(len(ids)), self._stages[-1]
+        counts = self.schedule.tokens(len(ids), len(sequence))
         with session.executor.pool.turn:  # whoever closes the session has to leave its memory alone until a walk ends
             session.reserve(sequence, len(ids))
             try:
                 for number in range(len(self._stages) - 1):
-                    counts.append(len(rows))
                     queries = self._through(sequence, ids, rows, number, cancel)
-                    rows = self._choose(sequence, len(ids), rows, number, queries, cancel)
+                    rows = self._choose(sequence, len(ids), rows, number, queries, counts[number + 1], cancel)
                 *chunks, final = self._chunks(rows)
                 for part in chunks:
                     self._walk(sequence, ids, part, last, last.first, last.stop, cancel)
@@ -135,7 +136,7 @@ class Stages:
                 session.truncate(sequence, len(sequence))
                 raise
             session.append(sequence, ids, PROMPT)
-        self._note([*counts, len(rows)])
+        self._note(counts)
         return logits[0]
 
     def _chunks(self, rows: Rows) -> list[Rows]:
@@ -166,12 +167,11 @@ class Stages:
         return self._session.walk_range(segment, first, stop, 0, cancel, rows)
 
     def _choose(self, sequence: Sequence, n: int, rows: Rows, number: int, queries: Floats,
-                cancel: Cancellation | None) -> Rows:
-        """Return which of a stage's tokens go on, and take note of the others."""
+                most: int, cancel: Cancellation | None) -> Rows:
+        """Return which of a stage's tokens, so many at most, go on, and take note of the others."""
         before, ended = len(sequence), partial(self._session.executor.ended, cancel)
         seen = importance(self._session, sequence, self._stages[number].attention, number, queries, before + n, ended)
         forced = (rows >= n - RECENT) | (rows + before == 0)
-        most = max(math.ceil(self.schedule.keep[number] * n), int(forced.sum()))
         chosen = self.choose(np.where(forced, np.inf, seen[before + rows]).astype(np.float32), rows, most)
         self._session.kv.leave_out(sequence, number + 1, before + np.setdiff1d(rows, chosen))
         return chosen
@@ -182,10 +182,8 @@ class Stages:
         memory = self._session.executor.regions[place.region][place.offset :][: n * place.stride]
         return memory.view(np.float32).reshape(n, -1)[:, : tensor.width]
 
-    def _note(self, counts: list[int]) -> None:
-        ends = (0, *self.schedule.layers, self._n_layers)
-        work = sum(n * (stop - first) for n, (first, stop) in zip(counts, itertools.pairwise(ends), strict=True))
-        self.last = Pruned(self.schedule, tuple(counts), work / (counts[0] * ends[-1]))
+    def _note(self, counts: tuple[int, ...]) -> None:
+        self.last = Pruned(self.schedule, counts, self.schedule.share(counts, self._n_layers))
 
 
 def most_important(weight: Floats, rows: Rows, most: int) -> Rows:
