@@ -1,6 +1,7 @@
 """Prompt token pruning: what it changes in the predictions behind a prompt, beside other ways to choose as many tokens.
 
     python benchmarks/lazy_quality.py MODEL... --text FILE [--prompts N] [--prompt TOKENS] [--after TOKENS]
+    python benchmarks/lazy_quality.py MODEL... --text FILE --repeat [--prompts N] [--prompt TOKENS] [--after TOKENS]
     python benchmarks/lazy_quality.py MODEL --speed [--prompt TOKENS] [--rounds N] [--keep 0.5,0.25,0.125 ...]
 
 The first walks prompts from a text with all tokens in all layers and pruned, and then the text's next tokens one by
@@ -8,7 +9,11 @@ one, in decode role; divergences are those of the predictions after the prompt a
 Chosen are: by importance; by chance; the latest; and, as a bound on what revival could give, by the importance to each
 new token anew: the prompt is computed again before every token, among those tokens alone that it chooses.
 
-The second is about the time to the first token, where the weights mean nothing: the plain prompt and the pruned ones in
+The second asks whether a model can retrieve at all: prompts have a passage near their beginning and its first tokens
+again at their end, and the loss of what follows is compared with that behind prompts with another passage in its place;
+passages are of the text, or of random tokens. Where the first copy helps, that loss is measured behind pruned prompts.
+
+The third is about the time to the first token, where the weights mean nothing: the plain prompt and the pruned ones in
 turns, by processor time and by the clock, with the share of tokens times layers that was computed, and the time of a
 token that is decoded behind each.
 """
@@ -43,6 +48,8 @@ from edgeinfer.text import Tokenizer  # noqa: E402
 Rows = NDArray[np.int64]
 Choose = Callable[[NDArray[np.float32], Rows, int], Rows]
 SHARES = ((0.7, 0.49), (0.5, 0.25), (0.3, 0.15))
+CUE, LEAST_GAIN = 8, 0.1
+"""Tokens of a passage that a prompt repeats; nats that the passage has to be worth before pruning is measured on it."""
 DECODED = 8
 """Tokens decoded behind a prompt for its time per token."""
 
@@ -162,6 +169,49 @@ def _print(schedule: Schedule, name: str, found: Figures, share: float) -> None:
           flush=True)
 
 
+def with_passages(stream: list[int], vocab: int, args: argparse.Namespace) \
+        -> Iterator[tuple[str, list[int], list[int]]]:
+    """Yield (kind of passage, ids with its first copy, ids without); both end with the passage."""
+    rng, length = np.random.default_rng(0), args.after + CUE
+    step = (len(stream) - args.prompt - 4 * length) // max(args.prompts, 1)
+    for start in range(0, args.prompts * step, step):
+        body = stream[start : start + args.prompt - length - CUE]
+        behind = stream[start + args.prompt :]
+        passages = {"text": (behind[:length], behind[2 * length : 3 * length]),
+                    "random": tuple(rng.integers(vocab // 2, vocab, length).tolist() for _ in range(2))}
+        for kind, (passage, other) in passages.items():
+            with_it, without = ([*body[:CUE], *first, *body[CUE:], *passage] for first in (passage, other))
+            yield kind, with_it, without
+
+
+def loss(session: Session, ids: list[int], n: int) -> float:
+    """Mean loss of the last n of some tokens, behind the others."""
+    found = _log_softmax(predictions(session, ids[:-1], len(ids) - n))
+    return float(-found[np.arange(n), ids[-n:]].mean())
+
+
+def retrieval(path: Path, text: str, args: argparse.Namespace) -> None:
+    """Print what the first copy of a passage is worth to a model, and what pruning leaves of that."""
+    stream, length = list(token_stream(Tokenizer.open(path), text).ids), args.prompt + args.after
+    with opened(path, length, args.kv) as session:
+        layers, asked = session.model.num_hidden_layers, list(with_passages(stream, session.model.vocab_size, args))
+        losses = [(kind, loss(session, yes, args.after), loss(session, no, args.after)) for kind, yes, no in asked]
+    for kind in ("text", "random"):
+        with_it, without = np.mean([found[1:] for found in losses if found[0] == kind], axis=0)
+        before = args.prompt - 2 * CUE - args.after
+        print(f"{path.name}: a passage ({kind}) that ends {before} tokens before is worth "
+              f"{without - with_it:.3f} nats: {with_it:.3f} with it, {without:.3f} without", flush=True)
+        if without - with_it < LEAST_GAIN:
+            continue
+        for shares in SHARES:
+            with opened(path, length, args.kv, Schedule(shares, (layers - 3, layers - 1))) as session:
+                assert session.stages
+                for name, choose in WAYS.items():
+                    session.stages.choose = choose
+                    found = np.mean([loss(session, yes, args.after) for each, yes, _ in asked if each == kind])
+                    print(f"  keep {', '.join(map(str, shares))}, {name}: {found:.3f}", flush=True)
+
+
 def _timed(call: Callable[[], object]) -> tuple[float, float]:
     """Seconds of the clock and of the processors that a call takes."""
     began, used = time.perf_counter(), time.process_time()
@@ -209,6 +259,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--after", type=int, default=96)
+    parser.add_argument("--repeat", action="store_true", help="prompts that repeat a passage from their beginning")
     parser.add_argument("--anew", action="store_true", help="also the bound on revival, which takes long")
     parser.add_argument("--kv", default="int8")
     parser.add_argument("--speed", action="store_true")
@@ -222,7 +273,8 @@ def main() -> None:
         elif args.text is None:
             parser.error("a table of quality needs --text")
         else:
-            quality(resolve(name), args.text.read_text(encoding="utf-8"), args)
+            measure = retrieval if args.repeat else quality
+            measure(resolve(name), args.text.read_text(encoding="utf-8"), args)
 
 
 if __name__ == "__main__":
