@@ -162,7 +162,7 @@ def test_the_plan_has_room_for_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["top:0", "top:-3", "top:1.5", "top:", "eps:1.01", "eps:-1", "eps:nan", "eps:x",
-                                  "some", ""])
+                                  "some", "", "top:٣", "eps:٠.٥", "top:1_0", "eps:0_1", "eps:²"])
 def test_other_choices_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^attention is '.*'; choose exact, eps:X with X from 0 to 1, or top:N"):
         Recipe().attention(text)
@@ -257,7 +257,8 @@ def test_with_pruned_prompts(tmp_path: Path) -> None:
     assert not np.array_equal(plain, run(path, "exact"))
     assert divergence(plain, run(path, "eps:0", "scale", lazy=lazy)) < 1e-4
     exact = run(path, "exact", lazy=lazy, kv="f32")
-    np.testing.assert_array_equal(run(path, "eps:0", "scale", lazy=lazy, kv="f32"), exact)
+    for attention, instead in (("eps:0", "scale"), ("eps:0", "mean"), ("top:1000", "nothing")):
+        np.testing.assert_array_equal(run(path, attention, instead, lazy=lazy, kv="f32"), exact)
     some = run(path, "top:3", lazy=lazy)
     assert not np.array_equal(some[1:], plain[1:])
     np.testing.assert_array_equal(run(path, "top:3", lazy=lazy, threads=3, prefill_chunk=7), some)
