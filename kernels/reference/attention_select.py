@@ -18,9 +18,9 @@ from .view import RecordView, float_of
 def select_twin(view: RecordView) -> list[Expected]:
     """The twin of ``attention_select``."""
     p, end, out = view.parameters(ATTENTION), view.count(COUNT_TOKENS), []
-    first = end - view.count(p.rows)
+    first, seen = end - view.count(p.rows), paths(view, end, p.window)
     for row in range((end - first) * p.heads):
-        path = paths(view, end, p.window)[first + row // p.heads]
+        path = seen[first + row // p.heads]
         all_scores, sums, choice = score_row(view, row)
         scores, name = all_scores[path.low : path.place + 1], f"row {row}: "
         m, total = sums[path.splits.start : path.splits.stop].astype(np.float64).T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int,
     if 0 in shape:
         return np.empty(shape, kind)
     if strides is None:
-        strides = tuple(kind.itemsize * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
+        strides = tuple(kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
     nbytes = kind.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)
     return np.ndarray(shape, kind, buffer, 0, strides)
@@ -42,12 +43,12 @@ class RecordView:
         self.record, self.ctx = record, ctx
 
     def _word(self, address: int) -> int:
-        return int(memory(address, np.int64, (1,))[0])
+        return ctypes.c_int64.from_address(address).value
 
     @property
     def flags(self) -> int:
         """FLAG_* bits."""
-        return int(memory(self.record + abi.REC_FLAGS, np.int32, (1,))[0])
+        return ctypes.c_int32.from_address(self.record + abi.REC_FLAGS).value
 
     def address(self, index: int) -> int:
         """Address of operand `index`."""
