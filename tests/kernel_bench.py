@@ -187,5 +187,6 @@ class Bench:
             for at, nbytes, shares in self._scratch if region == "scratch" else ():
                 end = at + nbytes * min(shares, threads)
                 old[at:end] = data[at:end]
-            changed = np.flatnonzero(old != data)
-            assert not changed.size, f"{len(changed)} bytes of {region} changed that must not, first at {changed[0]}"
+            if (old.view(np.int64) != data.view(np.int64)).any():
+                changed = np.flatnonzero(old != data)
+                raise AssertionError(f"{len(changed)} bytes of {region} changed that must not, first at {changed[0]}")

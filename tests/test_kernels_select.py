@@ -148,15 +148,14 @@ class HoledSelection(Holed, Selected):
 @pytest.mark.parametrize("kv", KV)
 def test_rows_that_a_layer_lacks_are_never_wanted(kv: str, pattern: str) -> None:
     """The twins leave them out; with a number above what is there, and a mean of what is there."""
-    layer = HoledSelection(pattern, kv, GROUPS[1], [Sequence(900, 3), Sequence(31, 1)])
+    ways = [(instead, by) for by in ({"most": 400}, {"least": -2.0}, EVERYTHING) for instead in INSTEAD]
     for isa in ISAS:
+        layer = HoledSelection(pattern, kv, GROUPS[1], [Sequence(900, 3), Sequence(31, 1)])
         layer.store(isa)
-        for by in ({"most": 400}, {"least": -2.0}, EVERYTHING):
-            for instead in INSTEAD:
-                whole = layer.select(isa, 4, 1, instead, **by)
-                np.testing.assert_array_equal(layer.select(isa, 4, 3, instead, **by), whole)
-                layer.spoil()
-                np.testing.assert_array_equal(layer.select(isa, 4, 1, instead, **by), whole)
+        wholes = [layer.select(isa, 4, 1, instead, **by) for instead, by in ways]
+        layer.spoil()
+        for (instead, by), whole in zip(ways, wholes, strict=True):
+            np.testing.assert_array_equal(layer.select(isa, 4, 3, instead, **by), whole)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -64,8 +64,8 @@ class RecordView:
 
     def parameters(self, family: Family) -> Family:
         """Parameters by name: a tuple like LINEAR of kernels.parameters, with the record's values."""
-        words = memory(self.record + abi.REC_PARAMETERS, np.int32, (abi.N_PARAMETERS,))
-        return type(family)(*(int(words[i]) for i in family))  # type: ignore[arg-type]
+        words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)
+        return type(family)(*(words[i] for i in family))  # type: ignore[arg-type]
 
     def count(self, index: int) -> int:
         """Dynamic count (COUNT_*)."""
