@@ -60,18 +60,17 @@ class Depth:
         """Write random K and V of standard deviation 1 into every block that the sequence then holds."""
         self.session.kv.extend(self.sequence, self.depth)
         self.sequence.tokens.extend([5] * self.depth)
-        rng, plan, model = np.random.default_rng(0), self.session.plan, self.session.model
-        pool = self.session.executor.regions["kv"][: plan.kv_blocks * plan.kv_block_bytes].reshape(plan.kv_blocks, -1)
-        heads = model.num_key_value_heads
-        for block in pool:
+        rng = np.random.default_rng(0)
+        k, v, *scales = self.session.kv.planes[0].arrays
+        for head in (head for plane in (k, v) for head in plane[0]):
             if self.kv == "int8":
-                rows = block.reshape(heads, -1)
-                rows[:, :-64] = rng.integers(-100, 100, rows[:, :-64].shape, np.int8).view(np.uint8)
-                rows[:, -64:] = np.full((heads, 32), 0.017, np.float16).view(np.uint8)
+                head[:] = rng.integers(-100, 100, head.shape, np.int8).view(np.uint8)
             else:
                 kind = np.float16 if self.kv == "f16" else np.float32
-                values = rng.standard_normal(block.size // np.dtype(kind).itemsize, np.float32)
-                block[:] = values.astype(kind).view(np.uint8)
+                values = rng.standard_normal(head.size // np.dtype(kind).itemsize, np.float32)
+                head[:] = values.astype(kind).view(np.uint8).reshape(head.shape)
+        for plane in scales:
+            plane[:] = np.full(32, 0.017, np.float16).view(np.uint8)
 
     def seconds(self) -> float:
         """Time of attention (with the merge of its splits) for one token at this depth."""

@@ -68,25 +68,24 @@ class Run:
         self.sequence = self.session.new_sequence()
         self.session.kv.extend(self.sequence, depth)
         self.sequence.tokens.extend([5] * depth)
-        plan, model = self.session.plan, self.session.model
-        pool = self.session.executor.regions["kv"][: plan.kv_blocks * plan.kv_block_bytes]
+        model = self.session.model
         self.heads, self.padded = model.num_key_value_heads, abi.padded_head_dim(model.head_dim)
-        self.blocks = pool.reshape(plan.kv_blocks, self.heads, -1)
+        self.planes = [plane[0] for plane in self.session.kv.planes[0].arrays]
 
     def fill(self, scale: float) -> None:
         """Write keys and values of every block."""
         rng, half = np.random.default_rng(0), 16 * self.padded
         some = rng.standard_normal(1 << 22).astype(np.float32)
-        for block in self.blocks:
+        k, v, scales = self.planes
+        for block in range(k.shape[1]):
             start = rng.integers(0, len(some) - 2 * self.heads * half)
             own = some[start : start + self.heads * half].reshape(self.heads, self.padded // 4, 16, 4)
             start += self.heads * half
             same = some[start : start + self.heads * self.padded].reshape(self.heads, self.padded // 4, 1, 4)
             keys = np.sqrt(SHARED) * same + np.sqrt(1 - SHARED) * own
-            block[:, :half] = np.clip(keys * 30, -127, 127).astype(np.int8).reshape(self.heads, half).view(np.uint8)
-            block[:, half : 2 * half] = rng.integers(-100, 100, (self.heads, half), np.int8).view(np.uint8)
-            scales = np.repeat(np.array([[scale / 30], [0.017]], np.float16), 16)
-            block[:, 2 * half :] = scales.view(np.uint8)
+            k[:, block] = np.clip(keys * 30, -127, 127).astype(np.int8).reshape(self.heads, half).view(np.uint8)
+            v[:, block] = rng.integers(-100, 100, (self.heads, half), np.int8).view(np.uint8)
+        scales[:] = np.repeat(np.array([[scale / 30], [0.017]], np.float16), 16).view(np.uint8)
 
     def scores(self) -> np.ndarray:
         """Scores that the last token left: (heads, places)."""

@@ -327,7 +327,14 @@ def screen_row(vocab_size: int) -> int:
 
 # -- KV blocks ---------------------------------------------------------------------------------------------------------
 BLOCK_TOKENS = 16
-"""Tokens of a KV block."""
+"""Tokens of a KV block.
+
+A layer's K, V and, with int8, their scales lie in planes of their own, one behind the other. A plane is ordered
+[KV head][block of the pool], because attention walks one head over many blocks: what it reads next lies next where
+blocks follow each other. For what a block holds see ops/rope.py.
+"""
+KV_SCALES_BYTES = 2 * 2 * BLOCK_TOKENS
+"""int8: bytes of the scales of one head in a block, 16 of K and 16 of V, in fp16."""
 SPLIT_BLOCKS = 16
 """Blocks of an attention split: contexts are cut at fixed lengths, so that results do not depend on the threads."""
 
@@ -339,8 +346,13 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
+def kv_block_bytes(kv: str, head_dim: int) -> int:
+    """Bytes of K, and of V, of one head in one block."""
+    return BLOCK_TOKENS * KV_ELEMENT_BYTES[kv] * padded_head_dim(head_dim)
+
+
 def kv_head_bytes(kv: str, head_dim: int) -> int:
-    """Bytes of one head of one block: K in tiles, V in rows or tiles (ops/rope.py), then their scales, if any."""
+    """Bytes of one head of one block in all planes: K, V and their scales, if any."""
     return 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
 
 
@@ -444,6 +456,8 @@ def neuron_down_scratch_bytes() -> int:
 
 ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
+ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
+"""Bytes of what attention keeps of a tile beside its rows: their scales and largest scores, where the blocks lie."""
 ATTENTION_TOKENS = 16
 """Most tokens of a walk whose attention is split along the context."""
 ATTENTION_ROWS = 128
@@ -468,7 +482,7 @@ def score_row_bytes(splits: int) -> int:
 def attention_scratch_bytes(head_dim: int, group: int) -> int:
     """Scratch of a thread in attention: a tile's state, scores of one split, sums and merged sums, a path, queries."""
     padded = padded_head_dim(head_dim)
-    tile = 512 + 128 * ATTENTION_TILE + 4 * ATTENTION_TILE * (SPLIT_BLOCKS * BLOCK_TOKENS + 2 * padded)
-    path = PATH_BLOCKS * max(kv_head_bytes(kv, head_dim) for kv in KV_ELEMENT_BYTES)
+    tile = ATTENTION_STATE + 128 * ATTENTION_TILE + 4 * ATTENTION_TILE * (SPLIT_BLOCKS * BLOCK_TOKENS + 2 * padded)
+    path = PATH_BLOCKS * max(2 * kv_block_bytes(kv, head_dim) + KV_SCALES_BYTES for kv in KV_ELEMENT_BYTES)
     rows = min(ATTENTION_ROWS, -(-ATTENTION_TOKENS * group // ATTENTION_TILE) * ATTENTION_TILE)
     return tile + path + rows * (32 + 4 * padded)

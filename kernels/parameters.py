@@ -74,9 +74,9 @@ class _Rope(NamedTuple):
     table_stride: int
     """Bytes of one position in the table: cosines, then sines."""
     block_bytes: int
-    """Bytes of a KV block in one layer."""
-    head_bytes: int
-    """Bytes of one KV head in a block."""
+    """Bytes of K, and of V, of one KV head in a block (abi.kv_block_bytes)."""
+    blocks: int
+    """Blocks of the pool: as many are between a KV head and the next."""
     eps: int
     """Epsilon of the head norms, float32 bits."""
     rows: int
@@ -90,7 +90,9 @@ class _Attention(NamedTuple):
     kv_heads: int
     head_dim: int
     block_bytes: int
-    head_bytes: int
+    """Bytes of K, and of V, of one KV head in a block."""
+    blocks: int
+    """Blocks of the pool."""
     window: int
     """Positions a query sees, itself included; 0 = all."""
     scale: int

@@ -26,7 +26,7 @@ def written(root: Path, config: ModelConfig = MODEL, **how: str) -> Path:
 def kv_rows(opened: Session, sequence: Sequence) -> bytes:
     """What the sequence's whole blocks hold, in all layers."""
     whole = sequence.blocks[: len(sequence) // 16]
-    return b"".join(layer[block].tobytes() for layer in opened.kv._layers for block in whole)
+    return b"".join(plane[:, :, whole].tobytes() for planes in opened.kv.planes for plane in planes.arrays)
 
 
 def answer(opened: Session, sequence: Sequence, n: int = 4) -> bytes:

@@ -51,7 +51,7 @@ class Layer:
         free = list(rng.permutation(n_blocks + 3))  # scrambled, with blocks that nobody owns
         for s in sequences:
             s.blocks = [int(free.pop()) for _ in range(-(-(s.past + s.new) // abi.BLOCK_TOKENS))]
-        self.block_bytes, self.head_bytes = self._block_sizes()
+        self.blocks, self.block_bytes = n_blocks + 3, abi.kv_block_bytes(kv, self.head_dim)
         nodes = [(i, s.past, s.past + row, *node) for i, s in enumerate(sequences)
                  for row, node in enumerate(s.nodes())]
         self.walk = {
@@ -76,7 +76,7 @@ class Layer:
         self.places = [
             self.bench.put("activations", qkv),
             self.bench.reserve("activations", tokens * self.out_stride),
-            self.bench.put("kv", self._stale_blocks(rng, n_blocks + 3)),
+            self.bench.put("kv", self._stale_blocks(rng)),
             self.bench.scratch(self.scratch_bytes, 3),
             self.bench.scratch(partials),
         ]
@@ -85,20 +85,20 @@ class Layer:
         self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
         self.attention_flags = 0
 
-    def _block_sizes(self) -> tuple[int, int]:
-        head_bytes = abi.kv_head_bytes(self.kv, self.head_dim)
-        return 2 * self.kv_heads * head_bytes, head_bytes  # another layer's heads lie between
+    def part(self, plane: int, h: int, block: int) -> int:
+        """Where the K (plane 0), V (1) or scales (2) of a KV head lie in a block."""
+        size = 64 if plane == 2 else self.block_bytes
+        start = self.places[2] + plane * self.kv_heads * self.blocks * self.block_bytes
+        return start + (h * self.blocks + block) * size
 
-    def _stale_blocks(self, rng: np.random.Generator, n: int) -> np.ndarray:
+    def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
         """Finite K and V in every slot: what earlier owners left, and the past of the sequences."""
-        padded = abi.padded_head_dim(self.head_dim)
-        shape, kind = (n * 2 * self.kv_heads, 2 * 16 * padded), {"int8": np.int8, "f16": np.float16, "f32": np.float32}
-        if self.kv != "int8":
-            values = rng.standard_normal(shape)
-            return self._zero_padding(values).astype(kind[self.kv])
-        codes = self._zero_padding(rng.integers(-127, 128, shape)).astype(np.int8)
-        scales = (rng.random((shape[0], 32)) / 60).astype(np.float16)
-        return np.concatenate([codes.view(np.uint8), scales.view(np.uint8)], axis=1)
+        n, padded = self.blocks * self.kv_heads, abi.padded_head_dim(self.head_dim)
+        shape, kind = (n, 2 * 16 * padded), {"int8": np.int8, "f16": np.float16, "f32": np.float32}
+        values = rng.integers(-127, 128, shape) if self.kv == "int8" else rng.standard_normal(shape)
+        halves = np.split(self._zero_padding(values).astype(kind[self.kv]), 2, axis=1)
+        scales = (rng.random((n, 32)) / 60).astype(np.float16) if self.kv == "int8" else np.zeros(0)
+        return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in (*halves, scales)])
 
     def _zero_padding(self, values: np.ndarray) -> np.ndarray:
         padded = abi.padded_head_dim(self.head_dim)
@@ -122,7 +122,7 @@ class Layer:
         """Run rope_store."""
         parameters = fill(
             ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            table_stride=self.table_stride, block_bytes=self.block_bytes, head_bytes=self.head_bytes, eps=1e-6,
+            table_stride=self.table_stride, block_bytes=self.block_bytes, blocks=self.blocks, eps=1e-6,
         )
         places = [self.places[0], self.table, self.places[2], *self.norms]
         return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
@@ -130,7 +130,7 @@ class Layer:
     def parameters(self, tile: int | None = None) -> list[int]:
         return fill(
             ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
-            head_dim=self.head_dim, block_bytes=self.block_bytes, head_bytes=self.head_bytes, window=self.window,
+            head_dim=self.head_dim, block_bytes=self.block_bytes, blocks=self.blocks, window=self.window,
             scale=1 / math.sqrt(self.head_dim), scratch=self.scratch_bytes, splits=self.splits,
             tokens=tile or self.tile,
         )
@@ -298,12 +298,11 @@ def test_a_dominant_key_is_attended_alone(isa: str) -> None:
         sequence = Sequence(299, 1)
         layer = Layer("f32", (1, 1, 16), [sequence])
         for i, block in enumerate(sequence.blocks):
-            at = layer.places[2] + block * layer.block_bytes
-            k = layer.bench.array(at, np.float32, (16, 16))  # (dimension, token)
+            k = layer.bench.array(layer.part(0, 0, block), np.float32, (16, 16))  # (dimension, token)
             k[:] = 0
             k[0, :] = [400.0 if 16 * i + j == winner else -400.0 for j in range(16)]
         layer.bench.array(layer.places[0], np.float32, (16,))[:] = [4.0] + [0.0] * 15
-        v = layer.places[2] + sequence.blocks[winner // 16] * layer.block_bytes + 4 * 16 * 16
+        v = layer.part(1, 0, sequence.blocks[winner // 16])
         row = layer.bench.array(v, np.float32, (16, 16))[winner % 16]
         np.testing.assert_array_equal(layer.attend(isa)[0], row)
 

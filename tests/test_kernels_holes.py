@@ -32,9 +32,10 @@ class Holed(Layer):
 
     def spoil(self) -> None:
         """Put other K and V, scales aside, into the blocks of which no row is there."""
-        shape = (len(self.holes), 2, self.kv_heads, self.head_bytes)  # another layer's heads lie behind each block's
-        blocks, codes = self.bench.array(self.places[2], np.uint8, shape), 32 * abi.padded_head_dim(self.head_dim)
-        blocks[self.holes.all(axis=1), 0, :, : codes * abi.KV_ELEMENT_BYTES[self.kv]] = 3
+        for plane in (0, 1):
+            shape = self.kv_heads, self.blocks, self.block_bytes
+            blocks = self.bench.array(self.part(plane, 0, 0), np.uint8, shape)
+            blocks[:, np.flatnonzero(self.holes.all(axis=1))] = 3
 
 
 class HoledScores(Holed, Scored):

@@ -90,8 +90,7 @@ def test_what_no_head_wants_is_not_read(kv: str, instead: int) -> None:
         for h in range(2):
             for b, block in enumerate(layer.sequences[0].blocks):
                 if not wanted[h][b]:
-                    at = layer.places[2] + block * layer.block_bytes + h * layer.head_bytes + size
-                    layer.bench.array(at, np.uint8, (size,))[:] = 0x44
+                    layer.bench.array(layer.part(1, h, block), np.uint8, (size,))[:] = 0x44
         assert not np.array_equal(layer.attend_in_splits(isa), plain)
         np.testing.assert_array_equal(layer.select(isa, 1, most=3, instead=instead), good)
         for region, data in before.items():
@@ -113,7 +112,7 @@ def test_of_equal_scores_the_first_are_wanted(most: int) -> None:
     """Queries of zeros score 0 everywhere."""
     layer = Selected("f32", (2, 2, 16), [Sequence(599, 1)])
     layer.bench.array(layer.places[0], np.float32, (32,))[:] = 0
-    v = np.concatenate([layer.bench.array(layer.places[2] + block * layer.block_bytes + 1024, np.float32, (16, 16))
+    v = np.concatenate([layer.bench.array(layer.part(1, 0, block), np.float32, (16, 16))
                         for block in layer.sequences[0].blocks])
     for isa in ISAS:
         out = layer.select(isa, 1, most=most)
@@ -128,7 +127,7 @@ def test_a_number_is_met_among_close_and_negative_scores() -> None:
     q[:] = [4.0] + [0.0] * 15
     for scale, offset in ((1e-7, 0.0), (3.0, -40.0), (1e-6, 5.0)):
         for i, block in enumerate(layer.sequences[0].blocks):
-            k = layer.bench.array(layer.places[2] + block * layer.block_bytes, np.float32, (16, 16))
+            k = layer.bench.array(layer.part(0, 0, block), np.float32, (16, 16))
             k[:] = 0
             k[0] = offset + scale * np.sin(np.arange(16 * i, 16 * i + 16) * 1.7)
         for most in (1, 2, 100, 511):

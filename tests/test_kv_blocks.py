@@ -197,8 +197,9 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
     ids = tokens(37)
     first = opened.new_sequence()
     expected = opened.prefill(first, ids).copy()
-    for layer in opened.kv._layers:
-        layer[first.blocks] = 0xFF  # NaN, as values and as scales
+    for planes in opened.kv.planes:
+        for plane in planes.arrays:
+            plane[:, :, first.blocks] = 0xFF  # NaN, as values and as scales
     opened.release(first)
     again = opened.new_sequence()
     np.testing.assert_array_equal(opened.prefill(again, ids), expected)
@@ -208,8 +209,8 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
 def overflow(running: Session, sequence: Sequence, row: int) -> None:
     """Fill the last block of a sequence with NaN from a row on."""
     rows = np.arange(row, abi.BLOCK_TOKENS)
-    for part in running.kv._parts:
-        part[:, sequence.blocks[-1], ..., rows // 4, rows % 4] = np.iinfo(part.dtype).max  # as floats: NaN
+    for part in running.kv._by_row:
+        part[:, :, sequence.blocks[-1], ..., rows // 4, rows % 4] = np.iinfo(part.dtype).max  # as floats: NaN
 
 
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])

@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,37 @@ def test_a_saved_sequence_goes_on_bit_for_bit(models: Path, tmp_path: Path, kv: 
         sequence = opened.load(tmp_path / "cache")
         assert sequence.tokens == prompt
         assert [opened.decode([sequence], [token]).tobytes() for token in rest] == expected
+
+
+def test_pieces_may_be_small_and_blocks_scattered(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is the same whatever it is written by, and is read into blocks that do not follow each other."""
+    path, prompt = write_model(models), tokens(70)
+    with session(path, ctx=100, max_sequences=2) as opened:
+        sequence, other = opened.new_sequence(), opened.new_sequence()
+        opened.prefill(sequence, prompt)
+        opened.save(sequence, tmp_path / "cache")
+        whole = (tmp_path / "cache").read_bytes()
+        for size in (1, 3 * 64):
+            monkeypatch.setattr("edgeinfer.runtime.sequence.PIECE_BYTES", size)
+            opened.save(sequence, tmp_path / "cache")
+            assert (tmp_path / "cache").read_bytes() == whole
+        expected = opened.decode([sequence], [3]).tobytes()
+        opened.truncate(sequence, 40)
+        opened.prefill(other, tokens(30))
+        opened.truncate(sequence, 10)
+        scattered = opened.load(tmp_path / "cache")
+        assert scattered.blocks != sorted(scattered.blocks)
+        assert opened.decode([scattered], [3]).tobytes() == expected
+
+
+def test_a_cache_of_another_layout_is_refused(opened: Session, saved: Path) -> None:
+    for change in (lambda h: h.pop("layout") and h, lambda h: h.update(layout=1)):
+        before = saved.read_bytes()
+        rewrite_header(saved, change)
+        refused(opened, saved, OTHER)
+        saved.write_bytes(before)
 
 
 def test_an_empty_sequence_can_be_saved(opened: Session, tmp_path: Path) -> None:
@@ -204,9 +236,9 @@ def test_a_destination_that_cannot_be_written_is_said(opened: Session, sequence:
 def test_a_write_that_fails_half_way_leaves_the_old_file(
     opened: Session, sequence: Sequence, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before, rows = saved.read_bytes(), list(opened.kv._rows(sequence))
-    passes = iter([iter(rows), failing(rows[:3], error)])  # the checksum's, then the file's
-    monkeypatch.setattr(opened.kv, "_rows", lambda sequence, pruned: next(passes))
+    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence))
+    passes = iter([iter(pieces), failing(pieces[:3], error)])  # the checksum's, then the file's
+    monkeypatch.setattr(opened.kv, "_pieces", lambda sequence, pruned: next(passes))
     opened.decode([sequence], [1])
     kind, match = (DestinationError, "No space left on device") if isinstance(error, OSError) else (type(error), None)
     with pytest.raises(kind, match=match):
@@ -215,6 +247,6 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(
     assert os.listdir(saved.parent) == ["cache"]
 
 
-def failing(rows: list[memoryview], error: BaseException) -> Iterator[memoryview]:
-    yield from rows
+def failing(pieces: list[Any], error: BaseException) -> Iterator[Any]:
+    yield from pieces
     raise error

@@ -30,11 +30,13 @@ def test_what_was_left_behind_is_as_if_it_had_never_been_there(model: Path) -> N
         assert (lacking[0] <= lacking[1]).all() and not lacking[:, [0, *range(184, 200)]].any()
         expected = answer(opened, sequence)
         for layer, stage in ((2, 0), (4, 1)):  # garbage where nothing is: no result may notice
-            plane = opened.kv._layers[layer]
+            (planes,) = opened.kv.planes
+            keys = planes.arrays[0][layer]
             for row in np.flatnonzero(lacking[stage]):
                 assert not opened.kv.keys(sequence, layer, 0)[row].any()
-                lines = plane[sequence.blocks[row // 16]].view(np.float32).reshape(2, 2, -1)
-                lines[:, 0].reshape(2, -1, 16)[..., row % 16] = 7.0
+                lines = keys[:, sequence.blocks[row // 16]].view(np.float32).reshape(2, -1, 16)
+                assert np.shares_memory(lines, keys)
+                lines[..., row % 16] = 7.0
         assert answer(opened, sequence) == expected
 
 

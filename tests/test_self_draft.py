@@ -199,7 +199,7 @@ def test_a_model_whose_weights_are_read_from_storage_does_not_guess(path: Path) 
 def test_an_early_exit_is_a_recipe(path: Path) -> None:
     """Of the whole model with all layers it would be refused; with fewer it gives other logits, by fewer records."""
     with session(path) as whole, session(path, recipe=Recipe.parse(EXIT)) as short:
-        assert len(short.program.records) < len(whole.program.records) and len(short.kv._layers) == 2
+        assert len(short.program.records) < len(whole.program.records) and len(short.kv.planes[0].layers) == 2
         assert not np.array_equal(logits_of(whole, tokens(5)), logits_of(short, tokens(5)))
     for layers in ("0", "3", "1.5", "one"):
         with pytest.raises(UsageError, match=f"early_exit has layers '?{layers}'?; the model has 3, so from 1 to 2"), \

@@ -132,14 +132,16 @@ def stored(opened: Session, sequence: Sequence) -> list[bytes]:
     size, n = abi.KV_ELEMENT_BYTES[plan.request.kv], 16 * abi.padded_head_dim(model.head_dim)
     half, width, together = n * size, 4 if plan.request.kv == "int8" else size, 4 if plan.request.kv == "int8" else 1
     for layer in plan.kv_layers.values() if len(sequence) else ():
-        blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
-        heads = blocks[sequence.blocks].reshape(len(sequence.blocks), model.num_key_value_heads, -1)
-        k, v, scales = np.split(heads, [half, 2 * half], axis=2)
-        for by_token in (k.reshape(*heads.shape[:2], half // width // 16, 16, width).transpose(0, 3, 1, 2, 4),
-                         v.reshape(*heads.shape[:2], 16 // together, -1, together).transpose(0, 2, 4, 1, 3)
-                         .reshape(len(heads), 16, heads.shape[1], -1),
-                         scales.reshape(*heads.shape[:2], scales.shape[2] // 32, 16, 2).transpose(0, 3, 1, 2, 4)):
-            out.append(by_token.reshape(16 * len(heads), *by_token.shape[2:])[: len(sequence)].tobytes())
+        region, blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes], plan.kv_blocks
+        planes = np.split(region, [model.num_key_value_heads * blocks * half * n for n in (1, 2)])
+        k, v, scales = (plane.reshape(model.num_key_value_heads, blocks, -1)[:, sequence.blocks].swapaxes(0, 1)
+                        for plane in planes)
+        shape = k.shape[:2]
+        for by_token in (k.reshape(*shape, half // width // 16, 16, width).transpose(0, 3, 1, 2, 4),
+                         v.reshape(*shape, 16 // together, -1, together).transpose(0, 2, 4, 1, 3)
+                         .reshape(len(k), 16, shape[1], -1),
+                         scales.reshape(*shape, scales.shape[2] // 32, 16, 2).transpose(0, 3, 1, 2, 4)):
+            out.append(by_token.reshape(16 * len(k), *by_token.shape[2:])[: len(sequence)].tobytes())
     return out
 
 

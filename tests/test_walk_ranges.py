@@ -46,7 +46,7 @@ def residual(opened: Session, n: int) -> np.ndarray:
 def kv_rows(opened: Session, sequence: Sequence) -> bytes:
     """What the sequence's whole blocks hold, in all layers."""
     whole = sequence.blocks[: len(sequence) // 16]
-    return b"".join(layer[block].tobytes() for layer in opened.kv._layers for block in whole)
+    return b"".join(plane[:, :, whole].tobytes() for planes in opened.kv.planes for plane in planes.arrays)
 
 
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])

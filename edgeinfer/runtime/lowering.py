@@ -388,8 +388,8 @@ def _(op: Screen | ScreenedHead, at: Lowering) -> list[Record]:
 
 def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
     """Parameters of heads and KV blocks."""
-    return {"heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "block_bytes": at.layer(op).stride,
-            "head_bytes": abi.kv_head_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
+    return {"heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "blocks": at.plan.kv_blocks,
+            "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
 
 
 def _holes(op: Attention, at: Lowering) -> Operand:

@@ -9,7 +9,7 @@ import struct
 import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,14 @@ from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
 from edgeinfer.runner import Sequence
 
+from .kv_planes import planes_of
+
 MAGIC = b"EDGEKV01"
 MAX_HEADER_BYTES = 64 << 20
+LAYOUT = 2
+"""How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane."""
+PIECE_BYTES = 1 << 18
+"""Bytes by which a prompt cache is read and written at most, if that is a block of a head."""
 
 
 class KVCache:
@@ -44,18 +50,16 @@ class KVCache:
     def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
         self.plan = plan
         self.pool = BlockPool(plan.kv_blocks)
-        self._layers = [region[layer.offset :][: layer.nbytes].reshape(plan.kv_blocks, -1)
-                        for layer in plan.kv_layers.values()]
+        self.planes = planes_of(plan, region, stores)
         stored = plan.holes
         self._holes = region[stored.offset :][: stored.nbytes].reshape(-1, plan.kv_blocks, abi.BLOCK_TOKENS) \
             if stored else np.zeros((0, plan.kv_blocks, abi.BLOCK_TOKENS), np.uint8)
         """What each stage but the first lacks: (stages, blocks, rows of a block)."""
-        self._planes = [*self._layers, *self._holes]
-        stores = list(stores)
-        self._stores = {access.layer: access for access in stores}
-        self._parts = [part for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3])
-                       for part in _by_row(plan, region, [access.layer for access in alike], heads, head_dim)]
-        self._parts.append(self._holes.reshape(len(self._holes), plan.kv_blocks, abi.BLOCK_TOKENS // 4, 4))
+        flags = self._holes[:, None]
+        self._by_block = [*(plane for planes in self.planes for plane in planes.arrays), flags]
+        """All that belongs to a block: each (layers or stages, KV heads or 1, blocks, bytes)."""
+        self._by_row = [part for planes in self.planes for part in planes.by_row()]
+        self._by_row.append(flags.reshape(*flags.shape[:3], abi.BLOCK_TOKENS // 4, 4))
         self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._written = bytearray(plan.kv_blocks)
 
@@ -87,8 +91,8 @@ class KVCache:
             self._own(sequence, len(blocks) - 1)
             if sequence.cut:
                 rows = np.arange(used % abi.BLOCK_TOKENS, abi.BLOCK_TOKENS)
-                for part in self._parts:
-                    part[:, blocks[-1], ..., rows // 4, rows % 4] = 0
+                for part in self._by_row:
+                    part[:, :, blocks[-1], ..., rows // 4, rows % 4] = 0
         sequence.cut = True  # until whoever writes these rows takes all of them in
         for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
             blocks.append(self._take())
@@ -104,8 +108,8 @@ class KVCache:
         shared = sequence.blocks[number]
         if self.pool.is_shared(shared):
             copy = self._take()
-            for plane in self._planes:
-                plane[copy] = plane[shared]
+            for plane in self._by_block:
+                plane[:, :, copy] = plane[:, :, shared]
             sequence.listed = min(sequence.listed, number)
             sequence.blocks[number] = copy
             self.pool.drop(shared)
@@ -116,8 +120,8 @@ class KVCache:
             self.pool.recount(sequence.blocks for sequence in self._living)
         block = self.pool.take()
         if self._written[block]:  # what overflowed there must not reach others: a weight of 0 times NaN is NaN
-            for plane in self._planes:
-                plane[block] = 0
+            for plane in self._by_block:
+                plane[:, :, block] = 0
         self._written[block] = 1
         return block
 
@@ -172,8 +176,8 @@ class KVCache:
         """Copy K and V of rows of a sequence to other rows, in all layers."""
         (to, here), (since, there) = ((blocks[rows // abi.BLOCK_TOKENS], rows % abi.BLOCK_TOKENS)
                                       for rows in (target, source))
-        for part in self._parts:
-            part[:, to, ..., here // 4, here % 4] = part[:, since, ..., there // 4, there % 4]
+        for part in self._by_row:
+            part[:, :, to, ..., here // 4, here % 4] = part[:, :, since, ..., there // 4, there % 4]
 
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks past the last token that is there or reserved (after a cancelled walk, too)."""
@@ -187,7 +191,7 @@ class KVCache:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._layers, self._parts, self._planes = [], [], []
+        self.planes, self._by_row, self._by_block = [], [], []
         self._holes = self._holes[:0]
 
     # -- tokens that went through a part of the layers ---------------------------------------------------------------
@@ -204,23 +208,13 @@ class KVCache:
 
     def keys(self, sequence: Sequence, layer: int, head: int) -> NDArray[np.float32]:
         """K of a head in all rows of the sequence's blocks: (rows, head_dim)."""
-        access, kv = self._stores[layer], self.plan.request.kv
-        padded, element = abi.padded_head_dim(access.head_dim), abi.KV_ELEMENT_BYTES[kv]
-        size, half = abi.kv_head_bytes(kv, access.head_dim), abi.BLOCK_TOKENS * padded * element
-        stored, start = self._layers[list(self.plan.kv_layers).index(layer)], head * size
-        lines = stored[sequence.blocks, start : start + half].view({1: np.int8, 2: np.float16, 4: np.float32}[element])
-        step = 4 if element == 1 else 1  # dimensions of a token that lie together
-        tiles = lines.reshape(len(lines), padded // step, abi.BLOCK_TOKENS, step).swapaxes(1, 2)
-        k = tiles.astype(np.float32, order="C").reshape(-1, padded)[:, : access.head_dim]
-        if 2 * half < size:
-            scales = stored[sequence.blocks, start + 2 * half : start + size].view(np.float16)
-            k *= scales.reshape(len(lines), 2, abi.BLOCK_TOKENS)[:, 0].reshape(-1, 1)
-        return k
+        planes = next(planes for planes in self.planes if layer in planes.layers)
+        return planes.keys(layer, head, sequence.blocks)
 
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, path: Path, model: str) -> None:
-        """Write tokens and blocks: magic, header length, JSON header, then the blocks of each layer in order.
+        """Write tokens and blocks: magic, header length, JSON header, then of each plane, layer and KV head the blocks.
 
         Raises `DestinationError` if the file cannot be written; nothing is left behind, and an older file stays as it
         was.
@@ -229,14 +223,14 @@ class KVCache:
         header = self._header(model) | {"tokens": sequence.tokens} | self._pruned(sequence, len(sequence))
         pruned = "lazy" in header
         digest = _start_digest(header)
-        for row in self._rows(sequence, pruned):
-            digest.update(row)
+        for plane, blocks in self._pieces(sequence, pruned):
+            digest.update(plane[blocks].data)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
         try:
             with replacement(path) as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
-                for row in self._rows(sequence, pruned):
-                    file.write(row)
+                for plane, blocks in self._pieces(sequence, pruned):
+                    file.write(plane[blocks].data)
         except OSError as error:
             raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
 
@@ -268,18 +262,26 @@ class KVCache:
         return sequence
 
     def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
-        """Read straight into the pool, which was planned, and return the checksum; empty if the length is wrong."""
+        """Read piece by piece into the pool and return the checksum; empty if the length is wrong."""
         digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
-        for row in self._rows(sequence, "lazy" in header):
-            if file.readinto(row) != len(row):
+        for plane, blocks in self._pieces(sequence, "lazy" in header):
+            piece = np.empty((len(blocks), plane.shape[1]), np.uint8)
+            if file.readinto(piece.data) != piece.nbytes:
                 return ""
-            digest.update(row)
+            digest.update(piece.data)
+            plane[blocks] = piece
         return "" if file.read(1) else str(digest.hexdigest())
 
-    def _rows(self, sequence: Sequence, pruned: bool = False) -> Iterator[memoryview]:
-        """The sequence's blocks, layer by layer; behind them what the stages lack, where prompts were `pruned`."""
-        for plane in self._planes if pruned else self._layers:
-            yield from (plane[block].data for block in sequence.blocks)
+    def _pieces(self, sequence: Sequence, pruned: bool = False) -> Iterator[tuple[NDArray[np.uint8], list[int]]]:
+        """What a prompt cache has one behind the other: of a head of a plane some of the sequence's blocks.
+
+        Behind K and V comes what the stages lack, where prompts were `pruned`.
+        """
+        for plane in self._by_block if pruned else self._by_block[:-1]:
+            n = max(1, PIECE_BYTES // plane.shape[-1])
+            for head in (head for layer in plane for head in layer):
+                for i in range(0, len(sequence.blocks), n):
+                    yield head, sequence.blocks[i : i + n]
 
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """What a header says of tokens that later layers lack, if there are any: the schedule, and how many each stage
@@ -291,10 +293,10 @@ class KVCache:
         return {"lazy": str(self.plan.request.lazy), "present": (~lacking).sum(axis=1).tolist()}
 
     def _header(self, model: str) -> dict[str, Any]:
-        if not self._layers:
+        if not self._by_block:
             raise ClosedError("The model was closed; open it again.")
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
-                "layers": len(self._layers)}
+                "layers": len(self.plan.kv_layers), "layout": LAYOUT}
 
     def _read_header(self, file: io.BufferedReader, path: Path, models: tuple[str, ...]) -> dict[str, Any]:
         start = file.read(16)
@@ -320,29 +322,6 @@ class KVCache:
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return dict(header)
-
-
-def _by_row(plan: MemoryPlan, region: NDArray[np.uint8], layers: list[int], heads: int,
-            head_dim: int) -> Iterator[NDArray[Any]]:
-    """Views of K, V and scales of alike layers: (layers, blocks, KV heads, ..., rows of a block // 4, rows % 4).
-
-    They lie behind each other at one distance, so each is one array (for the layout see `BLOCK_TOKENS`).
-    """
-    kv, first = plan.request.kv, plan.kv_layers[layers[0]]
-    element, padded = abi.KV_ELEMENT_BYTES[kv], abi.padded_head_dim(head_dim)
-    apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
-    shape = len(layers), plan.kv_blocks, heads, abi.kv_head_bytes(kv, head_dim)
-    every = np.ndarray(shape, np.uint8, region, first.offset, (apart, first.stride, shape[-1], 1))
-    half, rows = abi.BLOCK_TOKENS * padded * element, (abi.BLOCK_TOKENS // 4, 4)
-    word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
-    yield every[..., :half].view(word).reshape(*shape[:3], -1, *rows)
-    values = every[..., half : 2 * half]
-    if kv == "int8":
-        yield values.reshape(*shape[:3], rows[0], padded, 4).swapaxes(3, 4)
-    else:
-        yield values.view(word).reshape(*shape[:3], *rows, -1).transpose(0, 1, 2, 5, 3, 4)
-    if 2 * half < shape[-1]:
-        yield every[..., 2 * half :].view(np.uint16).reshape(*shape[:3], 2, *rows)
 
 
 def _start_digest(header: dict[str, Any]) -> Any:

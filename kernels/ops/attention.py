@@ -78,7 +78,7 @@ def single_step(r, start, step, leave):
     def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
         """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
         t, h, split = unit
-        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.head_bytes))
+        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.block_bytes))
         if fresh:
             start(rec, ctx, queries, t, row, last, h, group)
         seen = places_seen(queries, r)
@@ -116,7 +116,7 @@ def _tile_step(kind, r, widths, chains):
     @inline
     def whole(rec, ctx, tile, t, row, last, h, group, padded):
         """All splits that the rows see, merged as they come."""
-        queries = tile + queries_at(padded, 0, parameter(rec, ATTENTION.head_bytes))
+        queries = tile + queries_at(padded, 0, parameter(rec, ATTENTION.block_bytes))
         start(rec, ctx, queries, t, row, last, h, group)
         for i in range(r):
             clear_merged(tile, i, padded)

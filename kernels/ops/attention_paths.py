@@ -14,6 +14,7 @@ from ..abi import (
     BLOCK_TOKENS,
     CTX_SEQUENCES,
     FLAG_HOLES,
+    KV_SCALES_BYTES,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
     SPLIT_BLOCKS,
@@ -36,7 +37,7 @@ from ..vector.simd import (
     store_i32,
     store_i64,
 )
-from .attention_rows import T_BLOCKS, path_at
+from .attention_rows import T_KEYS, T_SCALES, T_VALUES, path_at, path_bytes
 
 
 @inline
@@ -46,33 +47,63 @@ def block_table(ctx, t):
 
 
 @inline
-def head_address(rec, ctx, h):
-    """Address of KV head h in block 0."""
-    return operand(rec, ctx, 2) + h * parameter(rec, ATTENTION.head_bytes)
+def block_parts(layer, kv_heads, n_blocks, size, h, block):
+    """Addresses of K, V and scales of KV head h in a block; K and V of a head in a block have `size` bytes.
+
+    Each lies in a plane of its own, and there head by head the blocks of the pool (abi.BLOCK_TOKENS).
+    """
+    number = h * n_blocks + block
+    values = layer + kv_heads * n_blocks * size
+    return layer + number * size, values + number * size, 2 * values - layer + number * KV_SCALES_BYTES
 
 
 @inline
-def block_address(rec, blocks, kv_head, b):
-    """Address of block b of a sequence for one KV head."""
-    return kv_head + load_i32(blocks + 4 * b) * parameter(rec, ATTENTION.block_bytes)
+def head_parts(rec, ctx, h):
+    """Addresses of K, V and scales of KV head h in block 0."""
+    kv_heads, n_blocks = parameter(rec, ATTENTION.kv_heads), parameter(rec, ATTENTION.blocks)
+    return block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, parameter(rec, ATTENTION.block_bytes), h, 0)
 
 
 @inline
-def value_at(block, row, padded):
-    """Address of element 0 of a row of V in a block of int8; the next element is 4 bytes behind it."""
-    return block + BLOCK_TOKENS * padded + (row >> 2) * 4 * padded + (row & 3)
+def sequence_block(rec, blocks, head, b):
+    """Addresses of K, V and scales of block b of a sequence, of the head for which `head_parts` is given."""
+    keys, values, scales = head
+    number = load_i32(blocks + 4 * b)
+    at = number * parameter(rec, ATTENTION.block_bytes)
+    return keys + at, values + at, scales + number * KV_SCALES_BYTES
 
 
 @inline
-def split_block(tile, kv_head, b):
-    """Address of block b of the split in work, for the KV head whose address in block 0 is given."""
-    return kv_head + load_i64(tile + T_BLOCKS + 8 * b)
+def value_at(values, row, padded):
+    """Address of element 0 of a row in a block of V of int8; the next element is 4 bytes behind it."""
+    return values + (row >> 2) * 4 * padded + (row & 3)
 
 
 @inline
-def set_split_block(tile, kv_head, b, address):
-    """Say where `split_block` finds a block. A distance from the KV head is kept: it makes for the better loops."""
-    store_i64(tile + T_BLOCKS + 8 * b, address - kv_head)
+def split_keys(tile, origin, b):
+    """Address of K of block b of the split in work; `origin` is that of the KV head's K in block 0."""
+    return origin + load_i64(tile + T_KEYS + 8 * b)
+
+
+@inline
+def split_values(tile, origin, b):
+    """Address of V of block b of the split in work."""
+    return origin + load_i64(tile + T_VALUES + 8 * b)
+
+
+@inline
+def split_scales(tile, origin, b):
+    """Address of the scales of block b of the split in work."""
+    return origin + load_i64(tile + T_SCALES + 8 * b)
+
+
+@inline
+def set_split_block(tile, origin, b, parts):
+    """Say where block b of the split lies. Distances from the KV head's K are kept: they make for the better loops."""
+    keys, values, scales = parts
+    store_i64(tile + T_KEYS + 8 * b, keys - origin)
+    store_i64(tile + T_VALUES + 8 * b, values - origin)
+    store_i64(tile + T_SCALES + 8 * b, scales - origin)
 
 
 @inline
@@ -103,7 +134,7 @@ def place_of(ctx, t):
 
 @cache
 def path_gather(element):
-    """Make ``gather(rec, ctx, tile, unit, blocks, kv_head, padded)`` for a stored type of so many bytes.
+    """Make ``gather(rec, ctx, tile, unit, blocks, head, padded)`` for a stored type of so many bytes.
 
     It puts the blocks of the split in which token t's path has left its rows into scratch, and their addresses into
     the tile: the stored block first, for what it holds in place and finite numbers elsewhere, then row after row.
@@ -112,41 +143,48 @@ def path_gather(element):
 
     @inline
     def copy_row(source, row, target, place, padded):
-        for line in range(0, padded * element, width):
+        (keys, values, scales), (to_keys, to_values, to_scales), size = source, target, padded * element
+        for line in range(0, size, width):
             k = BLOCK_TOKENS * line
             if width == 2:
-                store_i16(target + k + width * place, load_u16(source + k + width * row))
+                store_i16(to_keys + k + width * place, load_u16(keys + k + width * row))
             else:
-                store_i32(target + k + width * place, load_i32(source + k + width * row))
-        size = padded * element
-        v = BLOCK_TOKENS * size
+                store_i32(to_keys + k + width * place, load_i32(keys + k + width * row))
         if element > 1:
             for i in range(0, size, 8):
-                store_i64(target + v + place * size + i, load_i64(source + v + row * size + i))
+                store_i64(to_values + place * size + i, load_i64(values + row * size + i))
         else:
             for i in range(0, 4 * padded, 4):
-                store_i8(value_at(target, place, padded) + i, load_i8(value_at(source, row, padded) + i))
-            for scales in range(2 * v, 2 * v + 4 * BLOCK_TOKENS, 2 * BLOCK_TOKENS):
-                store_i16(target + scales + 2 * place, load_u16(source + scales + 2 * row))
+                store_i8(value_at(to_values, place, padded) + i, load_i8(value_at(values, row, padded) + i))
+            for of in range(0, KV_SCALES_BYTES, 2 * BLOCK_TOKENS):
+                store_i16(to_scales + of + 2 * place, load_u16(scales + of + 2 * row))
+
+    @inline
+    def copy_block(source, target, size):
+        for i in range(0, size, 64):
+            store_f32x16(target[0] + i, load_f32x16(source[0] + i))
+            store_f32x16(target[1] + i, load_f32x16(source[1] + i))
+        if element == 1:
+            store_f32x16(target[2], load_f32x16(source[2]))
 
     @outlined
-    def gather(rec, ctx, tile, unit, blocks, kv_head, padded):
+    def gather(rec, ctx, tile, unit, blocks, head, padded):
         t, _h, split = unit
-        first, mask, size = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), parameter(rec, ATTENTION.head_bytes)
+        first, mask, size = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), parameter(rec, ATTENTION.block_bytes)
         last, place = token(ctx, t, TOKEN_ROW), token(ctx, t, TOKEN_BASE)
-        made, target = -1, tile + path_at(padded) - size
+        made, room = -1, tile + path_at(padded) - path_bytes(size)
         for row in range(first, last + 1):
             if row < last and not mask >> (row - first) & 1:
                 continue
             b = place // BLOCK_TOKENS
             if place < row and b // SPLIT_BLOCKS == split:
+                target = room, room + size, room + 2 * size
                 if b != made:
-                    made, target = b, target + size
-                    stored = block_address(rec, blocks, kv_head, b)
-                    for i in range(0, size, 64):
-                        store_f32x16(target + i, load_f32x16(stored + i))
-                    set_split_block(tile, kv_head, b - split * SPLIT_BLOCKS, target)
-                source = block_address(rec, blocks, kv_head, row // BLOCK_TOKENS)
+                    made, room = b, room + path_bytes(size)
+                    target = room, room + size, room + 2 * size
+                    copy_block(sequence_block(rec, blocks, head, b), target, size)
+                    set_split_block(tile, head[0], b - split * SPLIT_BLOCKS, target)
+                source = sequence_block(rec, blocks, head, row // BLOCK_TOKENS)
                 copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded)
             place += 1
 

@@ -8,7 +8,7 @@ elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at con
 
 from __future__ import annotations
 
-from ..abi import ATTENTION_TILE, BLOCK_TOKENS, PATH_BLOCKS, SPLIT_BLOCKS
+from ..abi import ATTENTION_STATE, ATTENTION_TILE, BLOCK_TOKENS, KV_SCALES_BYTES, PATH_BLOCKS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
 from ..vector.record import inline, outlined, parameter
 from ..vector.simd import (
@@ -46,10 +46,10 @@ WEIGHT_BLOCKS = 4
 
 T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
 """Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
-T_BLOCKS = 384
-"""Where the split's blocks lie."""
-T_L, T_MERGED_L = 512, 512 + 64 * ATTENTION_TILE
-T_SCORES = 512 + 128 * ATTENTION_TILE
+T_KEYS, T_VALUES, T_SCALES = 384, 384 + 8 * SPLIT_BLOCKS, 384 + 16 * SPLIT_BLOCKS
+"""Where K, V and scales of the split's blocks lie."""
+T_L, T_MERGED_L = ATTENTION_STATE, ATTENTION_STATE + 64 * ATTENTION_TILE
+T_SCORES = ATTENTION_STATE + 128 * ATTENTION_TILE
 """Rows of SPLIT_TOKENS floats."""
 SCORES = 4 * SPLIT_TOKENS
 """Bytes of a row's scores of one split."""
@@ -74,9 +74,15 @@ def path_at(padded):
 
 
 @inline
-def queries_at(padded, row, head_bytes):
+def path_bytes(block_bytes):
+    """Bytes of a block of a path: K, V and scales one behind the other."""
+    return 2 * block_bytes + KV_SCALES_BYTES
+
+
+@inline
+def queries_at(padded, row, block_bytes):
     """Offset of the queries of the tile that begins with a row of the unit."""
-    return path_at(padded) + PATH_BLOCKS * head_bytes + row * (32 + 4 * padded)
+    return path_at(padded) + PATH_BLOCKS * path_bytes(block_bytes) + row * (32 + 4 * padded)
 
 
 @inline

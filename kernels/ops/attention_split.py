@@ -38,14 +38,16 @@ from ..vector.tiles import add_block, load_lines, store_block, store_tile, zero_
 from ..vector.vecmath import exp_below
 from ..vector.weighted import WEIGHT_MAX, add_weighted, scale_sums, store_weights, zero_sums
 from .attention_paths import (
-    block_address,
     block_table,
     has_path,
-    head_address,
+    head_parts,
     layer_holes,
     path_gather,
+    sequence_block,
     set_split_block,
-    split_block,
+    split_keys,
+    split_scales,
+    split_values,
 )
 from .attention_rows import (
     LOWEST,
@@ -84,18 +86,18 @@ def _ask_not(address):
 
 def _scores_int8(r, chains, ask_v):
     @inline
-    def scores(queries, block, ahead, padded):
+    def scores(queries, parts, ahead, padded):
+        keys, values, scales = parts
+        keys_ahead, scales_ahead = ahead
         ints = add_chains(chains, start_s8(1, r, offsets_at(queries, r)))
-        v = block + BLOCK_TOKENS * padded
         for line in range(0, padded >> 2, chains):
-            lines = load_lines(chains, block + 64 * line, _IN_A_ROW)
+            lines = load_lines(chains, keys + 64 * line, _IN_A_ROW)
             ints = dot_chains(ints, lines, elements_at(queries, r) + 4 * r * line)
             for i in range(chains):
-                ask_v(v + 64 * (line + i))
-                prefetch(ahead + 64 * (line + i))
-        prefetch(ahead + 2 * BLOCK_TOKENS * padded)
-        k_scales = load_f16x16(block + 2 * BLOCK_TOKENS * padded)
-        return scale_add(zero_tile(r), sum_chains(chains, ints), k_scales, queries)
+                ask_v(values + 64 * (line + i))
+                prefetch(keys_ahead + 64 * (line + i))
+        prefetch(scales_ahead)
+        return scale_add(zero_tile(r), sum_chains(chains, ints), load_f16x16(scales), queries)
 
     return scores
 
@@ -103,13 +105,14 @@ def _scores_int8(r, chains, ask_v):
 def _scores_float(load, element):
     def make(r, chains, ask_v):
         @inline
-        def scores(queries, block, ahead, padded):
+        def scores(queries, parts, ahead, padded):
+            keys, values, _scales = parts
+            keys_ahead, _scales_ahead = ahead
             acc = zero_tile(r)
-            v = block + BLOCK_TOKENS * padded * element
             for d in range(padded):
-                acc = fma_splat(acc, load(block + 16 * element * d), elements_at(queries, r) + 4 * r * d, 4)
-                ask_v(v + 16 * element * d)
-                prefetch(ahead + 16 * element * d)
+                acc = fma_splat(acc, load(keys + 16 * element * d), elements_at(queries, r) + 4 * r * d, 4)
+                ask_v(values + 16 * element * d)
+                prefetch(keys_ahead + 16 * element * d)
             return acc
 
         return scores
@@ -118,13 +121,13 @@ def _scores_float(load, element):
 
 
 @inline
-def _v_scales_int8(block, padded):
+def _v_scales_int8(scales):
     """Scales of the 16 V rows."""
-    return load_f16x16(block + 2 * BLOCK_TOKENS * padded + 2 * BLOCK_TOKENS)
+    return load_f16x16(scales + 2 * BLOCK_TOKENS)
 
 
 @inline
-def _v_scales_float(block, padded):
+def _v_scales_float(scales):
     """Float rows have none."""
     return splat_f32(1.0)
 
@@ -160,11 +163,10 @@ def _sums_int8(r, n):
         return zero_sums(size)
 
     @inline
-    def add(acc, tile, b, block, keys, k, padded):
+    def add(acc, tile, b, values, ahead, k, padded):
         for line in range(4 * n):
-            prefetch(keys + 16 * k + 64 * line)
-        values = block + BLOCK_TOKENS * padded + 4 * k
-        return add_weighted(acc, r, values, 4 * padded, tile + T_SCORES + 16 * b, SCORES)
+            prefetch(ahead + 16 * k + 64 * line)
+        return add_weighted(acc, r, values + 4 * k, 4 * padded, tile + T_SCORES + 16 * b, SCORES)
 
     @inline
     def end(acc, scales):
@@ -182,12 +184,13 @@ def _sums_float(fma_rows, element):
             return zero_tile(size)
 
         @inline
-        def add(acc, tile, b, block, keys, k, padded):
-            p, v = tile + T_SCORES + 64 * b, block + (BLOCK_TOKENS * padded + k) * element
+        def add(acc, tile, b, values, ahead, k, padded):
+            p = tile + T_SCORES + 64 * b
             for j in range(BLOCK_TOKENS):
-                acc = fma_rows(acc, r, v + j * padded * element, p + 4 * j, SCORES)
+                at = (k + j * padded) * element
+                acc = fma_rows(acc, r, values + at, p + 4 * j, SCORES)
                 for line in range(lines):
-                    prefetch(keys + (k + j * padded) * element + 64 * line)
+                    prefetch(ahead + at + 64 * line)
             return acc
 
         @inline
@@ -230,7 +233,7 @@ KINDS = {
 def value_step(kind, r, widths, ahead_of):
     """Pass 3 for r rows: widths[0] vectors of each row at once while there are so many, then widths[1], at last 1.
 
-    ``ahead_of(rec, tile, span, ahead, padded, b)`` is where what is asked for begins while block b is in work.
+    ``ahead_of(rec, tile, span, ahead, b)[0]`` is where what is asked for begins while block b is in work.
 
     Every element is a sum in token order, part after part, whatever the width and the number of rows.
     """
@@ -238,13 +241,13 @@ def value_step(kind, r, widths, ahead_of):
 
     @inline
     def some(rec, tile, span, padded, ahead, k):
-        begin, end, base, kv_head = span
+        begin, end, base, origin = span
         at = tile + acc_at(padded) + 4 * k
         for first in range(begin - begin % part, end, part):
             acc = start()
             for b in range(max(first, begin), min(first + part, end)):
-                keys = ahead_of(rec, tile, span, ahead, padded, b)
-                acc = add(acc, tile, b - base, split_block(tile, kv_head, b - base), keys, k, padded)
+                wanted = ahead_of(rec, tile, span, ahead, b)[0]
+                acc = add(acc, tile, b - base, split_values(tile, origin, b - base), wanted, k, padded)
             sums = finish(acc, tile + T_WEIGHT + 4 * ATTENTION_TILE * div_i64(first - base, part))
             if first > begin:
                 sums = add_block(n, sums, at, 4 * padded, _IN_A_ROW)
@@ -309,9 +312,9 @@ def softmax_step(kind):
     v_scales, weigh, part = kind.v_scales, kind.weigh, kind.part
 
     @outlined
-    def softmax(tile, i, span, padded):
+    def softmax(tile, i, span):
         """Scores of row i to weights (times the V scales), their largest and their sum."""
-        begin, end, base, kv_head = span
+        begin, end, base, origin = span
         row = tile + T_SCORES + SCORES * i
         top = load_f32x16(row + 64 * (begin - base))
         for b in range(begin + 1, end):
@@ -323,7 +326,7 @@ def softmax_step(kind):
             for b in range(low, high):
                 p = exp_below(load_f32x16(row + 64 * (b - base)) - splat_f32(m))
                 total = total + p
-                weight = p * v_scales(split_block(tile, kv_head, b - base), padded)
+                weight = p * v_scales(split_scales(tile, origin, b - base))
                 largest = vmax(largest, weight)
                 store_f32x16(row + 64 * (b - base), weight)
             weigh(tile, i, row, low - base, high - base, largest)
@@ -334,32 +337,34 @@ def softmax_step(kind):
 
 
 @inline
-def _in_split(rec, tile, span, ahead, padded, b):
-    """K that pass 1 asks for where pass 3 of the split before did not: a few blocks on in this split."""
-    _begin, end, base, kv_head = span
-    return split_block(tile, kv_head, min(b + AHEAD, end - 1) - base)
+def _in_split(rec, tile, span, ahead, b):
+    """K and scales that pass 1 asks for where pass 3 of the split before did not: a few blocks on in this split."""
+    _begin, end, base, origin = span
+    wanted = min(b + AHEAD, end - 1) - base
+    return split_keys(tile, origin, wanted), split_scales(tile, origin, wanted)
 
 
 @inline
-def _in_next(rec, tile, span, ahead, padded, b):
-    """K of the split that comes next."""
-    blocks, kv_head, last = ahead
-    return block_address(rec, blocks, kv_head, min(b - span[2], last))
+def _in_next(rec, tile, span, ahead, b):
+    """K and scales of the split that comes next."""
+    blocks, head, last = ahead
+    keys, _values, scales = sequence_block(rec, blocks, head, min(b - span[2], last))
+    return keys, scales
 
 
 @inline
 def following(rec, ctx, unit):
-    """(block table, KV head, last block) of the split that a thread takes next."""
+    """(block table, parts of the KV head, last block) of the split that a thread takes next."""
     t, h, split = unit
     first = SPLIT_BLOCKS * split
-    return block_table(ctx, t) + 4 * first, head_address(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
+    return block_table(ctx, t) + 4 * first, head_parts(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
 
 
 def score_step(kind, r, chains, alone):
     """Make pass 1 of a tile of r rows: scores of the blocks of one split that any of them sees; `alone`, without V.
 
     ``score(rec, ctx, tile, queries, (t, h, split), seen, padded, ahead)``: t is one of its tokens, `seen` comes from
-    `places_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, KV head).
+    `places_seen`, `ahead` from `following`. Returns the blocks: (begin, end, first of the split, K of the KV head).
     """
     scores, gather = kind.scores(r, chains, _ask_not if alone else _ask), path_gather(kind.element)
     ahead_of = _in_next if alone else _in_split
@@ -370,19 +375,21 @@ def score_step(kind, r, chains, alone):
         low, high, all_from, all_to = seen
         base = split * SPLIT_BLOCKS
         begin, end = max(base, low >> 4), min(base + SPLIT_BLOCKS, (high >> 4) + 1)
-        blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
-        span = begin, end, base, kv_head
+        blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
+        origin = head[0]
+        span = begin, end, base, origin
         for b in range(begin, end):
-            set_split_block(tile, kv_head, b - base, block_address(rec, blocks, kv_head, b))
+            set_split_block(tile, origin, b - base, sequence_block(rec, blocks, head, b))
         if has_path(ctx, t):
-            gather(rec, ctx, tile, unit, blocks, kv_head, padded)
+            gather(rec, ctx, tile, unit, blocks, head, padded)
         holes = layer_holes(rec, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
-            block, wanted = split_block(tile, kv_head, b - base), ahead_of(rec, tile, span, ahead, padded, b)
+            parts = (split_keys(tile, origin, b - base), split_values(tile, origin, b - base),
+                     split_scales(tile, origin, b - base))
             gone = holes + BLOCK_TOKENS * load_i32(blocks + 4 * b)
             if holes == 0 or not _gone(gone):
-                store_tile(scores(queries, block, wanted, padded), at, SCORES)
+                store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), padded), at, SCORES)
             if holes != 0:
                 mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS
@@ -407,7 +414,7 @@ def split_step(kind, r, widths, chains):
         coming = following(rec, ctx, ahead)
         span = score(rec, ctx, tile, queries, unit, seen, padded, coming)
         for i in range(r):
-            softmax(tile, i, span, padded)
+            softmax(tile, i, span)
         values(rec, tile, span, padded, coming, 0)
 
     return step

@@ -39,17 +39,18 @@ from ..vector.simd import (
 from ..vector.targets import atomic_add, attention_tiles
 from .attention import leave_partial
 from .attention_paths import (
-    block_address,
     block_table,
     has_path,
-    head_address,
+    head_parts,
     layer_holes,
     path_gather,
     place_of,
+    sequence_block,
     set_split_block,
-    split_block,
+    split_scales,
+    split_values,
 )
-from .attention_rows import LOWEST, SCORES, T_BLOCKS, T_L, T_M, T_SCORES, acc_at, partial_bytes
+from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCALES, T_SCORES, T_VALUES, acc_at, partial_bytes
 from .attention_scores import first_scored, score_row, split_sums
 from .attention_select import C_LEAST, choice_at, wanted
 from .attention_split import KINDS, mask_holes, softmax_step, value_step
@@ -95,7 +96,7 @@ def _mean_step(kind, values):
 
     @outlined
     def mean(rec, ctx, tile, t, h, padded):
-        blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
+        blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
         n, step = mean_blocks(place_of(ctx, t))
         holes, out = layer_holes(rec, ctx), mean_at(rec, ctx, t, h, padded)
         store_f32(out + 4 * padded, first_lane(splat_f32(0.0)))
@@ -103,12 +104,12 @@ def _mean_step(kind, values):
             return
         for i in range(n):
             b, at = i * step + (step >> 1), tile + T_SCORES + 64 * i
-            set_split_block(tile, kv_head, i, block_address(rec, blocks, kv_head, b))
+            set_split_block(tile, head[0], i, sequence_block(rec, blocks, head, b))
             store_f32x16(at, splat_f32(0.0))
             if holes != 0:
                 mask_holes(at, 1, holes + BLOCK_TOKENS * load_i32(blocks + 4 * b))
-        span = 0, n, 0, kv_head
-        softmax(tile, 0, span, padded)
+        span = 0, n, 0, head[0]
+        softmax(tile, 0, span)
         if load_f32(tile + T_M) <= LOWEST:
             return
         values(rec, tile, span, padded, 0, 0)
@@ -124,12 +125,13 @@ def _mean_step(kind, values):
 
 def _steps(kind):
     """Make the steps of the tiles: what a tile of rows of one token goes through in one split."""
-    softmax, gather, element = softmax_step(kind), path_gather(kind.element), kind.element
+    softmax, gather = softmax_step(kind), path_gather(kind.element)
 
     @inline
-    def ahead_of(rec, tile, span, ahead, padded, b):
-        _begin, end, _base, kv_head = span
-        return split_block(tile, kv_head, min(b + AHEAD, end - 1)) + BLOCK_TOKENS * padded * element
+    def ahead_of(rec, tile, span, ahead, b):
+        _begin, end, _base, origin = span
+        wanted = min(b + AHEAD, end - 1)
+        return split_values(tile, origin, wanted), split_scales(tile, origin, wanted)
 
     def of_tile(r, widths, mean):
         values = value_step(kind, r, widths, ahead_of)
@@ -137,25 +139,25 @@ def _steps(kind):
         @outlined
         def step(rec, ctx, tile, unit, row, last, group, padded, found):
             t, h, split = unit
-            blocks, kv_head = block_table(ctx, t), head_address(rec, ctx, h)
+            blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
             for b in range(SPLIT_BLOCKS):
                 if found >> b & 1:
-                    address = block_address(rec, blocks, kv_head, split * SPLIT_BLOCKS + b)
-                    set_split_block(tile, kv_head, b, address)
+                    set_split_block(tile, head[0], b, sequence_block(rec, blocks, head, split * SPLIT_BLOCKS + b))
             if has_path(ctx, t):
-                gather(rec, ctx, tile, unit, blocks, kv_head, padded)
+                gather(rec, ctx, tile, unit, blocks, head, padded)
             n = 0
             while found != 0:
                 b = trailing_zeros(found)
                 found &= found - 1
-                store_i64(tile + T_BLOCKS + 8 * n, load_i64(tile + T_BLOCKS + 8 * b))
+                store_i64(tile + T_VALUES + 8 * n, load_i64(tile + T_VALUES + 8 * b))
+                store_i64(tile + T_SCALES + 8 * n, load_i64(tile + T_SCALES + 8 * b))
                 for i in range(r):
                     scores = score_row(rec, ctx, t, h * group + min(row + i, last))
                     store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + SCORES * split + 64 * b))
                 n += 1
-            span = 0, n, 0, kv_head
+            span = 0, n, 0, head[0]
             for i in range(r):
-                softmax(tile, i, span, padded)
+                softmax(tile, i, span)
             values(rec, tile, span, padded, 0, 0)
 
         @inline

@@ -1,8 +1,8 @@
 """Rotary embedding (arXiv 2104.09864) of q and k, and storing of k and v in the layer's KV blocks.
 
-A block of 16 tokens holds per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per
+A block of 16 tokens has per KV head: K in tiles (int8: lines of 16 tokens x 4 dims; f16, f32: lines of 16 tokens per
 dim), V in rows (f16, f32) or lines of 4 tokens x 16 dims (int8), and for int8 the fp16 scales of the 16 K and the 16 V
-rows. A scale is of one token and head: max|x| divided by 127.
+rows, each in a plane of its own (abi.BLOCK_TOKENS). A scale is of one token and head: max|x| divided by 127.
 
 Operands: 0 qkv rows, 1 table (per position cos then sin, each padded to 16), 2 the layer's blocks, 3 q norm, 4 k norm.
 Twin: reference/rope.py.
@@ -34,7 +34,7 @@ from ..vector.simd import (
     vmax,
 )
 from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
-from .attention_paths import value_at
+from .attention_paths import block_parts, value_at
 from .elementwise import norm_scale
 
 
@@ -83,39 +83,38 @@ def inverse_of(bits):
 
 
 @inline
-def store_int8(k, v, block, slot, n):
+def store_int8(k, v, parts, slot, n):
     """Quantise and store one token's head of K and V."""
-    padded = round_up_16(n)
-    scales = block + 2 * BLOCK_TOKENS * padded
+    keys, values, scales = parts
     bits = head_scale(k, n)
     store_i16(scales + 2 * slot, bits)
     inverse = inverse_of(bits)
     for i in range(0, n, 16):
-        scatter_i8x4(block + 16 * i + 4 * slot, quantised(k, i, n, inverse), 64)
+        scatter_i8x4(keys + 16 * i + 4 * slot, quantised(k, i, n, inverse), 64)
     bits = head_scale(v, n)
     store_i16(scales + 2 * BLOCK_TOKENS + 2 * slot, bits)
     inverse = inverse_of(bits)
     for i in range(0, n, 16):
-        scatter_i8(value_at(block, slot, padded) + 4 * i, quantised(v, i, n, inverse), 4)
+        scatter_i8(value_at(values, slot, round_up_16(n)) + 4 * i, quantised(v, i, n, inverse), 4)
 
 
 @inline
-def store_f16(k, v, block, slot, n):
+def store_f16(k, v, parts, slot, n):
     """Store one token's head of K and V as fp16."""
-    padded = round_up_16(n)
+    keys, values, _scales = parts
+    row = values + 2 * round_up_16(n) * slot
     for i in range(0, n, 16):
-        scatter_f16(block + 32 * i + 2 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 32)
-        row = block + 2 * BLOCK_TOKENS * padded + 2 * padded * slot
+        scatter_f16(keys + 32 * i + 2 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 32)
         store_f16x16(row + 2 * i, keep_first(load_f32x16(v + 4 * i), n - i))
 
 
 @inline
-def store_f32(k, v, block, slot, n):
+def store_f32(k, v, parts, slot, n):
     """Store one token's head of K and V as they are."""
-    padded = round_up_16(n)
+    keys, values, _scales = parts
+    row = values + 4 * round_up_16(n) * slot
     for i in range(0, n, 16):
-        scatter_f32(block + 64 * i + 4 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 64)
-        row = block + 4 * BLOCK_TOKENS * padded + 4 * padded * slot
+        scatter_f32(keys + 64 * i + 4 * slot, keep_first(load_f32x16(k + 4 * i), n - i), 64)
         store_f32x16(row + 4 * i, keep_first(load_f32x16(v + 4 * i), n - i))
 
 
@@ -140,9 +139,9 @@ def _register(kv, store):
                 norm_head(k, operand(rec, ctx, 4), n, eps)
             rotate(k, table, n, stride)
             slot = token(ctx, t, TOKEN_SLOT)
-            block = operand(rec, ctx, 2) + (slot >> 4) * parameter(rec, ROPE.block_bytes)
-            block += h * parameter(rec, ROPE.head_bytes)
-            store(k, v, block, slot & 15, n)
+            n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
+            parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
+            store(k, v, parts, slot & 15, n)
             unit = claim(ctx)
         return 0
 

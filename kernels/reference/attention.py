@@ -22,7 +22,6 @@ from ..abi import (
     FLAG_LAST,
     INSTEAD_MEAN,
     INSTEAD_NOTHING,
-    KV_ELEMENT_BYTES,
     MASK_TOKENS,
     MEAN_BLOCKS,
     SPLIT_BLOCKS,
@@ -109,21 +108,24 @@ class Stored(NamedTuple):
 def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> Stored:
     """K and V of the blocks in order."""
     p = view.parameters(ATTENTION)
-    padded, size, kv_heads = padded_head_dim(p.head_dim), KV_ELEMENT_BYTES[kv], p.kv_heads
-    live = view.array(2, np.uint8, (int(blocks.max()) + 1, kv_heads, p.head_bytes), (p.block_bytes, p.head_bytes, 1))
-    data = np.ascontiguousarray(live[blocks].transpose(1, 0, 2))
-    half = BLOCK_TOKENS * padded * size
+    padded, kv_heads = padded_head_dim(p.head_dim), p.kv_heads
     dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
     step = 4 if kv == "int8" else 1
-    lines = np.ascontiguousarray(data[..., :half]).view(dtype).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
+    plane = kv_heads * p.blocks * p.block_bytes
+
+    def of_plane(at: int, dtype: type, n: int) -> NDArray:
+        """What a plane has of each head in the blocks, n elements each: (kv_heads, blocks, n)."""
+        return view.array(2, dtype, (kv_heads, p.blocks, n), at=at)[:, blocks]
+
+    lines = of_plane(0, dtype, BLOCK_TOKENS * padded).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
     k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
-    values = np.ascontiguousarray(data[..., half : 2 * half]).view(dtype)
+    values = of_plane(plane, dtype, BLOCK_TOKENS * padded)
     if kv == "int8":
         values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
     v = values.reshape(kv_heads, -1, padded).astype(np.float64)
     v_scales = None
     if kv == "int8":
-        scales = np.ascontiguousarray(data[..., 2 * half :]).view(np.float16).astype(np.float64)
+        scales = of_plane(2 * plane, np.float16, 2 * BLOCK_TOKENS).astype(np.float64)
         scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
         v_scales = scales[1].reshape(kv_heads, -1)
         k, v = k * scales[0].reshape(kv_heads, -1, 1), v * v_scales[..., None]

@@ -2,7 +2,7 @@
 
 Layout of a KV head in a block of 16 tokens: K in lines (int8: 16 tokens x 4 dimensions; f16, f32: 16 tokens of one
 dimension), V in rows of the padded head size (int8: lines of 4 tokens x 16 dimensions, which are 4 rows byte by byte),
-and for int8 16 fp16 scales of K and 16 of V.
+and for int8 16 fp16 scales of K and 16 of V. First come all K, then all V, then all scales: head by head the blocks.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ def rotate(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
 
 
 def head_views(
-    view: RecordView, kv: str, head_dim: int, block_bytes: int, head_bytes: int, kv_heads: int, slot: int
+    view: RecordView, kv: str, head_dim: int, block_bytes: int, blocks: int, kv_heads: int, slot: int
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """One token's K (kv_heads, padded / step, step), V (kv_heads, padded) and their scales (kv_heads,), live."""
     padded, size = padded_head_dim(head_dim), KV_ELEMENT_BYTES[kv]
     block, row = divmod(slot, BLOCK_TOKENS)
     dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
     step = 4 if kv == "int8" else 1  # dimensions of a line
-    at = block * block_bytes
+    head_bytes, plane = blocks * block_bytes, kv_heads * blocks * block_bytes
     k = view.array(
         2,
         dtype,
         (kv_heads, padded // step, step),
         (head_bytes, BLOCK_TOKENS * step * size, size),
-        at=at + row * step * size,
+        at=block * block_bytes + row * step * size,
     )
-    values = at + BLOCK_TOKENS * padded * size
+    values = plane + block * block_bytes
     if kv == "int8":
         v = view.array(2, dtype, (kv_heads, padded), (head_bytes, 4), at=values + row // 4 * 4 * padded + row % 4)
     else:
         v = view.array(2, dtype, (kv_heads, padded), (head_bytes, size), at=values + row * padded * size)
     n_scaled = kv_heads if kv == "int8" else 0
-    scales = at + 2 * BLOCK_TOKENS * padded + 2 * row
-    k_scales = view.array(2, np.float16, (n_scaled,), (head_bytes,), at=scales)
-    v_scales = view.array(2, np.float16, (n_scaled,), (head_bytes,), at=scales + 2 * BLOCK_TOKENS)
+    scales, apart = 2 * plane + 4 * BLOCK_TOKENS * block + 2 * row, (4 * BLOCK_TOKENS * blocks,)
+    k_scales = view.array(2, np.float16, (n_scaled,), apart, at=scales)
+    v_scales = view.array(2, np.float16, (n_scaled,), apart, at=scales + 2 * BLOCK_TOKENS)
     return k, v, k_scales, v_scales
 
 
@@ -114,7 +114,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
         for t, slot in enumerate(slots):
             k_at, v_at, k_scales, v_scales = head_views(
-                view, kv, p.head_dim, p.block_bytes, p.head_bytes, p.kv_heads, int(slot)
+                view, kv, p.head_dim, p.block_bytes, p.blocks, p.kv_heads, int(slot)
             )
             out += _stored(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
             out += _stored(f"V of token {t}", v_at, v_scales, v[t], np.zeros_like(v[t]))

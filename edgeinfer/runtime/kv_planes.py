@@ -1,0 +1,76 @@
+"""Where K, V and scales lie in the KV region, as arrays (for the layout see `abi.BLOCK_TOKENS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.graph import KvAccess
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import MemoryPlan
+
+_ROWS = abi.BLOCK_TOKENS // 4, 4
+
+
+class Planes(NamedTuple):
+    """K, V and, with int8, scales of alike layers: bytes, each (layers, KV heads, blocks, bytes of a head in a block).
+    """
+
+    layers: tuple[int, ...]
+    head_dim: int
+    kv: str
+    arrays: tuple[NDArray[np.uint8], ...]
+
+    def by_row(self) -> Iterator[NDArray[Any]]:
+        """Views that tell rows apart: (layers, KV heads, blocks, ..., rows of a block // 4, rows % 4)."""
+        element, padded = abi.KV_ELEMENT_BYTES[self.kv], abi.padded_head_dim(self.head_dim)
+        k, v, *scales = self.arrays
+        word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
+        yield k.view(word).reshape(*k.shape[:3], -1, *_ROWS)
+        if element == 1:
+            yield v.reshape(*v.shape[:3], _ROWS[0], padded, 4).swapaxes(3, 4)
+        else:
+            yield v.view(word).reshape(*v.shape[:3], *_ROWS, -1).transpose(0, 1, 2, 5, 3, 4)
+        for plane in scales:
+            yield plane.view(np.uint16).reshape(*plane.shape[:3], 2, *_ROWS)
+
+    def keys(self, layer: int, head: int, blocks: list[int]) -> NDArray[np.float32]:
+        """K of a head in all rows of some blocks: (rows, head_dim)."""
+        k, _v, *scales = (plane[self.layers.index(layer), head][blocks] for plane in self.arrays)
+        lines = k.view({"int8": np.int8, "f16": np.float16, "f32": np.float32}[self.kv])
+        step = 4 if self.kv == "int8" else 1  # dimensions of a token that lie together
+        tiles = lines.reshape(len(lines), -1, abi.BLOCK_TOKENS, step).swapaxes(1, 2)
+        found = tiles.astype(np.float32, order="C").reshape(len(lines) * abi.BLOCK_TOKENS, -1)[:, : self.head_dim]
+        for plane in scales:
+            found *= plane.view(np.float16)[:, : abi.BLOCK_TOKENS].reshape(-1, 1)
+        return found
+
+
+def planes_of(plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]) -> list[Planes]:
+    """Return views of the KV region: one entry for layers that are alike and follow each other.
+
+    Parameters
+    ----------
+    plan : MemoryPlan
+    region : uint8 array
+        Memory of the region ``kv``.
+    stores : of KvAccess
+        What each layer of `plan.kv_layers` stores, in that order.
+    """
+    found, kv = [], plan.request.kv
+    for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3]):
+        layers = tuple(access.layer for access in alike)
+        first, size = plan.kv_layers[layers[0]], abi.kv_block_bytes(kv, head_dim)
+        apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
+        arrays, start = [], first.offset
+        for nbytes in (size, size, abi.kv_head_bytes(kv, head_dim) - 2 * size):
+            if nbytes:
+                shape = len(layers), heads, plan.kv_blocks, nbytes
+                arrays.append(np.ndarray(shape, np.uint8, region, start, (apart, plan.kv_blocks * nbytes, nbytes, 1)))
+            start += heads * plan.kv_blocks * nbytes
+        found.append(Planes(layers, head_dim, kv, tuple(arrays)))
+    return found
