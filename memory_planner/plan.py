@@ -106,7 +106,7 @@ class MemoryPlan:
     kv_blocks: int
     """Blocks of the pool; each holds 16 tokens of all layers."""
     kv_layers: dict[int, Placement]
-    """K and V of each layer that stores any: a row for each block."""
+    """Planes of each layer that stores K and V (abi.BLOCK_TOKENS); `stride` is what a block has in all of them."""
     thread_scratch_bytes: int
     splits: int
     """Attention splits of the longest context."""
@@ -388,7 +388,10 @@ def one_of_each(graph: Graph) -> list[Op]:
 
 
 def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int, Placement], int]:
-    """Lay out the K and V of all layers that store any; gives their places and the bytes of all."""
+    """Lay out the K and V of all layers that store any; gives their places and the bytes of all.
+
+    Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
+    """
     layers, end = {}, 0
     for access in stores:
         stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
