@@ -46,6 +46,8 @@ WEIGHT_BLOCKS = 4
 
 T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
 """Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
+T_UNIT, T_CHOSEN = 256, 264
+"""attention_values: a unit of work, and which blocks of V it wants."""
 T_KEYS, T_VALUES, T_SCALES = 384, 384 + 8 * SPLIT_BLOCKS, 384 + 16 * SPLIT_BLOCKS
 """Where K, V and scales of the split's blocks lie."""
 T_L, T_MERGED_L = ATTENTION_STATE, ATTENTION_STATE + 64 * ATTENTION_TILE

@@ -3,7 +3,7 @@
 All rows of a block that is read count, with the weights that they have: to leave some out would save nothing. The
 blocks of a split move together, and then go through passes 2 and 3 of attention as a split of so many blocks; where all
 are wanted the partial results have the bits of attention's. A token goes through by itself, so that its bits do not
-depend on what others want.
+depend on what others want. While blocks of one unit of work are summed, those of the next are asked for.
 
 For what is left out stands a mean of V, of blocks that lie evenly spread over the context up to MASK_TOKENS before the
 token. Which these are follows from its place alone, and no guess of its walk is among them: nothing has to be kept of a
@@ -29,6 +29,7 @@ from ..vector.simd import (
     load_f32x16,
     load_i32,
     load_i64,
+    prefetch,
     splat_f32,
     store_f32,
     store_f32x16,
@@ -47,17 +48,31 @@ from .attention_paths import (
     place_of,
     sequence_block,
     set_split_block,
+    split_keys,
     split_scales,
     split_values,
 )
-from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCALES, T_SCORES, T_VALUES, acc_at, partial_bytes
+from .attention_rows import (
+    LOWEST,
+    SCORES,
+    T_CHOSEN,
+    T_KEYS,
+    T_L,
+    T_M,
+    T_SCALES,
+    T_SCORES,
+    T_UNIT,
+    T_VALUES,
+    acc_at,
+    partial_bytes,
+)
 from .attention_scores import first_scored, score_row, split_sums
 from .attention_select import C_LEAST, choice_at, wanted
 from .attention_split import KINDS, mask_holes, softmax_step, value_step
 from .attention_units import few_tokens
 
 AHEAD = 2
-"""Blocks between the V in work and the V that is asked for."""
+"""Blocks of a mean between the V in work and the V that is asked for."""
 
 
 @outlined
@@ -75,6 +90,37 @@ def _wanted_blocks(rec, ctx, t, h, split, group):
 
 
 @inline
+def _chosen(rec, ctx, tile, unit, group):
+    """`_wanted_blocks` of a unit of work, found once: when it is in work, or when the unit before it was."""
+    t, h, split = unit
+    number = (t * parameter(rec, ATTENTION.kv_heads) + h) * parameter(rec, ATTENTION.splits) + split
+    if load_i64(tile + T_UNIT) != number:
+        store_i64(tile + T_CHOSEN, _wanted_blocks(rec, ctx, t, h, split, group))
+        store_i64(tile + T_UNIT, number)
+    return load_i64(tile + T_CHOSEN)
+
+
+@outlined
+def _ask(rec, ctx, tile, unit, coming, n, origin):
+    """Say what V is asked for while n blocks are summed: one block of the next unit each; its other blocks at once."""
+    t, h, split = unit
+    blocks, head, i = block_table(ctx, t), head_parts(rec, ctx, h), 0
+    while coming != 0:
+        b = split * SPLIT_BLOCKS + trailing_zeros(coming)
+        _keys, values, scales = sequence_block(rec, blocks, head, b)
+        prefetch(scales)
+        if i < n:
+            store_i64(tile + T_KEYS + 8 * i, values - origin)
+        else:
+            for line in range(0, parameter(rec, ATTENTION.block_bytes), 64):
+                prefetch(values + line)
+        coming &= coming - 1
+        i += 1
+    for rest in range(i, n):
+        store_i64(tile + T_KEYS + 8 * rest, load_i64(tile + T_VALUES + 8 * rest))
+
+
+@inline
 def mean_at(rec, ctx, t, h, padded):
     """Address of the mean of V of a token and KV head, and behind it of how many rows it is."""
     row = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.kv_heads) + h
@@ -88,6 +134,20 @@ def mean_blocks(place):
     while below > MEAN_BLOCKS * step:
         step += step
     return div_i64(below + step - 1 - (step >> 1), step), step
+
+
+@inline
+def _in_mean(rec, tile, span, ahead, b):
+    """V that is asked for while a mean is formed."""
+    _begin, end, _base, origin = span
+    wanted = min(b + AHEAD, end - 1)
+    return split_values(tile, origin, wanted), split_scales(tile, origin, wanted)
+
+
+@inline
+def _asked(rec, tile, span, ahead, b):
+    """V of the unit that comes next, as `_ask` says it."""
+    return split_keys(tile, span[3], b), split_scales(tile, span[3], b)
 
 
 def _mean_step(kind, values):
@@ -127,17 +187,11 @@ def _steps(kind):
     """Make the steps of the tiles: what a tile of rows of one token goes through in one split."""
     softmax, gather = softmax_step(kind), path_gather(kind.element)
 
-    @inline
-    def ahead_of(rec, tile, span, ahead, b):
-        _begin, end, _base, origin = span
-        wanted = min(b + AHEAD, end - 1)
-        return split_values(tile, origin, wanted), split_scales(tile, origin, wanted)
-
     def of_tile(r, widths, mean):
-        values = value_step(kind, r, widths, ahead_of)
+        values = value_step(kind, r, widths, _asked)
 
         @outlined
-        def step(rec, ctx, tile, unit, row, last, group, padded, found):
+        def step(rec, ctx, tile, unit, row, last, group, padded, found, ahead, coming):
             t, h, split = unit
             blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
             for b in range(SPLIT_BLOCKS):
@@ -156,6 +210,7 @@ def _steps(kind):
                     store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + SCORES * split + 64 * b))
                 n += 1
             span = 0, n, 0, head[0]
+            _ask(rec, ctx, tile, ahead, coming, n, head[0])
             for i in range(r):
                 softmax(tile, i, span)
             values(rec, tile, span, padded, 0, 0)
@@ -163,13 +218,16 @@ def _steps(kind):
         @inline
         def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
             t, h, split = unit
-            found = _wanted_blocks(rec, ctx, t, h, split, group)
+            found = _chosen(rec, ctx, tile, unit, group)
+            coming = _chosen(rec, ctx, tile, ahead, group)
             if row == 0 and split == 0 and parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
                 mean(rec, ctx, tile, t, h, padded)
             if found:
                 if row == 0:
                     atomic_add(ctx + CTX_VALUES, count_ones(found))
-                step(rec, ctx, tile, unit, row, last, group, padded, found)
+                step(rec, ctx, tile, unit, row, last, group, padded, found, ahead, coming)
+            else:
+                _ask(rec, ctx, tile, ahead, coming, 0, 0)
             index = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + h * group + row
             for i in range(min(r, last - row + 1)):
                 partial = (index + i) * parameter(rec, ATTENTION.splits) + split
@@ -181,14 +239,13 @@ def _steps(kind):
 
         return single
 
-    return of_tile, ahead_of
+    return of_tile
 
 
 def _register(kv, tiles):
     kind = KINDS[kv]
     (large, *_), (small, *_), (one, widths, _chains) = tiles
-    of_tile, ahead_of = _steps(kind)
-    mean = _mean_step(kind, value_step(kind, one, widths, ahead_of))
+    of_tile, mean = _steps(kind), _mean_step(kind, value_step(kind, one, widths, _in_mean))
     steps = [of_tile(r, widths, mean) for r, widths, _chains in tiles]
     by_token = few_tokens(large, small, *steps, first_scored, runs=False)
 
@@ -196,6 +253,7 @@ def _register(kv, tiles):
     def attention_values(rec, ctx, tid, n_threads):
         group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
         tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+        store_i64(tile + T_UNIT, -1)
         by_token(rec, ctx, tile, group, round_up_16(parameter(rec, ATTENTION.head_dim)), n_threads)
         return 0
 
