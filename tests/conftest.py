@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker: threads of BLAS would wait for it in circles
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -31,6 +36,41 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of our variables but the cache, whatever the shell of the developer has."""
     for name in [name for name in os.environ if name.startswith("EDGEINFER_") and name != "EDGEINFER_CACHE"]:
         monkeypatch.delenv(name)
+
+
+MOST_WORKERS = 4
+"""Processes that run tests at most: each may hold 1.5 GB."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for each core, up to four; none, but this process, where single files or tests are asked for."""
+    if all(argument.partition("::")[0].endswith(".py") for argument in config.args):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS) if cores > 1 else 0
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let a test that measures times run alone: the other workers finish their tests and wait.
+
+    Each worker holds a lock of its own during a test, and a test of times those of all. Whoever wants locks comes
+    through one gate, so that a test of times is not overtaken for ever.
+    """
+    worker = getattr(request.config, "workerinput", None)
+    if worker is None:
+        yield
+        return
+    shared = tmp_path_factory.getbasetemp().parent
+    wanted = [worker["workerid"]]
+    if request.node.get_closest_marker("timing"):
+        wanted = [f"gw{i}" for i in range(worker["workercount"])]
+    with ExitStack() as held:
+        with FileLock(shared / "gate.lock", poll_interval=0.01):
+            for name in wanted:
+                held.enter_context(FileLock(shared / f"{name}.lock", poll_interval=0.01))
+        yield
 
 
 TRIES, PAUSE_S = 4, 3.0

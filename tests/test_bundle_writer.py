@@ -158,7 +158,8 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
     Bundle.open(tmp_path / "m").verify()
 
 
-@pytest.mark.parametrize("text", ["", "999999999 1.00", f"{os.getpid()} 1.00", "nonsense"])
+@pytest.mark.parametrize("text", ["", "999999999 1.00", f"{os.getpid()} 1.00", "nonsense"],
+                         ids=["none", "other", "own", "nonsense"])
 def test_the_lock_file_of_a_dead_process_is_no_obstacle(tmp_path: Path, text: str) -> None:
     (tmp_path / ".m.lock").write_text(text)
     for remains in (".m.partial", ".m.0123456789abcdef.partial", ".m.0123456789abcdef.old"):

@@ -130,6 +130,18 @@ def test_a_damaged_object_is_built_again(builds: Builds, tmp_path: Path, damage:
     assert builds.started == started + 1 and file.read_bytes() == content
 
 
+def test_a_release_may_take_what_the_cache_has(builds: Builds, tmp_path: Path) -> None:
+    find_set(ISA)
+    started, wanted = builds.started, objects.KernelSet(ISA)
+    build.main(["--isa", ISA.name, "--cached", "--into", str(tmp_path / "release")])
+    assert builds.started == started
+    into = wanted.directory(tmp_path / "release", released=True)
+    kept = wanted.read_all(wanted.directory(objects.cache_directory()), wanted.names)
+    assert wanted.read_all(into, wanted.names, own=False) == kept
+    build.main(["--isa", ISA.name, "--into", str(tmp_path / "release")])
+    assert builds.started > started, "without being told to it takes nothing from there"
+
+
 def test_changed_sources_name_another_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = objects.set_directory(Path("cache"), ISA)
     monkeypatch.setattr(objects, "source_hash", lambda: "other")

@@ -2,7 +2,7 @@
 
 ``python -m edgeinfer.kernels.toolchain.build`` compiles this machine's set into the user's cache, with progress;
 ``--all`` compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel
-(`.ci/release`). The parent hands out names and gets code back: the processes that compile write no file, and are told
+(`.ci/release`); with ``--cached`` what the user's cache holds of these sources is taken from there. The parent hands out names and gets code back: the processes that compile write no file, and are told
 the CPU, so that nothing depends on the machine that builds.
 """
 
@@ -161,17 +161,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--all", action="store_true", help="every instruction set, into the package (for a wheel)")
     parser.add_argument("--isa", help="one instruction set of this machine; default: the best")
     parser.add_argument("--into", type=Path, metavar="DIRECTORY", help="into this directory, as for a wheel")
+    parser.add_argument("--cached", action="store_true", help="compile only what the user's cache has not")
     chosen = parser.parse_args(arguments)
+    from .provide import find_objects  # which imports this module where it compiles
+
     root: Path | None = chosen.into or (package_directory() if chosen.all else None)
     for isa in LADDER if chosen.all else [choose(chosen.isa)]:
         start = time.perf_counter()
         wanted = KernelSet(isa)
         directory = wanted.directory(root or cache_directory(), released=root is not None)
+        made = (find_objects if chosen.cached else build)(wanted, wanted.names, _show)
         if root:
             directory.mkdir(parents=True, exist_ok=True)
         else:
             make_directories(directory)
-        for name, code in build(wanted, wanted.names, _show).items():
+        for name, code in made.items():
             wanted.write(directory, name, code)
             if root:
                 (directory / f"{name}.o").chmod(0o644)  # for whoever uses the installation
