@@ -138,7 +138,8 @@ def run(work: Path, core: str) -> None:
 
     os.environ["EDGEINFER_TEST_EMULATED"] = "1"
     alone = ("-o", "addopts=--import-mode=importlib", "-o", "required_plugins=")  # an emulator has no other workers
-    code = pytest.main([*alone, "-q", "-p", "no:cacheprovider", "--no-header", "--durations=3", "-k", SELECTION, *TESTS])
+    how = ("-q", "-p", "no:cacheprovider", "--no-header", "--durations=3")
+    code = pytest.main([*alone, *how, "-k", SELECTION, *TESTS])
     require(code == 0, f"{core}: kernel tests fail on {rung}")
 
 

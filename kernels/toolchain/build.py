@@ -2,8 +2,9 @@
 
 ``python -m edgeinfer.kernels.toolchain.build`` compiles this machine's set into the user's cache, with progress;
 ``--all`` compiles every rung of the ladder (x86-64 and, cross-compiled, aarch64) into the package, for a release wheel
-(`.ci/release`); with ``--cached`` what the user's cache holds of these sources is taken from there. The parent hands out names and gets code back: the processes that compile write no file, and are told
-the CPU, so that nothing depends on the machine that builds.
+(`.ci/release`); with ``--cached`` what the user's cache has of these sources is not compiled again. The parent hands
+out names and gets code back: the processes that compile write no file, and are told the CPU, so that nothing depends on
+the machine that builds.
 """
 
 from __future__ import annotations
