@@ -18,16 +18,16 @@ Family = TypeVar("Family", bound=tuple[int, ...])
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> NDArray[Any]:
     """Live view of memory; `strides` in bytes, by default one element after the other.
 
-    Nothing keeps the memory alive or checks that it is there: the caller owns it.
+    Nothing keeps the memory alive or checks that it is there: the caller owns it. Twins call this for every row.
     """
     kind = np.dtype(dtype)
     if 0 in shape:
         return np.empty(shape, kind)
     if strides is None:
-        strides = tuple(kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    nbytes = kind.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    return np.ndarray(shape, kind, buffer, 0, strides)
+        nbytes = kind.itemsize * math.prod(shape)
+    else:
+        nbytes = kind.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return np.ndarray(shape, kind, (ctypes.c_uint8 * int(nbytes)).from_address(address), 0, strides)
 
 
 class RecordView:
@@ -41,6 +41,7 @@ class RecordView:
 
     def __init__(self, record: int, ctx: int):
         self.record, self.ctx = record, ctx
+        self._named: dict[tuple[int, ...], Any] = {}
 
     def _word(self, address: int) -> int:
         return ctypes.c_int64.from_address(address).value
@@ -64,8 +65,10 @@ class RecordView:
 
     def parameters(self, family: Family) -> Family:
         """Parameters by name: a tuple like LINEAR of kernels.parameters, with the record's values."""
-        words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)
-        return type(family)(*(words[i] for i in family))  # type: ignore[arg-type]
+        if family not in self._named:
+            words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)[:]
+            self._named[family] = type(family)(*(words[i] for i in family))  # type: ignore[arg-type]
+        return self._named[family]  # type: ignore[no-any-return]
 
     def count(self, index: int) -> int:
         """Dynamic count (COUNT_*)."""
