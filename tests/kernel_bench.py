@@ -178,7 +178,7 @@ class Bench:
 
     def _check_untouched(self, before: dict[str, np.ndarray], written: list[np.ndarray], threads: int) -> None:
         """Everything outside the `written` views, and outside the scratch of these threads, is as it was."""
-        places = [(view, view.__array_interface__["data"][0]) for view in written if view.size]  # ctypes.data takes longer
+        places = [(view, view.__array_interface__["data"][0]) for view in written if view.size]
         for region, data in self.regions.items():
             start, old = data.ctypes.data, before[region].copy()
             for view, address in places:
