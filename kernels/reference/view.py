@@ -27,7 +27,8 @@ def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int,
         nbytes = kind.itemsize * math.prod(shape)
     else:
         nbytes = kind.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    return np.ndarray(shape, kind, (ctypes.c_uint8 * int(nbytes)).from_address(address), 0, strides)
+    buffer: Any = (ctypes.c_uint8 * int(nbytes)).from_address(address)
+    return np.ndarray(shape, kind, buffer, 0, strides)
 
 
 class RecordView:
@@ -68,7 +69,7 @@ class RecordView:
         if family not in self._named:
             words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)[:]
             self._named[family] = type(family)(*(words[i] for i in family))  # type: ignore[arg-type]
-        return self._named[family]  # type: ignore[no-any-return]
+        return self._named[family]
 
     def count(self, index: int) -> int:
         """Dynamic count (COUNT_*)."""
