@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,8 +38,11 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """The one line on standard error, without the program's name."""
-        lines = self.err.splitlines()
+        """The one line on standard error, without the program's name; slow machines are told of stages before it."""
+        from edgeinfer.cli.progress import STAGES
+
+        stage = rf"edgeinfer: ({'|'.join(STAGES.values())}) (\.\.\.|took [0-9.]+ s)"
+        lines = [line for line in self.err.splitlines() if not re.fullmatch(stage, line)]
         assert len(lines) == 1 and lines[0].startswith("edgeinfer: "), self.err
         assert lines[0].endswith((".", "?")), lines[0]
         return lines[0].removeprefix("edgeinfer: ")
