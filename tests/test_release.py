@@ -99,6 +99,7 @@ def test_the_wheel_carries_the_objects(wheel: Path) -> None:
             assert all(elf.undefined_symbols(code) <= {"memset", "memcpy", "memmove"} for code in codes)
 
 
+@pytest.mark.timing
 def test_the_first_run_ever_neither_compiles_nor_waits(installed: Installed) -> None:
     times = []
     for _ in range(ATTEMPTS):

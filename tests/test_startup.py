@@ -63,6 +63,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 @needs_command_line
 @pytest.mark.slow
+@pytest.mark.timing
 def test_help_answers_at_once() -> None:
     """The median of 5 runs; another load on the machine may spoil a round, so the best of three rounds counts."""
     command = [
