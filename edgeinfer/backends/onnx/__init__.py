@@ -1,0 +1,1 @@
+"""The graph of edgeinfer.graph as an ONNX model with onnxruntime's operators; edgeinfer.backends is the face."""

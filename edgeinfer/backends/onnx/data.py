@@ -1,0 +1,80 @@
+"""The file of external data: tensors one after the other at multiples of 4 KiB, written as they are made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from edgeinfer.errors import BundleError
+from edgeinfer.sizes import round_up
+
+from .model import Place
+from .weights import KINDS, Reader, Stored
+
+ALIGNMENT = 4096
+"""Of tensors, so that onnxruntime can map each alone."""
+F16_MAX = 65504.0
+Progress = Callable[[int, int, str], None]
+"""Called with (bytes done, bytes in all, name of the tensor)."""
+
+
+class Data(NamedTuple):
+    """What was written."""
+
+    places: dict[str, Place]
+    nbytes: int
+    sha256: str
+
+
+def data_bytes(tensors: Iterable[Stored]) -> int:
+    """Return the length of a file of these tensors."""
+    end = 0
+    for stored in tensors:
+        end = round_up(end, ALIGNMENT) + stored.nbytes
+    return end
+
+
+def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress: Progress | None = None) -> Data:
+    """Write all tensors.
+
+    Raises
+    ------
+    BundleError
+        A weight is too large for f16.
+    OSError
+        The file cannot be written.
+    """
+    tensors = list(tensors)
+    total, end, whole, places = data_bytes(tensors), 0, hashlib.sha256(), {}
+    for stored in tensors:
+        gap = bytes(-end % ALIGNMENT)
+        file.write(gap)
+        whole.update(gap)
+        offset = end = end + len(gap)
+        own = hashlib.sha256()
+        for piece in stored.pieces(read):
+            data = memoryview(_bytes(piece, stored)).cast("B")
+            file.write(data)
+            own.update(data)
+            whole.update(data)
+            end += len(data)
+            if progress:
+                progress(end, total, stored.name)
+        if end - offset != stored.nbytes:
+            raise BundleError(f"The tensor {stored.name!r} came out with {end - offset} bytes instead of "
+                              f"{stored.nbytes}, which is a bug.")
+        places[stored.name] = Place(offset, stored.nbytes, own.hexdigest())
+    return Data(places, end, whole.hexdigest())
+
+
+def _bytes(piece: np.ndarray, stored: Stored) -> np.ndarray:
+    """A piece in the tensor's type, contiguous."""
+    if stored.kind == "f16" and piece.dtype.itemsize > 2 and piece.size:
+        largest = float(np.abs(piece).max())
+        if not largest <= F16_MAX:
+            raise BundleError(f"The weight {stored.name} has the value {largest:g}, beyond f16's {F16_MAX:g}; export "
+                              "with --dtype f32.")
+    return np.ascontiguousarray(piece, KINDS[stored.kind])

@@ -1,0 +1,160 @@
+"""Export: a bundle becomes a file that onnxruntime opens, or a folder for onnxruntime-genai."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from edgeinfer import __version__
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe
+from edgeinfer.graph import build_graph, expected_types
+
+from .data import Data, Progress, data_bytes, write_data
+from .destination import MODEL_FILE, Destination, data_name
+from .flavour import Flavour
+from .genai import check_tokenizer, write_beside
+from .lowering import Lowering
+from .model import model_proto
+from .packages import import_onnx
+from .weights import Reader
+
+MODEL_BYTES = 16 << 20
+"""Room asked for beside the data: the graph, and the tokenizer's files."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+class ExportReport(NamedTuple):
+    """What an export made."""
+
+    destination: Path
+    model: Path
+    data: Path
+    data_bytes: int
+    bundle_bytes: int
+    """Of the weights that it was made from."""
+    nodes: int
+    tensors: int
+    seconds: float
+    remarks: tuple[str, ...]
+    """Sentences on what could not stay as it was, or was left out."""
+
+
+def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
+    """Lower a bundle's graph, exactly: no pass, no part of the bundle that approximates.
+
+    Parameters
+    ----------
+    bundle : Bundle
+    flavour : Flavour
+        As `Flavour.checked` returns it.
+
+    Raises
+    ------
+    UnsupportedModelError
+        An operation has no form in ONNX.
+    """
+    graph = build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
+    return Lowering(graph, flavour).run()
+
+
+def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = None, *, overwrite: bool = False,
+           progress: Progress | None = None) -> ExportReport:
+    """Write an ONNX model and its external data.
+
+    Peak memory is below twice the largest tensor plus 300 MB.
+
+    Parameters
+    ----------
+    bundle : Bundle
+        Open; its checksums are compared first.
+    destination : str or Path
+        A file DST.onnx, beside which its data are written; for target genai a folder.
+    flavour : Flavour, optional
+    overwrite : bool
+        Replace an earlier export.
+    progress : callable, optional
+        Called with (bytes done, bytes in all, name of the tensor).
+
+    Raises
+    ------
+    UsageError
+        Unknown options, or the package onnx is not installed.
+    DestinationError
+        The destination exists, is being written, is no place for an export, or its disk is full.
+    BundleError, TokenizerError, UnsupportedModelError
+        The bundle is damaged, or cannot be expressed.
+    """
+    began = time.perf_counter()
+    import_onnx()
+    flavour = (flavour or Flavour()).checked(bundle.config)
+    genai = flavour.target == "genai"
+    if genai:
+        check_tokenizer(bundle)
+    place = Destination(Path(destination), genai, overwrite)
+    with place:
+        bundle.check_contents()
+        graph = lowered(bundle, flavour)
+        place.reserve(data_bytes(graph.stored.values()) + MODEL_BYTES)
+        name = MODEL_FILE if genai else place.path.name
+        data, data_file = _write(bundle, graph, place, name, progress)
+        if genai:
+            with place.writing():
+                write_beside(bundle, flavour, place.partial)
+    folder = place.path if genai else place.path.parent
+    return ExportReport(place.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
+                        len(graph.nodes), len(graph.stored), time.perf_counter() - began, tuple(_remarks(bundle, graph)))
+
+
+def _write(bundle: Bundle, graph: Lowering, place: Destination, name: str,
+           progress: Progress | None) -> tuple[Data, str]:
+    """Write the data, whose name follows from their checksum, and the model that names them."""
+    read = Reader(bundle)
+    try:
+        with place.writing():
+            unnamed = place.partial / "data"
+            with open(unnamed, "wb") as file:
+                data = write_data(graph.stored.values(), read, file, progress)
+            data_file = data_name(name, data.sha256)
+            unnamed.rename(unnamed.with_name(data_file))
+            model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data))
+            (place.partial / name).write_bytes(model.SerializeToString(deterministic=True))
+    finally:
+        read.close()
+    return data, data_file
+
+
+def about(bundle: Bundle, flavour: Flavour, data: Data) -> dict[str, str]:
+    """Return the metadata of a model: what it was made of, by whom, for what, and the checksums of its data."""
+    import json
+
+    tokenizers = [bundle.files[name].sha256 for name in TOKENIZERS if name in bundle.files]
+    return {
+        "version": __version__, "bundle": bundle.identity, "source": bundle.header.source,
+        "architecture": bundle.config.model_type, "tokenizer_sha256": tokenizers[0] if tokenizers else "",
+        "target": flavour.target, "dtype": flavour.dtype, "attention": flavour.attention, "ctx": str(flavour.ctx),
+        "qk_norm": flavour.qk_norm, "top_k": str(flavour.top_k), "data_bytes": str(data.nbytes),
+        "data_sha256": data.sha256,
+        "tensors": json.dumps({tensor: place.sha256 for tensor, place in data.places.items()}),
+    }
+
+
+def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
+    from edgeinfer.sizes import format_size
+
+    found = []
+    if graph.rounded:
+        now = sum(graph.stored[name].nbytes for name in graph.rounded)
+        ffns = [op.weight for op in graph.graph.ops if op.name == "neuron_down"]
+        before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
+        found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
+                     f"which no product of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "
+                     f"instead of {format_size(before)}. Convert with --ffn-layout tile16 to keep their codes.")
+    wide = {stored.storage.name for stored in graph.graph.types.values()
+            if stored.layout == "tile16" and not stored.quantised}
+    if graph.dtype == "f16" and "f32" in wide:
+        found.append("The matrices of type f32 were rounded to f16; --dtype f32 keeps them.")
+    if parts := sorted({entry.part for entry in bundle.header.files if entry.part}):
+        found.append(f"Left out, for the model is exported as it is without approximations: {', '.join(parts)}.")
+    return found

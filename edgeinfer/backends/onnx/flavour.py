@@ -1,0 +1,118 @@
+"""What an ONNX model is made for, and the names and shapes of its inputs and outputs.
+
+Letters: B sequences, S tokens of each, T tokens of all, R rows of logits that are wanted, V vocabulary, L layer, G KV
+heads, D elements of a head (`Heads.stored_dim`), P positions of the longest sequence, N pages of M rows. X is float16
+or float32, as `dtype` says.
+
+Attention ``gqa``, one slot of KV per sequence; target ``session``:
+
+=================================  =========================  ======================================================
+input                              type and shape             meaning
+=================================  =========================  ======================================================
+input_ids                          int64 (B, S)               new tokens; S = 1, or B = 1, or no past
+seqlens_k                          int32 (B,)                 positions of each sequence, these tokens included, less 1
+total_sequence_length              int32 (1,), on the CPU     the largest of seqlens_k + 1, or the slots' length P
+output_rows                        int64 (R,)                 rows b S + s whose logits are wanted
+past_key_values.L.{key,value}      X (B, G, P, D)             the slots: bind one buffer as past and as present
+=================================  =========================  ======================================================
+
+Outputs are ``logits`` float32 (R, V), or with `top_k` ``top_logits`` float32 (R, k), falling, and ``top_ids`` int64
+(R, k); and ``present.L.{key,value}`` X (B, G, P, D). Positions follow from seqlens_k.
+
+Target ``genai`` (onnxruntime-genai): input_ids int64 (B, S), attention_mask int64 (B, S + past), the same past and
+present, and logits X (B, S, V) of all tokens.
+
+Attention ``paged``, for CUDA alone; target ``session``:
+
+=================================  =========================  ======================================================
+input                              type and shape             meaning
+=================================  =========================  ======================================================
+input_ids                          int64 (T,)                 new tokens of all sequences, one sequence after the other
+cumulative_sequence_length         int32 (B + 1,)             where each sequence begins among them, and T
+past_seqlens                       int32 (B,)                 positions of each sequence before these tokens
+block_table                        int32 (B, pages)           pages of each sequence, in order
+attention_metadata                 int32 (3,), on the CPU     most new tokens of a sequence, most positions, least
+                                                              positions; 0 = unknown
+output_rows                        int64 (R,)                 tokens whose logits are wanted
+key_cache.L, value_cache.L         X (N, M, G, D)             the pages: bind one buffer as input and as output
+=================================  =========================  ======================================================
+
+Outputs are ``logits`` or ``top_logits`` and ``top_ids`` as above, and ``key_cache_out.L``, ``value_cache_out.L``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from edgeinfer.dataclass import dataclass
+from edgeinfer.errors import UsageError
+from edgeinfer.graph import ModelConfig
+
+TARGETS = ("session", "genai")
+DTYPES = ("f16", "f32")
+ATTENTIONS = ("gqa", "paged")
+QK_NORMS = ("apart", "fused")
+HEAD_STEP = 16
+"""onnxruntime rotates heads whose dimension is a multiple of it; others are padded (GroupQueryAttention, 1.32)."""
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the models that a graph can become."""
+
+    target: str = "session"
+    """``session``: inputs as above; ``genai``: those of onnxruntime-genai."""
+    dtype: str = "f16"
+    """Type of activations, KV, scales, norms and matrices that are not quantised."""
+    attention: str = "gqa"
+    """``gqa``: GroupQueryAttention over slots; ``paged``: PagedAttention over pages."""
+    ctx: int = 0
+    """Positions in the tables of cosines and sines; 0 = the model's."""
+    qk_norm: str = ""
+    """Norms of q and k heads ``apart``, as operations that every provider has, or ``fused`` into attention, which CUDA
+    and WebGPU have; empty: apart with gqa, fused with paged."""
+    top_k: int = 0
+    """Logits of a row that go out, the largest with their ids; 0 = all. Of target session."""
+
+    def checked(self, config: ModelConfig) -> Flavour:
+        """Return it with what was left to the model; raise `UsageError` for what cannot be."""
+        for option, value, known in (("--for", self.target, TARGETS), ("--dtype", self.dtype, DTYPES),
+                                     ("--attention", self.attention, ATTENTIONS),
+                                     ("--qk-norm", self.qk_norm or "apart", QK_NORMS)):
+            if value not in known:
+                raise UsageError(f"{option} is {value!r}; choose one of {', '.join(known)}.")
+        if self.target == "genai" and self.attention == "paged":
+            raise UsageError("--attention paged is for sessions, and --for genai is given; use --attention gqa, whose "
+                             "inputs onnxruntime-genai feeds.")
+        most = config.max_position_embeddings
+        ctx = most if self.ctx == 0 else self.ctx
+        if not 1 <= ctx <= most:
+            raise UsageError(f"--ctx is {ctx}; it must be from 1 to {most}, the positions that the model knows.")
+        if not 0 <= self.top_k <= config.vocab_size or (self.top_k and self.target == "genai"):
+            raise UsageError(f"top_k is {self.top_k}; it must be from 0 to {config.vocab_size}, and 0 for genai.")
+        norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
+        return Flavour(self.target, self.dtype, self.attention, ctx, norm, self.top_k)
+
+
+class Heads(NamedTuple):
+    """Sizes of attention heads, and as the KV cache has them."""
+
+    query: int
+    kv: int
+    dim: int
+    """Elements that the model has."""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Heads:
+        """Return those of a model."""
+        return cls(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+    @property
+    def stored_dim(self) -> int:
+        """Elements of a head in the KV cache and in attention: a multiple of HEAD_STEP."""
+        return -(-self.dim // HEAD_STEP) * HEAD_STEP
+
+    @property
+    def padded(self) -> bool:
+        """Whether attention has elements that the model has not."""
+        return self.stored_dim != self.dim

@@ -1,0 +1,295 @@
+"""Lowering to ONNX: each operation of the graph becomes some nodes; `lower` is open, as that of the runtime.
+
+Rows are the last axis throughout; before it lie (B, S) with attention gqa and (T,) with paged. What the walk of the CPU
+quantises stays as it is: products here take floats. Nothing in this module needs the package onnx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import (
+    Draw,
+    Embed,
+    Gated,
+    GatherOutputs,
+    Graph,
+    Linear,
+    NeuronDown,
+    NeuronGated,
+    Op,
+    Quantize,
+    RmsNorm,
+    RopeStore,
+    Tensor,
+    Weight,
+)
+
+from . import weights
+from .flavour import Flavour
+from .weights import Part, Quantised, Stored
+
+MICROSOFT = "com.microsoft"
+"""The domain of onnxruntime's own operators."""
+
+
+class Node(NamedTuple):
+    """One ONNX node; inputs that are left out are empty names."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    domain: str
+    attributes: dict[str, Any]
+
+
+class Value(NamedTuple):
+    """An input or output of the model: dimensions that vary have names."""
+
+    name: str
+    kind: str
+    """f16, f32, i32 or i64."""
+    shape: tuple[int | str, ...]
+
+
+class Lowering:
+    """The ONNX graph in the making: nodes, initializers, inputs and outputs."""
+
+    def __init__(self, graph: Graph, flavour: Flavour):
+        self.graph, self.flavour, self.dtype = graph, flavour, flavour.dtype
+        self.nodes: list[Node] = []
+        self.stored: dict[str, Stored] = {}
+        self.integers: dict[str, tuple[int, ...]] = {}
+        """Small constants (shapes, axes), which stand in the model itself."""
+        self.inputs: list[Value] = []
+        self.outputs: list[Value] = []
+        self.ropes: dict[int | None, RopeStore] = {}
+        """What is done to q and k before a layer's attention."""
+        self.rounded: list[str] = []
+        """Matrices that could not keep their codes."""
+        self._values: dict[str, str | tuple[str, str]] = {}
+        self._matrices: dict[str, Quantised] = {}
+
+    def run(self) -> Lowering:
+        """Lower all operations, in their order."""
+        from .attention import declare
+
+        declare(self)
+        for op in self.graph.ops:
+            lower(op, self)
+        return self
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def node(self, kind: str, *inputs: str, out: str | Sequence[str] = "", domain: str = "", **attributes: Any) -> str:
+        """Add a node and return its first output, which gets a name of its own unless `out` gives some."""
+        outputs = (out,) if isinstance(out, str) else tuple(out)
+        if not outputs[0]:
+            outputs = (f"{kind}.{len(self.nodes)}", *outputs[1:])
+        self.nodes.append(Node(kind, inputs, outputs, domain, attributes))
+        return outputs[0]
+
+    def constant(self, *numbers: int) -> str:
+        """Return the name of a constant vector of int64."""
+        name = "i64." + "_".join(map(str, numbers))
+        self.integers[name] = numbers
+        return name
+
+    def store(self, stored: Stored) -> str:
+        """Add an initializer unless it is there, and return its name."""
+        return self.stored.setdefault(stored.name, stored).name
+
+    def vector(self, weight: Weight) -> str:
+        """Return the initializer of a norm or bias."""
+        return self.store(weights.vector(weight, self.dtype))
+
+    def rows(self, *last: int) -> tuple[int, ...]:
+        """Return the shape for Reshape that keeps the axes of tokens and splits a row."""
+        return (*((0, 0) if self.flavour.attention == "gqa" else (0,)), *last)
+
+    # -- tensors of the graph --------------------------------------------------------------------------------------
+
+    def set(self, tensor: Tensor, value: str | tuple[str, str]) -> None:
+        """Say which value a tensor of the graph has become, or which two it is the sum of."""
+        self._values[tensor.name] = value
+
+    def same(self, tensor: Tensor, as_: Tensor) -> None:
+        """Say that a tensor is another one: what only the CPU's kernels need is left out."""
+        self._values[tensor.name] = self._values[as_.name]
+
+    def value(self, tensor: Tensor) -> str:
+        """Return the value that a tensor has become; a sum that nobody took into a norm is added now."""
+        found = self._values[tensor.name]
+        if isinstance(found, tuple):
+            found = self._values[tensor.name] = self.node("Add", *found)
+        return found
+
+    def norm(self, x: Tensor, weight: Weight, eps: float) -> str:
+        """Add a norm, with the sum before it in one node where x is one."""
+        found, scale = self._values[x.name], self.vector(weight)
+        if isinstance(found, str):
+            return self.node("RMSNormalization", found, scale, axis=-1, epsilon=eps)
+        total = f"sum.{len(self.nodes)}"
+        self._values[x.name] = total
+        return self.node("SkipSimplifiedLayerNormalization", *found, scale, domain=MICROSOFT, epsilon=eps,
+                         out=("", f"mean.{total}", f"variance.{total}", total))
+
+    # -- matrices --------------------------------------------------------------------------------------------------
+
+    def codes(self, matrix: Quantised) -> Quantised:
+        """Add the initializers of a quantised matrix."""
+        self.store(matrix.codes)
+        self.store(matrix.scales)
+        return self._matrices.setdefault(matrix.codes.name, matrix)
+
+    def quantised(self, x: str, matrix: Quantised, columns: int) -> str:
+        """Multiply by a quantised matrix."""
+        found = self.codes(matrix)
+        return self.node("MatMulNBits", x, found.codes.name, found.scales.name, domain=MICROSOFT, K=columns,
+                         N=found.codes.shape[0], bits=found.bits, block_size=found.group_size)
+
+    def product(self, x: str, part: Part) -> str:
+        """Multiply by a matrix in tiles, whatever its type."""
+        if part.stored.quantised:
+            return self.quantised(x, weights.quantised(part, self.dtype), part.columns)
+        return self.node("MatMul", x, self.store(weights.dense(part, self.dtype)))
+
+    def biased(self, x: str, bias: str) -> str:
+        """Add a bias; products of 4 bits with one of their own are slow on CUDA."""
+        return self.node("Add", x, bias)
+
+    def whole(self, weight: Weight) -> Part:
+        """Return all rows of a matrix that is not interleaved."""
+        return Part(weight, self.graph.types[weight.name], weight.shape[0], weight.name)
+
+
+@singledispatch
+def lower(op: Op, at: Lowering) -> None:
+    """Turn an operation into nodes. Raises `UnsupportedModelError`: nobody has registered how."""
+    raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; leave out the "
+                                "pass that puts it into the graph.")
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@lower.register
+def _(op: Embed, at: Lowering) -> None:
+    """A quantised table is the matrix of a tied head: (rows, groups, bytes), gathered along the rows."""
+    stored, ids = at.graph.types[op.table.name], at.inputs[0].name
+    if not stored.quantised:  # (columns, rows), as products take it
+        found = at.node("Gather", at.store(weights.dense(at.whole(op.table), at.dtype)), ids, axis=1)
+        order = (1, 2, 0) if at.flavour.attention == "gqa" else (1, 0)
+        return at.set(op.out, at.node("Transpose", found, perm=order))
+    matrix = at.codes(weights.quantised(at.whole(op.table), at.dtype))
+    scales = at.node("Unsqueeze", matrix.scales.name, at.constant(2))
+    found = at.node("GatherBlockQuantized", matrix.codes.name, ids, scales, domain=MICROSOFT, bits=matrix.bits,
+                    block_size=matrix.group_size, gather_axis=0, quantize_axis=2)
+    padded = matrix.codes.shape[1] * matrix.group_size
+    row = at.node("Reshape", found, at.constant(*at.rows(padded)))
+    if padded != op.out.width:
+        row = at.node("Slice", row, at.constant(0), at.constant(op.out.width), at.constant(-1))
+    at.set(op.out, row)
+
+
+@lower.register
+def _(op: RmsNorm, at: Lowering) -> None:
+    at.set(op.out, at.norm(op.x, op.weight, op.eps))
+
+
+@lower.register
+def _(op: Quantize, at: Lowering) -> None:
+    at.same(op.out, op.x)
+
+
+@lower.register
+def _(op: GatherOutputs, at: Lowering) -> None:
+    if at.flavour.target == "genai":
+        return at.same(op.out, op.x)
+    flat = x = at.value(op.x)
+    if at.flavour.attention == "gqa":
+        flat = at.node("Reshape", x, at.constant(-1, op.x.width))
+    at.set(op.out, at.node("Gather", flat, "output_rows", axis=0))
+
+
+@lower.register
+def _(op: Draw, at: Lowering) -> None:
+    """What leaves the model: the caller chooses tokens."""
+    logits, width, top = at.value(op.logits), op.logits.width, at.flavour.top_k
+    if at.flavour.target == "genai":
+        at.outputs.insert(0, Value("logits", at.dtype, ("batch", "tokens", width)))
+        at.node("Identity", logits, out="logits")
+    elif not top:
+        at.outputs.insert(0, Value("logits", "f32", ("rows", width)))
+        at.node("Cast", logits, out="logits", to="f32")
+    else:
+        at.outputs[:0] = [Value("top_logits", "f32", ("rows", top)), Value("top_ids", "i64", ("rows", top))]
+        values = at.node("TopK", logits, at.constant(top), axis=-1, out=("", "top_ids"))
+        at.node("Cast", values, out="top_logits", to="f32")
+
+
+# -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+def _activated(gate: str, up: str, activation: str, at: Lowering) -> str:
+    """act(gate) * up."""
+    if activation == "silu":
+        gate = at.node("Mul", gate, at.node("Sigmoid", gate))
+    elif activation in ("relu", "relu2"):
+        gate = at.node("Relu", gate)
+        gate = at.node("Mul", gate, gate) if activation == "relu2" else gate
+    else:
+        gate = at.node("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return at.node("Mul", gate, up)
+
+
+def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
+    """A product's bias and residual."""
+    if op.bias:
+        y = at.biased(y, at.vector(op.bias))
+    at.set(op.out, (at.value(op.residual), y) if op.residual else y)
+
+
+@lower.register
+def _(op: Linear, at: Lowering) -> None:
+    _added(at.product(at.value(op.x), at.whole(op.weight)), op, at)
+
+
+@lower.register
+def _(op: Gated, at: Lowering) -> None:
+    x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
+    parts = []
+    for i, which in enumerate(("gate", "up")):
+        name = op.weight.name.replace("gate_up", which)
+        part = at.product(x, Part(op.weight, stored, n, name, i, 2))
+        if op.bias:
+            part = at.biased(part, at.store(weights.half_vector(op.bias, i, n, f"{name}_bias", at.dtype)))
+        parts.append(part)
+    at.set(op.out, _activated(parts[0], parts[1], op.activation, at))
+
+
+@lower.register
+def _(op: NeuronGated, at: Lowering) -> None:
+    if op.mask or op.threshold:
+        raise UnsupportedModelError(f"The operation {op.label} leaves out neurons, which ONNX cannot express; export "
+                                    "the model without that approximation.")
+    x, stored, n = at.value(op.x), at.graph.types[op.weight.name], op.out.width
+    parts = []
+    for i, which in enumerate(("gate", "up")):
+        name = op.weight.name.removesuffix("ffn") + which
+        part = at.quantised(x, weights.gates(op.weight, stored, i, name, at.dtype), op.weight.shape[2])
+        if op.bias:
+            part = at.biased(part, at.store(weights.vector(op.bias, at.dtype, i * n, n, f"{name}_bias")))
+        parts.append(part)
+    at.set(op.out, _activated(parts[0], parts[1], op.activation, at))
+
+
+@lower.register
+def _(op: NeuronDown, at: Lowering) -> None:
+    stored = at.graph.types[op.weight.name]
+    matrix = weights.down(op.weight, stored, op.weight.name.removesuffix("ffn") + "down", at.dtype)
+    at.rounded.append(matrix.name)
+    _added(at.node("MatMul", at.value(op.f), at.store(matrix)), op, at)

@@ -1,0 +1,66 @@
+"""The packages onnx and onnxruntime, which come with extras: whether they are there, new enough, and which wheel it is.
+
+onnxruntime and onnxruntime-gpu own the same folder; pip installs both without a word, and whichever was written last is
+what runs.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from edgeinfer.errors import UsageError
+
+WHEELS = ("onnxruntime", "onnxruntime-gpu")
+LEAST = (1, 29)
+"""Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
+
+
+def installed(name: str) -> str:
+    """Return the version of a distribution, empty where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def check_wheels() -> str:
+    """Return the one wheel of onnxruntime that is installed.
+
+    Raises
+    ------
+    UsageError
+        There is none, there are two, or it is too old; the sentence names the remedy.
+    """
+    found = {name: installed(name) for name in WHEELS if installed(name)}
+    if len(found) > 1:
+        raise UsageError(f"onnxruntime {found[WHEELS[0]]} and onnxruntime-gpu {found[WHEELS[1]]} are both installed, "
+                         "and overwrite each other's files; uninstall both, then install one: "
+                         "pip uninstall -y onnxruntime onnxruntime-gpu, pip install 'edgeinfer[gpu]' or "
+                         "'edgeinfer[onnx]'.")
+    if not found:
+        raise UsageError("onnxruntime is not installed: pip install 'edgeinfer[gpu]' for CUDA, 'edgeinfer[onnx]' for "
+                         "the CPU, never both.")
+    ((name, have),) = found.items()
+    if tuple(int(part) for part in have.split(".")[:2]) < LEAST:
+        raise UsageError(f"{name} {have} lacks operators of this model; 1.29 is the first that has all: pip install "
+                         f"-U {name}.")
+    return name
+
+
+def import_onnxruntime() -> Any:
+    """Import onnxruntime; raises as `check_wheels`."""
+    check_wheels()
+    import onnxruntime
+
+    return onnxruntime
+
+
+def import_onnx(why: str = "edgeinfer export") -> Any:
+    """Import onnx; raises `UsageError` where it is not installed."""
+    try:
+        import onnx
+    except ImportError:
+        raise UsageError(f"{why} needs the package onnx, which is not installed: pip install 'edgeinfer[onnx]', or "
+                         "'edgeinfer[gpu]' for CUDA.") from None
+    return onnx
