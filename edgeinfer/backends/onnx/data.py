@@ -56,7 +56,7 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
         offset = end = end + len(gap)
         own = hashlib.sha256()
         for piece in stored.pieces(read):
-            data = memoryview(_bytes(piece, stored)).cast("B")
+            data = _bytes(piece, stored)
             file.write(data)
             own.update(data)
             whole.update(data)
@@ -70,11 +70,11 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
     return Data(places, end, whole.hexdigest())
 
 
-def _bytes(piece: np.ndarray, stored: Stored) -> np.ndarray:
-    """A piece in the tensor's type, contiguous."""
+def _bytes(piece: np.ndarray, stored: Stored) -> memoryview:
+    """The bytes of a piece in the tensor's type."""
     if stored.kind == "f16" and piece.dtype.itemsize > 2 and piece.size:
         largest = float(np.abs(piece).max())
         if not largest <= F16_MAX:
             raise BundleError(f"The weight {stored.name} has the value {largest:g}, beyond f16's {F16_MAX:g}; export "
                               "with --dtype f32.")
-    return np.ascontiguousarray(piece, KINDS[stored.kind])
+    return np.ascontiguousarray(piece, KINDS[stored.kind]).data.cast("B")

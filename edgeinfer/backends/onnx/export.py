@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from typing import NamedTuple
 from edgeinfer import __version__
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
-from edgeinfer.graph import build_graph, expected_types
+from edgeinfer.graph import NeuronDown, build_graph, expected_types
+from edgeinfer.sizes import format_size
 
 from .data import Data, Progress, data_bytes, write_data
 from .destination import MODEL_FILE, Destination, data_name
@@ -102,9 +104,9 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
         if genai:
             with place.writing():
                 write_beside(bundle, flavour, place.partial)
-    folder = place.path if genai else place.path.parent
+    folder, seconds = place.path if genai else place.path.parent, time.perf_counter() - began
     return ExportReport(place.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
-                        len(graph.nodes), len(graph.stored), time.perf_counter() - began, tuple(_remarks(bundle, graph)))
+                        len(graph.nodes), len(graph.stored), seconds, tuple(_remarks(bundle, graph)))
 
 
 def _write(bundle: Bundle, graph: Lowering, place: Destination, name: str,
@@ -127,8 +129,6 @@ def _write(bundle: Bundle, graph: Lowering, place: Destination, name: str,
 
 def about(bundle: Bundle, flavour: Flavour, data: Data) -> dict[str, str]:
     """Return the metadata of a model: what it was made of, by whom, for what, and the checksums of its data."""
-    import json
-
     tokenizers = [bundle.files[name].sha256 for name in TOKENIZERS if name in bundle.files]
     return {
         "version": __version__, "bundle": bundle.identity, "source": bundle.header.source,
@@ -141,12 +141,10 @@ def about(bundle: Bundle, flavour: Flavour, data: Data) -> dict[str, str]:
 
 
 def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
-    from edgeinfer.sizes import format_size
-
     found = []
     if graph.rounded:
         now = sum(graph.stored[name].nbytes for name in graph.rounded)
-        ffns = [op.weight for op in graph.graph.ops if op.name == "neuron_down"]
+        ffns = [op.weight for op in graph.graph.ops if isinstance(op, NeuronDown)]
         before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
         found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
                      f"which no product of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "

@@ -21,7 +21,7 @@ from .flavour import Heads
 BLOCK_BYTES = 4 << 20
 """Of a bundle, read at a time."""
 WHOLE = 1 << 62
-KINDS = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
+KINDS: dict[str, np.dtype[Any]] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
 
 
 class Reader:
