@@ -20,7 +20,7 @@ from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
 
 COMMANDS = {
-    "run": "run", "convert": "convert", "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench",
+    "run": "run", "convert": "convert", "export": "export", "plan": "plan", "estimate": "estimate", "devices": "devices", "bench": "bench",
     "info": "info", "verify": "verify", "eval": "evaluate", "sparsify": "sparsify",
     "warmup": "warmup", "cache": "app",
 }

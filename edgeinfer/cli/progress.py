@@ -12,13 +12,13 @@ from .output import say
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
     "wait": "waiting",
-    "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
+    "evaluate": "evaluating", "write": "writing weights", "export": "exporting", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
         "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
-IN_BYTES = ("download", "convert", "verify", "write", "load")
+IN_BYTES = ("download", "convert", "verify", "write", "load", "export")
 REPEAT_SECONDS = 0.1
 SILENT_SECONDS = 0.3
 """What takes no longer is not worth a line."""

@@ -1,8 +1,10 @@
-"""`edgeinfer verify`: compare every checksum of a bundle."""
+"""`edgeinfer verify`: compare every checksum of a bundle, or of an export."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from ..sizes import format_size
 from .options import Converted, Json
@@ -11,7 +13,7 @@ from .progress import ProgressLine
 
 JSON_FIELDS = {
     "verify": {
-        "path": "the bundle",
+        "path": "the bundle, or the ONNX file",
         "ok": "true; damage is an error",
         "tensors": "tensors compared",
         "files": "files compared",
@@ -24,12 +26,31 @@ JSON_FIELDS = {
 def verify(model: Converted, json: Json = False) -> None:
     """Read a whole bundle and compare every checksum.
 
-    Its tensors must be those of its architecture, each with the right shape.
+    Its tensors must be those of its architecture, each with the right shape. Of an export, DST.onnx or a folder for
+    onnxruntime-genai, the graph and its data are compared; this needs the package onnx.
 
     \b
     Example:
       edgeinfer verify ./my-bundle
     """
+    from ..backends import is_export
+
+    path, counts, nbytes = (_verify_export if is_export(model) else _verify_bundle)(model)
+    if json:
+        print_json({"path": str(path), "ok": True, **counts, "bytes": nbytes})
+    else:
+        print(f"{path}: all well; {counts['tensors']} tensors and {counts['files']} files, {format_size(nbytes)}.")
+
+
+def _verify_export(model: str) -> tuple[Path, dict[str, Any], int]:
+    from ..backends import verify_export
+
+    with ProgressLine() as progress:
+        found = verify_export(model, partial(progress, "verify"))
+    return found.model, {"tensors": found.tensors, "files": found.files}, found.nbytes
+
+
+def _verify_bundle(model: str) -> tuple[Path, dict[str, Any], int]:
     from ..bundle import Bundle
     from ..graph import build_graph, expected_types
     from ..models import resolve
@@ -41,7 +62,4 @@ def verify(model: Converted, json: Json = False) -> None:
         bundle.verify(partial(progress, "verify"))
         nbytes = bundle.weights_bytes + sum(entry.nbytes for entry in bundle.files.values())
         counts = {"tensors": len(bundle.tensors), "files": len(bundle.files)}
-    if json:
-        print_json({"path": str(path), "ok": True, **counts, "bytes": nbytes})
-    else:
-        print(f"{path}: all well; {counts['tensors']} tensors and {counts['files']} files, {format_size(nbytes)}.")
+    return path, counts, nbytes

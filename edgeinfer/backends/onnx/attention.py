@@ -16,7 +16,7 @@ def declare(at: Lowering) -> None:
     c, heads = at.graph.config, Heads.of(at.graph.config)
     layers, dim = range(c.num_hidden_layers), heads.stored_dim
     for which in (0, 1):
-        at.store(weights.rope(c, at.flavour.ctx, which, at.dtype))
+        at.store(weights.rope(c, at.flavour.positions, which, at.dtype))
     if at.flavour.attention == "paged":
         at.inputs += [Value("input_ids", "i64", ("tokens",)), Value("cumulative_sequence_length", "i32", ("ends",)),
                       Value("past_seqlens", "i32", ("sequences",)),

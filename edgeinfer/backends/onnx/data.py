@@ -26,7 +26,11 @@ class Data(NamedTuple):
 
     places: dict[str, Place]
     nbytes: int
-    sha256: str
+
+    @property
+    def identity(self) -> str:
+        """Checksum of what lies where: other data have another."""
+        return hashlib.sha256(repr(sorted(self.places.items())).encode()).hexdigest()
 
 
 def data_bytes(tensors: Iterable[Stored]) -> int:
@@ -48,18 +52,15 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
         The file cannot be written.
     """
     tensors = list(tensors)
-    total, end, whole, places = data_bytes(tensors), 0, hashlib.sha256(), {}
+    total, end, places = data_bytes(tensors), 0, {}
     for stored in tensors:
-        gap = bytes(-end % ALIGNMENT)
-        file.write(gap)
-        whole.update(gap)
-        offset = end = end + len(gap)
+        file.write(bytes(-end % ALIGNMENT))
+        offset = end = round_up(end, ALIGNMENT)
         own = hashlib.sha256()
         for piece in stored.pieces(read):
             data = _bytes(piece, stored)
             file.write(data)
             own.update(data)
-            whole.update(data)
             end += len(data)
             if progress:
                 progress(end, total, stored.name)
@@ -67,7 +68,7 @@ def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress
             raise BundleError(f"The tensor {stored.name!r} came out with {end - offset} bytes instead of "
                               f"{stored.nbytes}, which is a bug.")
         places[stored.name] = Place(offset, stored.nbytes, own.hexdigest())
-    return Data(places, end, whole.hexdigest())
+    return Data(places, end)
 
 
 def _bytes(piece: np.ndarray, stored: Stored) -> memoryview:

@@ -1,6 +1,6 @@
 """Where an export goes: written into a hidden folder beside it, put into place when it is complete, or not at all.
 
-The data of DST.onnx have a name of their own, with a part of their checksum: the model that names them appears in one
+The data of DST.onnx have a name of their own, with a part of their identity: the model that names them appears in one
 step, whether or not another one was there, and never beside data that are not its own.
 """
 
@@ -22,12 +22,12 @@ CONFIG_FILE = "genai_config.json"
 MODEL_FILE = "model.onnx"
 """In a folder for onnxruntime-genai."""
 DIGITS = 12
-"""Of the data's checksum in their name."""
+"""Of the data's identity in their name."""
 
 
-def data_name(model: str, sha256: str) -> str:
+def data_name(model: str, identity: str) -> str:
     """Return the name of the data that belong to a model: ``tiny.0123456789ab.data`` beside ``tiny.onnx``."""
-    return f"{Path(model).stem}.{sha256[:DIGITS]}.data"
+    return f"{Path(model).stem}.{identity[:DIGITS]}.data"
 
 
 class Destination:

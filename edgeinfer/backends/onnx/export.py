@@ -118,7 +118,7 @@ def _write(bundle: Bundle, graph: Lowering, place: Destination, name: str,
             unnamed = place.partial / "data"
             with open(unnamed, "wb") as file:
                 data = write_data(graph.stored.values(), read, file, progress)
-            data_file = data_name(name, data.sha256)
+            data_file = data_name(name, data.identity)
             unnamed.rename(unnamed.with_name(data_file))
             model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data))
             (place.partial / name).write_bytes(model.SerializeToString(deterministic=True))
@@ -135,7 +135,7 @@ def about(bundle: Bundle, flavour: Flavour, data: Data) -> dict[str, str]:
         "architecture": bundle.config.model_type, "tokenizer_sha256": tokenizers[0] if tokenizers else "",
         "target": flavour.target, "dtype": flavour.dtype, "attention": flavour.attention, "ctx": str(flavour.ctx),
         "qk_norm": flavour.qk_norm, "top_k": str(flavour.top_k), "data_bytes": str(data.nbytes),
-        "data_sha256": data.sha256,
+        "data_identity": data.identity,
         "tensors": json.dumps({tensor: place.sha256 for tensor, place in data.places.items()}),
     }
 

@@ -66,13 +66,20 @@ class Flavour:
     """Type of activations, KV, scales, norms and matrices that are not quantised."""
     attention: str = "gqa"
     """``gqa``: GroupQueryAttention over slots; ``paged``: PagedAttention over pages."""
-    ctx: int = 0
-    """Positions in the tables of cosines and sines; 0 = the model's."""
+    ctx: int | None = None
+    """Positions in the tables of cosines and sines; None = the model's."""
     qk_norm: str = ""
     """Norms of q and k heads ``apart``, as operations that every provider has, or ``fused`` into attention, which CUDA
     and WebGPU have; empty: apart with gqa, fused with paged."""
     top_k: int = 0
     """Logits of a row that go out, the largest with their ids; 0 = all. Of target session."""
+
+    @property
+    def positions(self) -> int:
+        """`ctx` of a flavour that was checked."""
+        if self.ctx is None:
+            raise ValueError("A flavour has its positions once it was checked.")
+        return self.ctx
 
     def checked(self, config: ModelConfig) -> Flavour:
         """Return it with what was left to the model; raise `UsageError` for what cannot be."""
@@ -85,7 +92,7 @@ class Flavour:
             raise UsageError("--attention paged is for sessions, and --for genai is given; use --attention gqa, whose "
                              "inputs onnxruntime-genai feeds.")
         most = config.max_position_embeddings
-        ctx = most if self.ctx == 0 else self.ctx
+        ctx = most if self.ctx is None else self.ctx
         if not 1 <= ctx <= most:
             raise UsageError(f"--ctx is {ctx}; it must be from 1 to {most}, the positions that the model knows.")
         if not 0 <= self.top_k <= config.vocab_size or (self.top_k and self.target == "genai"):

@@ -52,7 +52,7 @@ def genai_config(bundle: Bundle, flavour: Flavour) -> dict[str, Any]:
     }
     model: dict[str, Any] = {
         "type": c.model_type if c.model_type in TYPES else "decoder",
-        "context_length": flavour.ctx,
+        "context_length": flavour.positions,
         "vocab_size": c.vocab_size,
         "pad_token_id": ends[0] if ends else 0,
         "eos_token_id": ends if len(ends) != 1 else ends[0],
@@ -60,7 +60,7 @@ def genai_config(bundle: Bundle, flavour: Flavour) -> dict[str, Any]:
     }
     if c.bos_token_id is not None:
         model["bos_token_id"] = c.bos_token_id
-    search = {"do_sample": False, "early_stopping": True, "max_length": flavour.ctx, "min_length": 0, "num_beams": 1,
+    search = {"do_sample": False, "early_stopping": True, "max_length": flavour.positions, "min_length": 0, "num_beams": 1,
               "num_return_sequences": 1, "past_present_share_buffer": True, "temperature": 1.0, "top_k": 1,
               "top_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0,
               "diversity_penalty": 0.0}

@@ -26,6 +26,7 @@ class Verified(NamedTuple):
 
     model: Path
     tensors: int
+    files: int
     nbytes: int
 
 
@@ -58,13 +59,15 @@ def verify_export(path: str | Path, progress: Progress | None = None) -> Verifie
         model, about = _read_model(model_path)
         location, entries = _entries(model, about)
         _compare(model_path.with_name(location), entries, int(about["data_bytes"]), progress)
+        files = 2
         if path.is_dir():
             _check_tokenizer(path, about["tokenizer_sha256"])
+            files += 1
     except BundleError as error:
         raise BundleError(f"Cannot use the export {path}: {error}") from None
     except OSError as error:
         raise BundleError(f"Cannot use the export {path}: {error.strerror or error}.") from None
-    return Verified(model_path, len(entries), model_path.stat().st_size + int(about["data_bytes"]))
+    return Verified(model_path, len(entries), files, model_path.stat().st_size + int(about["data_bytes"]))
 
 
 def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
@@ -80,7 +83,7 @@ def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
         raise BundleError(f"{path.name} is no ONNX model, or was damaged; export it again.") from None
     about = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props
              if entry.key.startswith(PREFIX)}
-    if "data_sha256" not in about:
+    if "data_identity" not in about:
         raise BundleError(f"{path.name} is no export of edgeinfer's, so there is nothing to compare it with.")
     if about.get(GRAPH_KEY.removeprefix(PREFIX)) != graph_sha256(model):
         raise BundleError(f"{path.name} was altered: its checksum does not match; export it again.")
