@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.graph import Graph, build_graph, expected_types
 from edgeinfer.quant import layouts
+from tests import reference
 from tests.bundles import tensor_bytes
-from tests.reference import forward
 
 FLOATS = {"f16": np.float16, "f32": np.float32}
 
@@ -47,7 +48,22 @@ def stored_tensors(bundle: Bundle) -> dict[str, np.ndarray]:
 
 def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
     """The oracle's logits after every token, with the weights that the bundle's codes stand for."""
-    return forward(graph_of(bundle), stored_tensors(bundle), ids)
+    return reference.forward(graph_of(bundle), stored_tensors(bundle), ids)
+
+
+def expected_in_f16(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
+    """As `expected`, but what each operation leaves is rounded to f16, and everything within it is exact."""
+
+    def rounded(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def run(state: Any, op: Any, *inputs: np.ndarray) -> np.ndarray:
+            result = operation(state, op, *inputs).astype(np.float16).astype(state.dtype)
+            if op.layer in state.stored:
+                state.stored[op.layer] = tuple(x.astype(np.float16).astype(x.dtype) for x in state.stored[op.layer])
+            return result
+        return run
+
+    with mock.patch.dict(reference.OPS, {name: rounded(operation) for name, operation in reference.OPS.items()}):
+        return expected(bundle, ids)
 
 
 def difference(logits: np.ndarray, want: np.ndarray) -> float:

@@ -11,8 +11,8 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
-    "wait": "waiting",
-    "evaluate": "evaluating", "write": "writing weights", "export": "exporting", "measure": "measuring", "load": "loading weights",
+    "wait": "waiting", "export": "exporting",
+    "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
         "ranks": "comparing ranks", "screen": "computing the screen",

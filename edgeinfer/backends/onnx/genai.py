@@ -60,8 +60,8 @@ def genai_config(bundle: Bundle, flavour: Flavour) -> dict[str, Any]:
     }
     if c.bos_token_id is not None:
         model["bos_token_id"] = c.bos_token_id
-    search = {"do_sample": False, "early_stopping": True, "max_length": flavour.positions, "min_length": 0, "num_beams": 1,
-              "num_return_sequences": 1, "past_present_share_buffer": True, "temperature": 1.0, "top_k": 1,
-              "top_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0,
-              "diversity_penalty": 0.0}
+    search = {"do_sample": False, "early_stopping": True, "max_length": flavour.positions, "min_length": 0,
+              "num_beams": 1, "num_return_sequences": 1, "past_present_share_buffer": True, "temperature": 1.0,
+              "top_k": 1, "top_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+              "no_repeat_ngram_size": 0, "diversity_penalty": 0.0}
     return {"model": model, "search": search}
