@@ -66,6 +66,12 @@ def expected_in_f16(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
         return expected(bundle, ids)
 
 
+def data_of(model: Path) -> Path:
+    """The one file of data beside a model."""
+    (data,) = model.parent.glob(f"{model.stem}.*.data")
+    return data
+
+
 def difference(logits: np.ndarray, want: np.ndarray) -> float:
     """Largest difference over the largest logit."""
     assert logits.shape == want.shape

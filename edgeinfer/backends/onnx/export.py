@@ -92,10 +92,10 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
     import_onnx()
     flavour = (flavour or Flavour()).checked(bundle.config)
     genai = flavour.target == "genai"
-    if genai:
-        check_tokenizer(bundle)
     place = Destination(Path(destination), genai, overwrite)
     with place:
+        if genai:
+            check_tokenizer(bundle)
         bundle.check_contents()
         graph = lowered(bundle, flavour)
         place.reserve(data_bytes(graph.stored.values()) + MODEL_BYTES)
