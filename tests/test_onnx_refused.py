@@ -14,6 +14,7 @@ import pytest
 from edgeinfer.backends import Flavour, check_wheels, export, is_export, verify_export
 from edgeinfer.backends.onnx import packages
 from edgeinfer.backends.onnx.lowering import Lowering, lower
+from edgeinfer.backends.onnx.model import GRAPH_KEY, graph_sha256
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.errors import (
@@ -159,6 +160,30 @@ def test_damage_is_named(model: Path) -> None:
     refused("m.onnx is no export of edgeinfer's")
     model.unlink()
     refused("there is no m.onnx.")
+
+
+def test_places_and_metadata_that_somebody_sealed_again(model: Path) -> None:
+    def change(sentence: str, **where: str) -> None:
+        proto = onnx.load(str(model), load_external_data=False)
+        for entry in next(t for t in proto.graph.initializer if t.name == "layers.1.o.codes").external_data:
+            entry.value = where.get(entry.key, entry.value)
+        for entry in proto.metadata_props:
+            entry.value = where.get(entry.key.removeprefix("edgeinfer."), entry.value)
+        for entry in proto.metadata_props:
+            if entry.key == GRAPH_KEY:
+                entry.value = graph_sha256(proto)
+        model.with_name("x.onnx").write_bytes(proto.SerializeToString())
+        with pytest.raises(BundleError) as caught:
+            verify_export(model.with_name("x.onnx"))
+        assert sentence in str(caught.value)
+
+    change("the tensor 'layers.1.o.codes' lies behind the end of m.", offset=str(10**12))
+    change("lies behind the end of m.", offset="4096")
+    change("lies behind the end of m.", length="-1")
+    change("it names no file of data beside it.", location="../m.data")
+    change("its metadata are not those of an export.", tensors="[1")
+    change("its metadata are not those of an export.", tensors="{}")
+    change("its metadata are not those of an export.", data_bytes="many")
 
 
 def test_another_models_tokenizer_is_named(tmp_path: Path) -> None:

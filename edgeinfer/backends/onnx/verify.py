@@ -67,6 +67,8 @@ def verify_export(path: str | Path, progress: Progress | None = None) -> Verifie
         raise BundleError(f"Cannot use the export {path}: {error}") from None
     except OSError as error:
         raise BundleError(f"Cannot use the export {path}: {error.strerror or error}.") from None
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # sealed by somebody who is not us
+        raise BundleError(f"Cannot use the export {path}: its metadata are not those of an export.") from None
     return Verified(model_path, len(entries), files, model_path.stat().st_size + int(about["data_bytes"]))
 
 
@@ -114,6 +116,8 @@ def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Progress 
             raise BundleError(f"{path.name} is {how}: {size} bytes instead of {nbytes}; copy or export it again.")
         end = 0
         for entry in entries:
+            if entry.offset < end or not 0 <= entry.nbytes <= nbytes - entry.offset:
+                raise BundleError(f"the tensor {entry.name!r} lies behind the end of {path.name}, or within another.")
             file.seek(end)
             if any(file.read(entry.offset - end)):
                 raise BundleError(f"{path.name} was altered between its tensors; copy or export it again.")
