@@ -177,9 +177,10 @@ def test_places_and_metadata_that_somebody_sealed_again(model: Path) -> None:
             verify_export(model.with_name("x.onnx"))
         assert sentence in str(caught.value)
 
-    change("the tensor 'layers.1.o.codes' lies behind the end of m.", offset=str(10**12))
-    change("lies behind the end of m.", offset="4096")
-    change("lies behind the end of m.", length="-1")
+    change("does not lie right behind the one before it.", offset=str(10**12))
+    change("does not lie right behind the one before it.", offset="4097")
+    change("the tensor 'layers.1.o.codes' does not lie right behind the one before it.", length="-1")
+    change("its data do not end where its last tensor does.", data_bytes="1")
     change("it names no file of data beside it.", location="../m.data")
     change("its metadata are not those of an export.", tensors="[1")
     change("its metadata are not those of an export.", tensors="{}")

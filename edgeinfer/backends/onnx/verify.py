@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
+from edgeinfer.sizes import round_up
 
-from .data import Progress
+from .data import ALIGNMENT, Progress
 from .destination import CONFIG_FILE, MODEL_FILE
 from .model import GRAPH_KEY, PREFIX, graph_sha256
 from .packages import import_onnx
@@ -101,7 +102,14 @@ def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
             entries.append(_Entry(tensor.name, int(where["offset"]), int(where["length"]), sums[tensor.name]))
     if len(files) != 1 or Path(location := files.pop()).name != location:
         raise BundleError("it names no file of data beside it.")
-    return location, sorted(entries, key=lambda entry: entry.offset)
+    entries, end = sorted(entries, key=lambda entry: entry.offset), 0
+    for entry in entries:
+        if entry.offset != round_up(end, ALIGNMENT) or entry.nbytes < 0:
+            raise BundleError(f"the tensor {entry.name!r} does not lie right behind the one before it.")
+        end = entry.offset + entry.nbytes
+    if end != int(about["data_bytes"]):
+        raise BundleError("its data do not end where its last tensor does.")
+    return location, entries
 
 
 def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Progress | None) -> None:
@@ -116,8 +124,6 @@ def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Progress 
             raise BundleError(f"{path.name} is {how}: {size} bytes instead of {nbytes}; copy or export it again.")
         end = 0
         for entry in entries:
-            if entry.offset < end or not 0 <= entry.nbytes <= nbytes - entry.offset:
-                raise BundleError(f"the tensor {entry.name!r} lies behind the end of {path.name}, or within another.")
             file.seek(end)
             if any(file.read(entry.offset - end)):
                 raise BundleError(f"{path.name} was altered between its tensors; copy or export it again.")
