@@ -21,6 +21,7 @@ import pytest
 from edgeinfer.backends import Flavour, export, verify_export
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert, write_random_bundle
+from edgeinfer.converters.random_neurons import Sparsity
 from edgeinfer.errors import DestinationError
 from edgeinfer.lock import DestinationLock
 from edgeinfer.quant import layouts
@@ -107,6 +108,31 @@ def test_down_by_neuron_is_reported(tmp_path: Path) -> None:
     write_random_bundle(TINY, tmp_path / "b", ffn_layout="neuron")
     report = export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx")
     assert [remark for remark in report.remarks if "2 down matrices" in remark and "f16" in remark]
+
+
+def test_what_cannot_stay_is_said(tmp_path: Path) -> None:
+    """A sparse model is exported as it is: with its biases, without its predictor."""
+    path = tmp_path / "b"
+    write_random_bundle(TINY, path, ffn_layout="neuron", sparsity=Sparsity(0.3, predictor="lowrank", rank=8))
+    bundle = Bundle.open(path)
+    report = export(bundle, tmp_path / "m.onnx", Flavour(dtype="f32"))
+    assert any(remark.startswith("Left out") and "predictor" in remark for remark in report.remarks)
+    ids = tokens(20)
+    logits = Slots(tmp_path / "m.onnx", Flavour(dtype="f32").checked(bundle.config)).chunks(ids, 20)
+    assert difference(logits, expected(bundle, ids)) < 1e-5
+    wide = Bundle.open(write_model(tmp_path, weights="f32"))
+    assert any("f32 were rounded to f16" in remark for remark in export(wide, tmp_path / "w.onnx").remarks)
+    assert not export(wide, tmp_path / "x.onnx", Flavour(dtype="f32")).remarks
+
+
+def test_norms_of_heads_within_attention(tmp_path: Path) -> None:
+    """No CPU provider runs this model; its numbers are those of the paged one, tests/test_onnx_paged.py."""
+    convert(make_checkpoint(tmp_path / "c", "qwen3"), tmp_path / "b")
+    export(Bundle.open(tmp_path / "b"), tmp_path / "m.onnx", Flavour(qk_norm="fused"))
+    onnx.checker.check_model(str(tmp_path / "m.onnx"))
+    nodes = [node for node in onnx.load(str(tmp_path / "m.onnx")).graph.node if node.op_type == "GroupQueryAttention"]
+    assert [list(node.input[-2:]) for node in nodes] == [[f"layers.{i}.q_norm", f"layers.{i}.k_norm"] for i in (0, 1)]
+    assert {len(node.input) for node in nodes} == {16}
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:

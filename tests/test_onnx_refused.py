@@ -202,7 +202,7 @@ def test_another_models_tokenizer_is_named(tmp_path: Path) -> None:
 # -- the command line and the packages ---------------------------------------------------------------------------------
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = edgeinfer("export", "demo", tmp_path / "d.onnx", "--json")
     assert done.code == 0 and Path(done.json["data"]) == data_of(tmp_path / "d.onnx")
     assert abs(done.json["data_bytes"] / done.json["bundle_bytes"] - 1) < 0.04
@@ -216,6 +216,8 @@ def test_the_commands(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "g" / "genai_config.json").read_text())
     assert config["model"]["context_length"] == 64 and config["model"]["decoder"]["filename"] == "model.onnx"
     assert "all well" in edgeinfer("verify", tmp_path / "g").out
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    assert edgeinfer("export", make_checkpoint(tmp_path / "c"), tmp_path / "c.onnx").code == 0
 
 
 @pytest.mark.parametrize(("versions", "sentence"), [
