@@ -85,6 +85,17 @@ def replacement(path: str | Path) -> Iterator[BinaryIO]:
         raise
 
 
+def sync_directory(path: str | Path) -> None:
+    """Make a rename durable; systems that cannot open directories (Windows) do this on their own."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _ours(handle: int) -> bool:
     """Lock a new file; return whether it is still there."""
     if sys.platform == "win32":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from edgeinfer import __version__
 from edgeinfer.errors import BundleError, CheckpointError, DestinationError
-from edgeinfer.files import open_plain
+from edgeinfer.files import open_plain, sync_directory
 from edgeinfer.graph import ModelConfig
 from edgeinfer.json_text import parse_json
 from edgeinfer.lock import DestinationLock
@@ -209,9 +209,9 @@ class BundleWriter:
         with open(self._partial / HEADER_FILE, "wb") as file:
             file.write(text)
             _sync(file)
-        _sync_directory(self._partial)
+        sync_directory(self._partial)
         self._rename()
-        _sync_directory(self.destination.parent)
+        sync_directory(self.destination.parent)
 
     def _rename(self) -> None:
         """Put the complete directory in its place; an older bundle stays until that has worked."""
@@ -306,14 +306,3 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    """Make a rename durable; systems that cannot open directories (Windows) do this on their own."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgeinfer.errors import DestinationError
+from edgeinfer.files import sync_directory
 from edgeinfer.lock import DestinationLock
 
 CONFIG_FILE = "genai_config.json"
@@ -114,13 +115,17 @@ class Destination:
         for path in self.partial.iterdir():
             _sync(path)
         if self.is_folder:
+            sync_directory(self.partial)
             self._replace_folder()
+            sync_directory(self.path.parent)
             return
         model = self.partial / self.path.name
         data = [path for path in self.partial.iterdir() if path != model]
         for path in data:
             os.replace(path, self.path.with_name(path.name))
+        sync_directory(self.path.parent)  # the model never without its data, even if power fails
         os.replace(model, self.path)
+        sync_directory(self.path.parent)
         self._clear_data(keep={path.name for path in data})
 
     def _replace_folder(self) -> None:
