@@ -11,6 +11,7 @@ import pytest
 
 from edgeinfer.bench import Case, Measurement, Row
 from edgeinfer.cache import cache_root
+from edgeinfer.choosing import Choosing
 from edgeinfer.cli.prediction import (
     Disturbances,
     Predictor,
@@ -68,14 +69,13 @@ def predicted_ms(depth: float, bandwidth: float = 40.0) -> float:
     return 0.5 + 1e3 * 1e9 / (0.8 * bandwidth * 1e9) + 1e3 * 1e4 * depth / (0.5 * bandwidth * 1e9)
 
 
-def test_pruned_prompts_stand_beside_their_own_prediction_and_teach_nothing() -> None:
+def test_pruned_prompts_stand_beside_their_own_prediction() -> None:
     """As many operations as the share of tokens times layers; a prompt that is too short for stages is a plain one."""
     plain, pruned = (Predictor(profile(), TRAFFIC, lazy) for lazy in (None, Schedule((0.5,), (8,))))
     assert pruned.computed(0, 512) == 0.75
     ratio = plain.prompt(0, 512)["t_per_s"] / pruned.prompt(0, 512)["t_per_s"]
     assert ratio == pytest.approx(0.75, abs=0.02)
     assert run_estimate(pruned, completion())["prompt"]["t_per_s"] == pruned.prompt(0, 512)["t_per_s"]
-    assert pruned.prompt_run(0, 512, 1.0) is None and plain.prompt_run(0, 512, 1.0) is not None
     assert pruned.prompt(0, 63) == plain.prompt(0, 63)
 
 
@@ -140,6 +140,18 @@ def test_disturbed_tests_and_requests_teach_nothing(probed) -> None:
     assert local_profile() == probed
     learn_from_run(predictor, completion(), disturbed=False)
     assert local_profile().sources["f_w"] == "probe and 1 runs of decoding, 1 prompts of this machine"
+
+
+def test_runs_that_approximate_teach_nothing(probed) -> None:
+    """Behind a pruned prompt decoding passes over what a layer lacks, too; how much of V is chosen is assumed."""
+    chosen = replace(TRAFFIC, value_bytes=5e3, choosing=Choosing(0.01, 0, 1))
+    measured = Measurement((row("tg", 128, 512, 30.0), row("pp", 512, 0, 150.0)), (30.0,), (600.0,))
+    for predictor in (Predictor(probed, TRAFFIC, Schedule((0.5,), (8,))), Predictor(probed, chosen)):
+        learn_from_run(predictor, completion(), disturbed=False)
+        learn_from_bench(predictor, measured)
+        assert local_profile() == probed
+    learn_from_bench(Predictor(probed, TRAFFIC), measured)
+    assert local_profile() != probed
 
 
 def test_other_programs_are_noticed(monkeypatch) -> None:

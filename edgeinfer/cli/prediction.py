@@ -61,6 +61,12 @@ class Predictor:
         return lazy.share(lazy.tokens(tokens, depth), self.traffic.layers) if lazy else 1.0
 
     @property
+    def teaches(self) -> bool:
+        """Whether the profile learns from runs: not where FFNs go by neuron, V is chosen, or prompts are pruned, for
+        what is then read and computed is an assumption."""
+        return not (self.lazy or self.traffic.neuron_layers or self.traffic.value_bytes)
+
+    @property
     def basis(self) -> dict[str, Any]:
         """Where the figures come from."""
         from ..devices import estimate
@@ -77,12 +83,11 @@ class Predictor:
                          bandwidth_gbs or self.profile.bandwidth_gbs, asked.attention_operations_of(1, int(depth)))
 
     def prompt_run(self, depth: int, tokens: int, seconds: float, peak_gops: float | None = None) -> PromptRun | None:
-        """Return a measurement of a prompt as the profile learns it; None where there is no peak to compare with, and
-        of a pruned one, whose layers are a part of what a plain one takes by assumption."""
+        """Return a measurement of a prompt as the profile learns it; None where there is no peak to compare with."""
         from ..devices import PromptRun
 
         peak = peak_gops or self.profile.int8_peak_gops
-        if not peak or self.computed(depth, tokens) < 1:
+        if not peak:
             return None
         asked = self.traffic
         operations = (asked.operations - asked.head_operations) * tokens + asked.head_operations
@@ -132,9 +137,9 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
 
 
 def learn_from_run(predictor: Predictor | None, completion: Completion, disturbed: bool) -> None:
-    """Let the local profile learn from a request that nothing disturbed; FFNs by neuron read less than all weights."""
+    """Let the local profile learn from a request that nothing disturbed."""
     several = len(completion.choices) != 1 or completion.score is not None
-    if predictor is None or disturbed or several or predictor.traffic.neuron_layers:
+    if predictor is None or disturbed or several or not predictor.teaches:
         return
     from ..devices import learn
 
@@ -175,7 +180,7 @@ def _bench_row(predictor: Predictor, row: Row) -> dict[str, Any]:
 
 def learn_from_bench(predictor: Predictor | None, measured: Measurement) -> None:
     """Let the local profile learn from the tests whose repetitions agree, with the readings beside them."""
-    if predictor is None or predictor.traffic.neuron_layers:
+    if predictor is None or not predictor.teaches:
         return
     from ..devices import learn
 
