@@ -42,7 +42,7 @@ class RecordView:
 
     def __init__(self, record: int, ctx: int):
         self.record, self.ctx = record, ctx
-        self._named: dict[tuple[int, ...], Any] = {}
+        self._named: dict[type, Any] = {}  # by type: as tuples of indices families of one length are equal
 
     def _word(self, address: int) -> int:
         return ctypes.c_int64.from_address(address).value
@@ -66,10 +66,11 @@ class RecordView:
 
     def parameters(self, family: Family) -> Family:
         """Parameters by name: a tuple like LINEAR of kernels.parameters, with the record's values."""
-        if family not in self._named:
+        kind = type(family)
+        if kind not in self._named:
             words = (ctypes.c_int32 * abi.N_PARAMETERS).from_address(self.record + abi.REC_PARAMETERS)[:]
-            self._named[family] = type(family)(*(words[i] for i in family))  # type: ignore[arg-type]
-        return self._named[family]
+            self._named[kind] = kind(*(words[i] for i in family))  # type: ignore[arg-type]
+        return self._named[kind]
 
     def count(self, index: int) -> int:
         """Dynamic count (COUNT_*)."""
