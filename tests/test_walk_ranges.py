@@ -11,8 +11,9 @@ import pytest
 
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import CancelledError, RequestError
-from edgeinfer.runner import Cancellation, Segment, Sequence
+from edgeinfer.runner import Cancellation, Segment
 from edgeinfer.runtime import Session
+from tests.pruned import kv_rows
 from tests.sessions import TINY, free_blocks, session, tokens
 
 MODEL = replace(TINY, num_hidden_layers=3)
@@ -41,12 +42,6 @@ def residual(opened: Session, n: int) -> np.ndarray:
     at = opened.plan.places["x.0"]
     rows = opened.executor.regions["activations"][at.offset :][: n * at.stride]
     return rows.view(np.float32).reshape(n, -1)[:, : MODEL.hidden_size]
-
-
-def kv_rows(opened: Session, sequence: Sequence) -> bytes:
-    """What the sequence's whole blocks hold, in all layers."""
-    whole = sequence.blocks[: len(sequence) // 16]
-    return b"".join(plane[:, :, whole].tobytes() for planes in opened.kv.planes for plane in planes.arrays)
 
 
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])
