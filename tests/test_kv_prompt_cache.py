@@ -112,6 +112,17 @@ def test_a_cache_of_another_layout_is_refused(opened: Session, saved: Path) -> N
         saved.write_bytes(before)
 
 
+def test_what_is_reserved_is_not_saved(models: Path, tmp_path: Path) -> None:
+    with session(write_model(models), ctx=100, max_sequences=2) as opened:
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, tokens(20))
+        opened.save(sequence, tmp_path / "plain")
+        opened.reserve(sequence, 40)
+        opened.save(sequence, tmp_path / "cache")
+        assert (tmp_path / "cache").read_bytes() == (tmp_path / "plain").read_bytes()
+        assert opened.load(tmp_path / "cache").tokens == tokens(20)
+
+
 def test_an_empty_sequence_can_be_saved(opened: Session, tmp_path: Path) -> None:
     opened.save(opened.new_sequence(), tmp_path / "cache")
     assert opened.load(tmp_path / "cache").tokens == []
@@ -236,9 +247,9 @@ def test_a_destination_that_cannot_be_written_is_said(opened: Session, sequence:
 def test_a_write_that_fails_half_way_leaves_the_old_file(
     opened: Session, sequence: Sequence, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence))
+    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence.blocks))
     passes = iter([iter(pieces), failing(pieces[:3], error)])  # the checksum's, then the file's
-    monkeypatch.setattr(opened.kv, "_pieces", lambda sequence, pruned: next(passes))
+    monkeypatch.setattr(opened.kv, "_pieces", lambda held, pruned: next(passes))
     opened.decode([sequence], [1])
     kind, match = (DestinationError, "No space left on device") if isinstance(error, OSError) else (type(error), None)
     with pytest.raises(kind, match=match):

@@ -222,14 +222,14 @@ class KVCache:
         self.check_own(sequence)
         header = self._header(model) | {"tokens": sequence.tokens} | self._pruned(sequence, len(sequence))
         pruned = "lazy" in header
-        digest = _start_digest(header)
-        for plane, blocks in self._pieces(sequence, pruned):
+        digest, held = _start_digest(header), sequence.blocks[: -(-len(sequence) // abi.BLOCK_TOKENS)]  # more: reserved
+        for plane, blocks in self._pieces(held, pruned):
             digest.update(plane[blocks].data)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
         try:
             with replacement(path) as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
-                for plane, blocks in self._pieces(sequence, pruned):
+                for plane, blocks in self._pieces(held, pruned):
                     file.write(plane[blocks].data)
         except OSError as error:
             raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
@@ -264,7 +264,7 @@ class KVCache:
     def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
         """Read piece by piece into the pool and return the checksum; empty if the length is wrong."""
         digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
-        for plane, blocks in self._pieces(sequence, "lazy" in header):
+        for plane, blocks in self._pieces(sequence.blocks, "lazy" in header):
             piece = np.empty((len(blocks), plane.shape[1]), np.uint8)
             if file.readinto(piece.data) != piece.nbytes:
                 return ""
@@ -272,16 +272,16 @@ class KVCache:
             plane[blocks] = piece
         return "" if file.read(1) else str(digest.hexdigest())
 
-    def _pieces(self, sequence: Sequence, pruned: bool = False) -> Iterator[tuple[NDArray[np.uint8], list[int]]]:
-        """What a prompt cache has one behind the other: of a head of a plane some of the sequence's blocks.
+    def _pieces(self, held: list[int], pruned: bool = False) -> Iterator[tuple[NDArray[np.uint8], list[int]]]:
+        """What a prompt cache has one behind the other: of a head of a plane some of a sequence's blocks.
 
         Behind K and V comes what the stages lack, where prompts were `pruned`.
         """
         for plane in self._by_block if pruned else self._by_block[:-1]:
             n = max(1, PIECE_BYTES // plane.shape[-1])
             for head in (head for layer in plane for head in layer):
-                for i in range(0, len(sequence.blocks), n):
-                    yield head, sequence.blocks[i : i + n]
+                for i in range(0, len(held), n):
+                    yield head, held[i : i + n]
 
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """What a header says of tokens that later layers lack, if there are any: the schedule, and how many each stage
