@@ -33,6 +33,8 @@ class Choosing(NamedTuple):
     group: float
     """Heads that share a KV head: a block is read where one of them wants a row."""
     skew: float = SKEW
+    mean: bool = True
+    """Whether a mean of V stands for the rest, whose rows are read too."""
 
     def rows(self, depth: float) -> float:
         """Return about how many rows of V a token reads of a KV head after `depth` positions, the mean's included."""
@@ -43,7 +45,7 @@ class Choosing(NamedTuple):
         else:
             least = _largest(depth) + math.log(self.eps) / self.skew
         share = 1 - (1 - block_share(least)) ** self.group
-        return min(depth, share * depth + MEAN_ROWS)
+        return min(depth, share * depth + self.mean * MEAN_ROWS)
 
 
 def block_share(least: float) -> float:

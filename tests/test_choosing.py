@@ -40,3 +40,8 @@ def test_where_all_is_wanted_all_is_read() -> None:
     assert Choosing(0.0, 0, 1).rows(5000) == Choosing(0.0, 5000, 1).rows(5000) == 5000
     assert Choosing(1.0, 0, 1).rows(0) == 0 and Choosing(0.5, 0, 1).rows(100) == 100
     assert Choosing(1.0, 0, 1, SKEW).rows(1 << 20) < 2 * MEAN_ROWS
+
+
+def test_rows_of_a_mean_are_read_where_one_stands_for_the_rest() -> None:
+    scaled, mean = (Choosing(0.01, 0, 1, mean=mean).rows(16384) for mean in (False, True))
+    assert mean - scaled == MEAN_ROWS

@@ -232,15 +232,17 @@ def test_commands_refuse_other_choices_in_one_sentence(command: str) -> None:
                       "1 or more.\n"
 
 
-def test_the_bytes_of_a_profile_are_those_of_k_and_of_what_is_chosen(tmp_path: Path) -> None:
-    with session(write_model(tmp_path), ctx=1024, recipe=of("top:2")) as opened:
+@pytest.mark.parametrize("instead", ["scale", "mean"])
+def test_the_bytes_of_a_profile_are_those_of_k_and_of_what_is_chosen(tmp_path: Path, instead: str) -> None:
+    with session(write_model(tmp_path), ctx=1024, recipe=of("top:2", instead=instead)) as opened:
         case = Case(GENERATE, 1, 900)
         kv = {record.kernel: record_bytes(opened, case, record) for record in opened.program.records
               if record.op and record.op.kv and not record.op.kv.stores}
         access = next(op.kv for op in opened.graph.ops if isinstance(op, SelectedAttention))
         half = 901 * access.position_bytes("int8") / 2
         assert kv["attention_scores_int8"] == half and kv["attention_int8"] == 0
-        assert kv["attention_values_int8"] == pytest.approx(half * Choosing(0.0, 2, 3).rows(901) / 901)
+        rows = Choosing(0.0, 2, 3, mean=instead == "mean").rows(901)
+        assert kv["attention_values_int8"] == pytest.approx(half * rows / 901)
         prompt = Case(PROMPT_TEST, 16, 0)
         assert sum(record_bytes(opened, prompt, record) for record in opened.program.records
                    if record.kernel.startswith("attention")) == 2 * 16 * access.position_bytes("int8")

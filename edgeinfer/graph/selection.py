@@ -45,7 +45,8 @@ class SelectedAttention(Attention):
         """K and V of what its tokens see, of which decoded ones leave out a part of V."""
         access = super().kv
         assert access
-        return access._replace(choosing=Choosing(self.eps, self.top, self.heads // self.kv_heads))
+        group, mean = self.heads // self.kv_heads, self.instead == "mean"
+        return access._replace(choosing=Choosing(self.eps, self.top, group, mean=mean))
 
     def parts(self, sizes: Sizes) -> tuple[int, int, int]:
         """Bytes that threads share: partial results, scores with what is chosen, means."""
