@@ -29,11 +29,11 @@ LAYERS = 32
 """Layers that t0_ms is stated for."""
 
 
-KEYS_ALONE, VALUES_APART = 0.4, 1.0
-"""How much longer it takes to read K by itself, and blocks of V that are chosen, than to read both in one pass; as
-shares, measured while V lay behind each K, which made reading K dearer than it is now (docs/long-context.md). How many
-blocks these are is an assumption of its own (edgeinfer.choosing). What attention computes is counted as if nothing were
-left out: the products with V are the cheaper ones."""
+KEYS_ALONE, VALUES_APART = 0.05, 0.8
+"""How much longer it takes to read K without the V that lies behind it, and blocks of V that are chosen, than to read
+both one after the other; as shares, measured (docs/long-context.md). How many blocks these are is an assumption of its
+own (edgeinfer.choosing). What attention computes is counted as if nothing were left out: the products with V are the
+cheaper ones."""
 CHOOSING_MS = 0.01
 """Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
 DRAFT_SHARE = 0.1

@@ -1,0 +1,112 @@
+"""edgeinfer against a program that has no Python package, by its `llama-bench`: llama.cpp, ik_llama.cpp and their kin.
+
+    python benchmarks/against_llama_bench.py --program ik_llama.cpp/build/bin/llama-bench --name ik_llama.cpp \
+        --python PEER_PYTHON --models MODELS --shape llama-2-7b [--setting=-rtr,1] [--output docs/performance-peers.md]
+
+The same shape with random weights on both sides, q4_0 there and q4 in groups of 32 here. A pair is one measurement of
+each, the order changes from pair to pair, and edgeinfer's process is stopped while it is the other's turn. `--setting`
+may be repeated; what is reported is each setting, and the pairs count only while the host leaves the machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.machine import calm_rounds, describe  # noqa: E402
+from benchmarks.peers.sides import Models  # noqa: E402
+from benchmarks.peers.worker import Worker, WorkerError  # noqa: E402
+from benchmarks.sections import replace_section  # noqa: E402
+from edgeinfer import __version__  # noqa: E402
+
+HERE = Path(__file__).parent / "peers"
+
+
+def main() -> None:
+    """Measure and print, or write a section of a document."""
+    options = parse()
+    models = Models(options.models, lambda said: print(said, file=sys.stderr, flush=True))
+    bundle = models.bundle(options.shape, 32)
+    gguf = models.gguf(options.python, options.shape, "q4_0")
+    tests = [(kind, tokens) for kind, tokens in (("tg", options.n), ("pp", options.p)) if tokens]
+    rows = []
+    with Worker("edgeinfer", [sys.executable, str(HERE / "edgeinfer_worker.py")]) as ours:
+        ours.ask("load", path=str(bundle), threads=options.threads)
+        ours.ask("context", ctx=max(tokens for _, tokens in tests) + 64)
+        for setting in options.setting or [""]:
+            for kind, tokens in tests:
+                rows.append(pairs(ours, gguf, setting, kind, tokens, options))
+                print(rows[-1], flush=True)
+    table = "\n".join([
+        f"| shape | test | setting of {options.name} | edgeinfer, tokens/s | {options.name} | ratio of pairs | lowest and "
+        "highest | medians of |", "|---|---|---|---|---|---|---|---|", *rows])
+    page = f"{describe()}, edgeinfer {__version__}, {options.threads} threads, {options.about or options.name}:\n\n{table}"
+    if options.output:
+        replace_section(options.output, f"{options.name} {options.shape}", page)
+    else:
+        print(page)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--program", required=True, help="the peer's llama-bench")
+    add("--name", required=True, help="of the peer, in the table")
+    add("--about", help="its version and how it was built, for the report")
+    add("--python", default=sys.executable, help="of an environment with gguf and numpy, which writes the model")
+    add("--models", type=Path, required=True, help="folder for the models, which stay there")
+    add("--shape", default="tinyllama-1.1b")
+    add("--setting", action="append", help="further options of the peer, commas for spaces; may be repeated")
+    add("-n", type=int, default=32, help="tokens to decode, 0 for none (default 32)")
+    add("-p", type=int, default=0, help="prompt tokens (default: no prompts)")
+    add("--rounds", type=int, default=5)
+    add("--patience", type=float, default=120, help="seconds to wait for calm rounds (default 120)")
+    add("--threads", type=int, default=2)
+    add("--output", type=Path, help="a Markdown file whose section is replaced")
+    return parser.parse_args()
+
+
+def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, options: argparse.Namespace) -> str:
+    """Both sides in turns; returns a row of the table."""
+    order = ["ours", "theirs"]
+
+    def once() -> tuple[float, float]:
+        order.reverse()
+        speed = {}
+        for side in order:
+            speed[side] = tokens / ours.ask("run", kind=kind, tokens=tokens, depth=0)["seconds"] if side == "ours" \
+                else theirs(options, gguf, setting, kind, tokens)
+        return speed["ours"], speed["theirs"]
+
+    once()  # warms up
+    done = calm_rounds(once, options.rounds, options.patience)
+    ratios = [mine / other for mine, other in done.results]
+    speeds = " | ".join(f"{statistics.median(side):.2f}" for side in zip(*done.results, strict=True))
+    return (f"| {options.shape} | {kind}{tokens} | {setting.replace(',', ' ') or 'as it comes'} | {speeds} | "
+            f"**{statistics.median(ratios):.2f}** | {min(ratios):.2f} to {max(ratios):.2f} | {done} |")
+
+
+def theirs(options: argparse.Namespace, gguf: Path, setting: str, kind: str, tokens: int) -> float:
+    """Tokens a second of one run of the peer, which warms up by itself."""
+    n, p = (tokens, 0) if kind == "tg" else (0, tokens)
+    command = [options.program, "-m", str(gguf), "-t", str(options.threads), "-n", str(n), "-p", str(p), "-r", "1", "-o",
+               "json", *(setting.split(",") if setting else [])]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        (result,) = json.loads(ran.stdout)
+        return float(result["avg_ts"])
+    except (ValueError, KeyError) as error:
+        raise WorkerError(f"{options.name} gave no result ({error}): {ran.stderr.strip()[-200:]}") from None
+
+
+if __name__ == "__main__":
+    main()
