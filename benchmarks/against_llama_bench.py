@@ -46,9 +46,11 @@ def main() -> None:
                 rows.append(pairs(ours, gguf, setting, kind, tokens, options))
                 print(rows[-1], flush=True)
     table = "\n".join([
-        f"| shape | test | setting of {options.name} | edgeinfer, tokens/s | {options.name} | ratio of pairs | lowest and "
-        "highest | medians of |", "|---|---|---|---|---|---|---|---|", *rows])
-    page = f"{describe()}, edgeinfer {__version__}, {options.threads} threads, {options.about or options.name}:\n\n{table}"
+        f"| shape | test | setting of {options.name} | edgeinfer, tokens/s | {options.name} | ratio of pairs | lowest "
+        "and highest | medians of |", "|---|---|---|---|---|---|---|---|", *rows])
+    machine = ", ".join(describe().values())
+    about = options.about or options.name
+    page = f"{machine}; edgeinfer {__version__}, {options.threads} threads; {about}:\n\n{table}"
     if options.output:
         replace_section(options.output, f"{options.name} {options.shape}", page)
     else:
@@ -98,8 +100,8 @@ def pairs(ours: Worker, gguf: Path, setting: str, kind: str, tokens: int, option
 def theirs(options: argparse.Namespace, gguf: Path, setting: str, kind: str, tokens: int) -> float:
     """Tokens a second of one run of the peer, which warms up by itself."""
     n, p = (tokens, 0) if kind == "tg" else (0, tokens)
-    command = [options.program, "-m", str(gguf), "-t", str(options.threads), "-n", str(n), "-p", str(p), "-r", "1", "-o",
-               "json", *(setting.split(",") if setting else [])]
+    command = [options.program, "-m", str(gguf), "-t", str(options.threads), "-n", str(n), "-p", str(p), "-r", "1",
+               "-o", "json", *(setting.split(",") if setting else [])]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         (result,) = json.loads(ran.stdout)

@@ -7,8 +7,8 @@ with `--attention` and without. Keys are normal, with a part that the 16 of a bl
 scores have the standard deviation that is asked for (`--skew`): as many rows then matter as in a trained model. Times
 are those of the records: attention, and what else a layer takes; a token of the whole model is as many layers. Figures
 are medians over rounds and, where other work takes time away from the machine, of the calmest ones. The last line has
-the depth from which on choosing pays: measured, between the depths where the ratio of a token's times passes 1, beside
-what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
+the depth from which on choosing pays: measured, between the depths where the ratio of attention's times passes 1,
+beside what the estimator predicts for scores of this skew, with the profile of this machine (or of `--device`).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
             depths, ratios = sorted(map(int, given.d.split(","))), []
             for depth in depths:
                 found = measure(path, SHAPES[given.shape].num_hidden_layers, depth, given)
-                ratios.append(found["token"])
+                ratios.append(found["attention_ratio"])  # passes 1 where that of a token does, and is surer
                 print(json.dumps({key: round(value, 4) if isinstance(value, float) else value
                                   for key, value in found.items()}), flush=True)
             print(json.dumps({"crossover": measured_crossover(list(zip(depths, ratios, strict=True))),

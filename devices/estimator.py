@@ -29,11 +29,14 @@ LAYERS = 32
 """Layers that t0_ms is stated for."""
 
 
-KEYS_ALONE, VALUES_APART = 0.05, 0.8
-"""How much longer it takes to read K without the V that lies behind it, and blocks of V that are chosen, than to read
-both one after the other; as shares, measured (docs/long-context.md). How many blocks these are is an assumption of its
-own (edgeinfer.choosing). What attention computes is counted as if nothing were left out: the products with V are the
-cheaper ones."""
+KEYS_ALONE, VALUES_APART = 0.05, 0.6
+"""How much longer it takes to read K alone, and blocks of V that are chosen, than to read both planes one after the
+other: shares, fitted as `SCORES` to ratios of benchmarks/topn_speed.py (docs/long-context.md). How many blocks these
+are is an assumption of its own (edgeinfer.choosing). What attention computes is counted as if nothing were left out:
+the products with V are the cheaper ones."""
+SCORES, SCORES_OF_TOP = 0.3, 0.7
+"""What part of the time of memory scores cost, most of which stay in a cache: for a share of the largest, and where a
+number of them is looked for, again and again."""
 CHOOSING_MS = 0.01
 """Of a layer whose rows of V are chosen: what its records take beside reading and writing."""
 DRAFT_SHARE = 0.1
@@ -200,7 +203,8 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         if traffic.value_bytes:
             keys = traffic.value_bytes * depth  # as many as of V
             read = keys - traffic.left_out_at(depth)
-            more = KEYS_ALONE * keys + VALUES_APART * read + traffic.score_bytes * depth
+            scores = SCORES_OF_TOP if traffic.choosing and traffic.choosing.top else SCORES
+            more = KEYS_ALONE * keys + VALUES_APART * read + scores * traffic.score_bytes * depth
             terms["choosing"] = more / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
