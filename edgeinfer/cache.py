@@ -10,7 +10,7 @@ from pathlib import Path
 from .dataclass import dataclass
 from .errors import DestinationError
 
-KINDS = ("bundles", "kernels", "checks", "quality")
+KINDS = ("bundles", "kernels", "checks", "quality", "onnx")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class CacheEntry:
 
     kind: str
     """bundles (a converted checkpoint), kernels (the objects of one instruction set), checks (which bundles' files
-    were compared with their checksums) or quality (what approximations of a bundle were measured to cost)."""
+    were compared with their checksums), quality (what approximations of a bundle were measured to cost) or onnx (a
+    model lowered for onnxruntime)."""
     name: str
     path: Path
     nbytes: int

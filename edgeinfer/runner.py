@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from edgeinfer.bundle import Bundle
     from edgeinfer.config import RuntimeConfig
     from edgeinfer.graph import ModelConfig
     from edgeinfer.memory_planner import MemoryPlan
@@ -86,6 +87,28 @@ class Segment(NamedTuple):
     """How the token behind each output is to be chosen: addresses of DRAW_BYTES (kernels/abi.py), which must stay until
     the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
     DRAW_TOKEN as it is."""
+
+    def check(self) -> None:
+        """Raise `RequestError` for a role, outputs, draws or parents that make no sense."""
+        if self.role not in (PROMPT, DECODE):
+            raise RequestError(f"The role of a segment is {self.role!r}; it is PROMPT or DECODE.")
+        if self.parents is not None:
+            _check_tree(self.parents, len(self.ids))
+        if self.outputs and not 0 <= min(self.outputs) <= max(self.outputs) < len(self.ids):
+            raise RequestError(f"Logits are wanted after tokens {list(self.outputs)} of {len(self.ids)}; count from 0.")
+        if self.draws and len(self.draws) != len(self.outputs):
+            raise RequestError(f"{len(self.draws)} draws are given for {len(self.outputs)} rows of logits; give one "
+                               "for each, 0 where none is wanted, or none at all.")
+
+
+def _check_tree(parents: Items[int], n_tokens: int) -> None:
+    if len(parents) != n_tokens or n_tokens > abi.MASK_TOKENS:
+        raise RequestError(f"A tree has {n_tokens} tokens and {len(parents)} parents; it takes one parent for each of "
+                           f"at most {abi.MASK_TOKENS} tokens.")
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise RequestError(f"Token {i} of a tree has the parent {parent}; a parent stands before it, and -1 is the "
+                               "sequence's last token.")
 
 
 def plain_segments(segments: Items[Segment]) -> Items[Segment]:
@@ -174,6 +197,19 @@ class Runner(abc.ABC):
     plan: MemoryPlan
     block_tokens: int = abi.BLOCK_TOKENS
     """Tokens of a KV block: sequences share whole ones."""
+    isa: str = ""
+    """Instruction set of the kernels, or who runs the model instead."""
+    bundle: Bundle
+    """What was opened."""
+    sparse: Any = None
+    """What FFNs stored neuron by neuron read (`runtime.SparseFfn`), where there are any."""
+    stages: Any = None
+    """How prompts go through the layers where not all of their tokens go through all of them (`runtime.Stages`)."""
+
+    @property
+    def reader(self) -> Any:
+        """What reads weights from storage while tokens flow; None where all are in memory."""
+        return None
 
     @abc.abstractmethod
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
@@ -240,6 +276,10 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End a walk that runs and give all memory back. Callable twice, and from any thread."""
+
+    def settle(self) -> None:
+        """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
+        return
 
     def room(self, sequences: Items[Sequence], most: int) -> int:
         """Return how many tokens, `most` at most, each of several sequences can be given by one walk."""
@@ -314,6 +354,19 @@ class Runner(abc.ABC):
             chunk = ids[start : start + step]
             draws = (draw,) * len(chunk) if draw else ()
             yield start, self.walk([Segment(sequence, chunk, range(len(chunk)), role, None, draws)])
+
+    def check_walk(self, segments: Items[Segment], most_tokens: int) -> None:
+        """Raise `RequestError` for a walk over too many tokens, sequences or rows, or over a sequence twice."""
+        n = sum(len(segment.ids) for segment in segments)
+        outputs = sum(len(segment.outputs) for segment in segments)
+        if not 1 <= len(segments) <= self.config.max_sequences or n > most_tokens or outputs > self.config.outputs:
+            raise RequestError(
+                f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one walk, which "
+                f"takes 1 to {self.config.max_sequences} sequences (max_sequences), {most_tokens} tokens "
+                f"(prefill_chunk) and {self.config.outputs} rows (outputs)."
+            )
+        if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
+            raise RequestError("A sequence takes part twice in one walk; fork it.")
 
     def check(self, sequence: Sequence, ids: Items[int]) -> None:
         """Raise `RequestError` for tokens that the model does not have or the context has no room for."""

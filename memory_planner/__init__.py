@@ -6,9 +6,12 @@ from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations
 from .plan import (
+    DEVICE,
     PAGE_BYTES,
+    PYTHON_RESERVE_BYTES,
     READ_BYTES,
     STREAM_BUFFERS,
+    VOCABULARY_RESERVE_BYTES,
     Beside,
     MemoryPlan,
     Planner,
@@ -20,7 +23,8 @@ from .plan import (
 from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
 
-__all__ = ["PAGE_BYTES", "READ_BYTES", "STREAM_BUFFERS", "Alternative", "Beside", "BlockPool", "ColdPlan",
+__all__ = ["DEVICE", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
+           "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan",
            "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
            "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits", "largest_ctx",
            "masked", "place_activations", "process_budget", "refusal", "resolve", "scratch", "shared_blocks",

@@ -69,9 +69,9 @@ class Request:
         return self.sequences * (-(-self.ctx // abi.BLOCK_TOKENS) + copies)
 
 
-PRIVATE, MAPPED, LOCKED, RESERVE = "private", "mapped", "locked", "reserve"
+PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
 """How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
-such pages locked into memory; set aside for what others allocate."""
+such pages locked into memory; set aside for what others allocate; in the memory of another device than this process."""
 STREAM_BUFFERS = 2
 """Parts of streamed weights (layers) that are in memory at once: the one in work and the one that is read ahead."""
 PAGE_BYTES, READ_BYTES = 4096, 1 << 20
@@ -87,7 +87,7 @@ class Region:
     reason: str
     """What it is for, with the numbers that give its size."""
     kind: str = PRIVATE
-    """private, mapped, locked or reserve."""
+    """private, mapped, locked, reserve or device."""
 
     @property
     def bytes(self) -> int:
@@ -144,8 +144,13 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all regions: the most that the process holds, weights included."""
-        return sum(r.nbytes for r in self.regions)
+        """Sum of all regions of the process: the most that it holds, weights included."""
+        return sum(r.nbytes for r in self.regions if r.kind != DEVICE)
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a device beside the process's, such as a GPU's."""
+        return sum(r.nbytes for r in self.regions if r.kind == DEVICE)
 
     @property
     def resident_bytes(self) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..choice import Choice
     from ..describe import ModelDescription
     from ..memory_planner import Beside
-    from ..runtime import Session
+    from ..runner import Runner
 
 FIELD = ("of bundles with a predictor or a screen: `name` of what run does by itself on this machine (resident, "
          "sparse, sparse from flash, streamed, or refused), `tok_per_s` and `read_bytes` from storage per token as "
@@ -43,7 +43,7 @@ def described_as_run(
     return model, choice, found
 
 
-def approximation(session: Session, by_itself: bool) -> dict[str, Any] | None:
+def approximation(session: Runner, by_itself: bool) -> dict[str, Any] | None:
     """Return what a run's approximations were measured to cost, and whether nobody asked for them; None without any."""
     config = session.config
     if config.recipe == _RUNTIME.recipe and not config.lazy:  # as nearly always: nothing is imported for it
@@ -54,7 +54,7 @@ def approximation(session: Session, by_itself: bool) -> dict[str, Any] | None:
     return said and {**said, "by_itself": by_itself}
 
 
-def announce(session: Session, choice: Choice | None, cost: dict[str, Any] | None, max_kld: float,
+def announce(session: Runner, choice: Choice | None, cost: dict[str, Any] | None, max_kld: float,
              quiet: bool = False) -> None:
     """Say on standard error what is read from storage; unless `quiet`, also what runs and why, and what it costs."""
     if choice and not quiet:

@@ -8,14 +8,16 @@ from ..sizes import format_size
 
 if TYPE_CHECKING:
     from ..memory_planner import ColdPlan
+    from ..runner import Runner
     from ..runtime import Session, Slots, Stream
 
 
-def notice(session: Session) -> str | None:
+def notice(runner: Runner) -> str | None:
     """Return why weights are read from storage, and what would do instead; None where all are in memory."""
-    reader, plan = session.executor.stream, session.plan
-    if reader is None:
+    if runner.reader is None:
         return None
+    session: Session = runner  # type: ignore[assignment]
+    reader, plan = session.reader, session.plan
     if plan.cold:
         line = (f"{_hot(plan.cold):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "
                 f"token wants them, {format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are "
@@ -41,21 +43,21 @@ def _hot(cold: ColdPlan) -> float:
 class Usage:
     """Counts what a request reads from storage, from when it is made on."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, runner: Runner):
+        self._runner = runner
         self._before = self._now()
 
     def _now(self) -> tuple[int, ...]:
-        executor = self._session.executor
-        reader = executor.stream
-        if reader is None:
+        if self._runner.reader is None:
             return ()
-        found: Slots = reader  # type: ignore[assignment]
-        return reader.walks, reader.bytes_read, executor.waited_ns, *(found.hits if self._session.plan.cold else ())
+        session: Session = self._runner  # type: ignore[assignment]
+        found: Slots = session.reader  # type: ignore[assignment]
+        hits = found.hits if session.plan.cold else ()
+        return found.walks, found.bytes_read, session.executor.waited_ns, *hits
 
     def report(self) -> dict[str, Any] | None:
         """Return the field ``offload`` of the JSON object; None where all weights are in memory."""
-        plan, reader = self._session.plan, self._session.executor.stream
+        plan, reader = self._runner.plan, self._runner.reader
         if reader is None:
             return None
         walks, nbytes, waited, *found = (now - before for now, before in zip(self._now(), self._before, strict=True))
@@ -66,7 +68,7 @@ class Usage:
                    "hit_rate": hits / max(hits + misses, 1),
                    "flash_bytes_per_token": misses * plan.cold.cluster_bytes / max(tokens, 1)}
         else:
-            stream: Stream = reader  # type: ignore[assignment]
+            stream: Stream = reader
             own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": stream.bytes_per_walk}
         return {**own, "walks": walks, "flash_bytes": nbytes, "io_wait_ms": waited / 1e6, "direct": reader.file.direct}
 

@@ -23,7 +23,6 @@ from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import (
     DECODE,
-    PROMPT,
     Cancellation,
     Runner,
     Segment,
@@ -223,6 +222,11 @@ class Session(Runner):
         self.kv.trim(sequence)
 
     @property
+    def reader(self) -> Stream | Slots | None:
+        """What reads weights from storage while tokens flow; None where all are in memory."""
+        return self.executor.stream
+
+    @property
     def value_blocks(self) -> int:
         """Blocks of V, each of one KV head, that decoded tokens have read of those whose rows they choose."""
         return self.executor.get(abi.CTX_VALUES)
@@ -259,16 +263,8 @@ class Session(Runner):
 
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""
-        most, n = self.plan.request, sum(len(segment.ids) for segment in segments)
-        outputs = sum(len(segment.outputs) for segment in segments)
-        if not 1 <= len(segments) <= self.config.max_sequences or n > most.tokens or outputs > self.config.outputs:
-            raise RequestError(
-                f"{len(segments)} sequences with {n} tokens and {outputs} rows of logits do not fit one walk, which "
-                f"takes 1 to {self.config.max_sequences} sequences (max_sequences), {most.tokens} tokens "
-                f"(prefill_chunk) and {self.config.outputs} rows (outputs)."
-            )
-        if len(segments) > 1 and len({id(segment.sequence) for segment in segments}) != len(segments):
-            raise RequestError("A sequence takes part twice in one walk; fork it.")
+        most = self.plan.request
+        self.check_walk(segments, most.tokens)
         decoded = sum(len(segment.ids) for segment in segments if segment.role == DECODE)
         if decoded > most.decoded_tokens and self.selects:
             raise RequestError(f"{decoded} tokens in decode role are more than the {most.decoded_tokens} for whose "
@@ -276,16 +272,7 @@ class Session(Runner):
         for segment in segments:
             self.kv.check_own(segment.sequence)
             self.check(segment.sequence, segment.ids)
-            if segment.role not in (PROMPT, DECODE):
-                raise RequestError(f"The role of a segment is {segment.role!r}; it is PROMPT or DECODE.")
-            if segment.parents is not None:
-                _check_tree(segment.parents, len(segment.ids))
-            if segment.outputs and not 0 <= min(segment.outputs) <= max(segment.outputs) < len(segment.ids):
-                raise RequestError(f"Logits are wanted after tokens {list(segment.outputs)} of {len(segment.ids)}; "
-                                   "count from 0.")
-            if segment.draws and len(segment.draws) != len(segment.outputs):
-                raise RequestError(f"{len(segment.draws)} draws are given for {len(segment.outputs)} rows of logits; "
-                                   "give one for each, 0 where none is wanted, or none at all.")
+            segment.check()
 
     def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
         """Walk over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
@@ -395,13 +382,3 @@ def _decoding(sequence: Sequence) -> None:
     """
     if sequence.decoded is None:
         sequence.decoded = len(sequence)
-
-
-def _check_tree(parents: Items[int], n_tokens: int) -> None:
-    if len(parents) != n_tokens or n_tokens > abi.MASK_TOKENS:
-        raise RequestError(f"A tree has {n_tokens} tokens and {len(parents)} parents; it takes one parent for each of "
-                           f"at most {abi.MASK_TOKENS} tokens.")
-    for i, parent in enumerate(parents):
-        if not -1 <= parent < i:
-            raise RequestError(f"Token {i} of a tree has the parent {parent}; a parent stands before it, and -1 is the "
-                               "sequence's last token.")

@@ -1,0 +1,22 @@
+"""A model that copies one slot to another, so that a fork stays in the memory of its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model import IR_VERSION, OPSET
+from .packages import import_onnx
+
+FROM, TO = "from.", "to."
+
+
+def copy_proto(names: list[str], dtype: str) -> Any:
+    """Return a model whose outputs are copies of its inputs, one pair for each name."""
+    onnx = import_onnx()
+    helper, kind = onnx.helper, {"f16": onnx.TensorProto.FLOAT16, "f32": onnx.TensorProto.FLOAT}[dtype]
+    shape = ["slots", "heads", "positions", "elements"]
+    nodes = [helper.make_node("Identity", [FROM + name], [TO + name], f"copy.{name}") for name in names]
+    inputs, outputs = ([helper.make_tensor_value_info(end + name, kind, shape) for name in names] for end in (FROM, TO))
+    graph = helper.make_graph(nodes, "copy", inputs, outputs)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION,
+                             producer_name="edgeinfer")

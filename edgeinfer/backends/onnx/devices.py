@@ -1,0 +1,136 @@
+"""Where a model runs: our own kernels, or an execution provider of onnxruntime by name; nothing falls back silently."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, NamedTuple
+
+from edgeinfer.errors import UsageError
+from edgeinfer.process import say
+
+from .driver import check_driver
+from .packages import check_wheels, import_onnxruntime, installed
+
+CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
+DEVICES = (CPU, CUDA, AUTO, ONNX_CPU)
+"""``cpu``: our own kernels; ``cuda`` and ``onnx-cpu``: onnxruntime's providers; ``auto``: cuda where it works."""
+LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvidia-cublas",
+             "libcublas.so.13": "nvidia-cublas", "libcurand.so.10": "nvidia-curand",
+             "libcudnn.so.9": "nvidia-cudnn-cu13"}
+"""What CUDA's provider loads, and the package that has it. Without cuDNN it would start, and attention on GPUs of
+compute capability 9.0 and above take slower kernels."""
+
+
+class Provider(NamedTuple):
+    """An execution provider as sessions are given it."""
+
+    device: str
+    """``cuda`` or ``onnx-cpu``."""
+    name: str
+    """As onnxruntime calls it."""
+    memory: str
+    """Kind of its memory, as bindings call it."""
+    options: dict[str, str]
+    """Of the provider."""
+    entries: dict[str, str]
+    """Of the session."""
+    kv: tuple[str, ...]
+    """Types of the KV cache, and so of the model; the first where nothing is asked for."""
+
+
+PROVIDERS = {
+    ONNX_CPU: Provider(ONNX_CPU, "CPUExecutionProvider", "cpu", {}, {}, ("f32", "f16")),
+    CUDA: Provider(
+        CUDA, "CUDAExecutionProvider", "cuda",
+        # the default arena rounds up to powers of two: 173 MB of weights took 269 MB (1.31.1)
+        {"device_id": "0", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"},
+        {"session.disable_cpu_ep_fallback": "1",  # else a broken installation gives a session on the CPU
+         "session.use_device_allocator_for_initializers": "1", "ep.cuda.fpa_intb_gemm": "1"},
+        ("f16",)),
+}
+
+
+def provider_of(device: str) -> Provider | None:
+    """Return who runs a model; None for our own kernels.
+
+    Raises
+    ------
+    UsageError
+        There is no such device, or it does not work here; the sentence says why and what helps.
+    """
+    if device not in DEVICES:
+        raise UsageError(f"device is {device!r}; choose one of {', '.join(DEVICES)}.")
+    if device == AUTO:
+        try:
+            check_cuda()
+        except UsageError as why:
+            say(f"Device auto took cpu, our own kernels, because CUDA cannot be used: {why}")
+            return None
+        say("Device auto took cuda.")
+        return PROVIDERS[CUDA]
+    if device == CUDA:
+        check_cuda()
+    elif device == ONNX_CPU:
+        check_wheels()
+    return PROVIDERS.get(device)
+
+
+def check_cuda() -> None:
+    """Raise `UsageError` where onnxruntime's CUDA provider cannot work; the sentence has the reason and the remedy."""
+    wheel = check_wheels()
+    if wheel != "onnxruntime-gpu":
+        raise UsageError(f"{wheel} {installed(wheel)} is installed, which has no CUDA provider; replace it: pip "
+                         f"uninstall -y {wheel}, then pip install 'edgeinfer[gpu]'.")
+    check_driver(wheel, installed(wheel))
+    onnxruntime = import_onnxruntime()
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()  # of the packages beside it; prints what it does not find
+    for library, package in LIBRARIES.items() if sys.platform == "linux" else ():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            raise UsageError(f"CUDA's library {library} is missing; the package {package} has it: pip install "
+                             f"'edgeinfer[gpu]', or {package} alone.") from None
+    if PROVIDERS[CUDA].name not in onnxruntime.get_available_providers():
+        raise UsageError(f"This {wheel} was built without a CUDA provider; install it anew: pip install "
+                         f"--force-reinstall {wheel}.")
+
+
+def open_session(model: str, provider: Provider, threads: int) -> Any:
+    """Open a model on a provider, and see that all of it is there.
+
+    Raises
+    ------
+    UsageError
+        The provider does not start, or would leave a part of the model to another.
+    """
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4  # what goes wrong is raised, and said once
+    for key, value in (*provider.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
+        options.add_session_config_entry(key, value)
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=[(provider.name, provider.options)])
+    except Exception as error:  # pybind's own classes, and RuntimeError
+        raise UsageError(f"onnxruntime cannot open the model on {provider.name}: {_first_line(error)} Nothing falls "
+                         "back to another device; choose one with --device.") from None
+    if (first := session.get_providers()[0]) != provider.name:
+        raise UsageError(f"onnxruntime gave {first} instead of {provider.name}, which did not start; see that CUDA's "
+                         "libraries are there: pip install 'edgeinfer[gpu]'.")
+    check_placement(session, provider)
+    return session
+
+
+def check_placement(session: Any, provider: Provider) -> None:
+    """Raise `UsageError` where a node of a session was given to another provider."""
+    elsewhere = [f"{node.op_type} {node.name}" for part in session.get_provider_graph_assignment_info()
+                 if part.ep_name != provider.name for node in part.get_nodes()]
+    if elsewhere:
+        raise UsageError(f"{len(elsewhere)} operations of the model would not run on {provider.name}, such as "
+                         f"{elsewhere[0]}; choose another --device, or another version of onnxruntime.")
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n", 1)[0].split())[:300]

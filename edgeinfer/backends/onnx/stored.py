@@ -1,0 +1,102 @@
+"""Lowered models in the user's cache: a bundle is lowered once for each type of its model, and opened from there."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.cache import cache_root, make_directories
+from edgeinfer.errors import DestinationError
+from edgeinfer.lock import DestinationLock
+from edgeinfer.process import say
+
+from .copying import copy_proto
+from .data import Progress
+from .export import export
+from .flavour import Flavour
+from .model import PREFIX
+
+KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
+"""Folder of the cache; files of a model, of which the last says how long the others are."""
+
+
+def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Progress | None = None) -> Path:
+    """Return the folder of a lowered model, which is written unless it is there: `MODEL` with its data, and `COPY`.
+
+    Parameters
+    ----------
+    bundle : Bundle
+    flavour : Flavour
+        As `Flavour.checked` returns it.
+    names : list of str
+        Of the KV cache's parts.
+    progress : callable, optional
+        As for `export`.
+
+    Raises
+    ------
+    DestinationError
+        The cache cannot be written, or its disk is full.
+    UsageError
+        The model is to be written, and the package onnx is not installed.
+    """
+    folder = cache_root() / KIND / f"{bundle.path.name[:40]}-{_key(bundle, flavour)}"
+    if _complete(folder):
+        return folder
+    lock = DestinationLock(folder)
+    told: list[bool] = []
+
+    def waiting() -> None:
+        if not told:
+            say("Another process lowers this model; this one waits for it.")
+            told.append(True)
+
+    try:
+        make_directories(folder.parent)
+        lock.acquire(waiting)
+        if not _complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            _write(bundle, flavour, names, folder, progress)
+    except OSError as error:
+        raise DestinationError(f"The cache {folder} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE "
+                               "to another directory.") from None
+    finally:
+        lock.release()
+    return folder
+
+
+def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: Progress | None) -> None:
+    make_directories(folder)
+    export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
+    (folder / COPY).write_bytes(copy_proto(names, flavour.dtype).SerializeToString(deterministic=True))
+    (folder / DONE).write_text(_sizes(folder), encoding="utf-8")
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a model was written to its end, and has the sizes that it had then."""
+    try:
+        return (folder / DONE).read_text(encoding="utf-8") == _sizes(folder) != ""
+    except (OSError, ValueError):
+        return False
+
+
+def _sizes(folder: Path) -> str:
+    paths = sorted(path for path in folder.iterdir() if path.name != DONE and not path.name.startswith("."))
+    return "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
+
+
+def _key(bundle: Bundle, flavour: Flavour) -> str:
+    return hashlib.sha256(repr((bundle.identity, flavour, PREFIX, _lowering())).encode()).hexdigest()[:16]
+
+
+@cache
+def _lowering() -> str:
+    """Checksum of what makes models here: another version makes others."""
+    own: Any = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        own.update(path.read_bytes())
+    return str(own.hexdigest())
