@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .graph import ModelConfig
     from .memory_planner import Beside
     from .models import Progress
+    from .runner import Runner
 
 TOKENIZER = "tokenizer.json"
 
@@ -62,6 +64,11 @@ class Draft:
         except BaseException:
             self.bundle.close()
             raise
+
+    def config_on(self, runner: Runner) -> RuntimeConfig:
+        """Return how the draft runs on another device than our own kernels, beside the model that checks."""
+        return replace(draft_config(runner.plan, 1), budget_bytes=runner.config.budget_bytes,
+                       threads=runner.config.threads)
 
     def open(self, host: Session) -> Session:
         """Open the draft on the threads of the model that checks, whose plan has room for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,12 @@ from .models import Progress, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
-    from .bundle import Bundle
     from .choice import Choice
-    from .draft import Draft
     from .engine import Completion, Drafter, Request, Speculation, Stream
-    from .memory_planner import Beside, MemoryPlan
+    from .memory_planner import MemoryPlan
     from .pruning import Schedule
-    from .runner import Cancellation
-    from .runtime import Lighter, Session
+    from .runner import Cancellation, Runner
+    from .runtime import Session
     from .text import ChatTemplate, Tokenizer
 
 Prompt = str | Iterable[int]
@@ -94,9 +91,13 @@ class LLM:
         Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
         such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default, or
         where it is ``"off"``, all tokens go through all layers.
+    device : {"cpu", "cuda", "auto", "onnx-cpu"}, optional
+        Who runs the model: our own kernels, as by default, or onnxruntime's CUDA or CPU provider; auto takes cuda where
+        it works, and says what it took. Devices other than cpu run models exactly, with KV of the model's type: what
+        approximates, streams or keeps prompts in files is refused by its name (docs/onnx.md).
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
-        1 GB or more are loaded.
+        1 GB or more are loaded or lowered.
 
     Attributes
     ----------
@@ -104,9 +105,11 @@ class LLM:
         The model as it was asked for.
     path : Path
         Its bundle.
+    runner : Runner
+        What runs the model below; it is not to be used while a request runs.
     session : Session
-        The runtime below; it is not to be used while a request runs.
-    draft : Session or None
+        The runner, where our own kernels run the model.
+    draft : Runner or None
         Who guesses for it, where that is a model or a part of this one.
     tokenizer : Tokenizer
     chat_template : ChatTemplate or None
@@ -153,6 +156,7 @@ class LLM:
         draft_tokens: int | None = None,
         draft: str | Path | Recipe | None = None,
         lazy: str | Schedule | None = None,
+        device: str | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -169,6 +173,11 @@ class LLM:
         if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
             config = replace(config, max_sequences=max(config.max_sequences, beams),
                              own_tokens=config.own_tokens or GenerationConfig.max_tokens)
+        from . import opening
+
+        provider = opening.provider(device)
+        if provider and kv is None:
+            config = replace(config, kv=provider.kv[0])
         draft = draft if draft is None or isinstance(draft, Recipe) else checked("draft", draft, PATH)
         if isinstance(draft, Recipe) and self._speculate != "self":
             raise UsageError(f"draft is the recipe {draft}, by which a model guesses for itself; give "
@@ -181,8 +190,6 @@ class LLM:
         self.path = resolve(self.name, progress)
         from .bundle import Bundle
         from .engine import RequestQueue, Times
-        from .offload import placer
-        from .runtime import Session
         from .text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
@@ -193,24 +200,37 @@ class LLM:
             asked = config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)
-            guesser = _guesser(self._speculate, draft, self._bundle, self._tokenizer, config, progress, opened)
-            beside = guesser.beside if guesser else None
-            self.choice = _choice(self._bundle, config, bound, beside)
-            config = self.choice.way.config if self.choice else config
-            self.session: Session = Session(
-                self._bundle, config, progress=progress and partial(progress, "compile"),
-                loading=progress and partial(progress, "load"), place=placer(self._bundle), beside=beside)
-            opened.callback(self.session.close)
-            self.draft: Session | None = guesser.open(self.session) if guesser else None
-            self.approximated = self.session.config.recipe != asked.recipe
+            self.choice: Choice | None = None
+            self.runner: Runner
+            self.draft: Runner | None
+            guesser = opening.guesser(self._speculate, draft, self._bundle, self._tokenizer, config, progress, opened)
+            if provider:
+                self.runner, self.draft = opening.opened_on(provider, self._bundle, config, guesser, progress, opened)
+            else:
+                beside = guesser.beside if guesser else None
+                self.choice = opening.choice(self._bundle, config, bound, beside)
+                config = self.choice.way.config if self.choice else config
+                session = opening.session(self._bundle, config, progress, beside)
+                opened.callback(session.close)
+                self.runner, self.draft = session, guesser.open(session) if guesser else None
+            self.approximated = not provider and self.runner.config.recipe != asked.recipe
             opened.pop_all()
         self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
-        self._queue = RequestQueue(self.session)
+        self._queue = RequestQueue(self.runner)
         self._times = Times()
         self._preparing: set[Cancellation] = set()
         self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
+
+    @property
+    def session(self) -> Session:
+        """The runner, where our own kernels run the model; raises `RequestError` where a device of others does."""
+        from .runtime import Session
+
+        if not isinstance(self.runner, Session):
+            raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
+        return self.runner
 
     @property
     def plan(self) -> MemoryPlan:
@@ -335,7 +355,7 @@ class LLM:
 
     def settle(self) -> None:
         """Return when all memory is there that was planned; measured peaks mean nothing before."""
-        self.session.settle()
+        self.runner.settle()
         if self.draft:
             self.draft.settle()
 
@@ -363,7 +383,7 @@ class LLM:
 
     def _speculation(self, config: GenerationConfig) -> Speculation | None:
         """Make what guesses tokens of a request."""
-        kind, rows = config.speculate or self._speculate, self.session.config
+        kind, rows = config.speculate or self._speculate, self.runner.config
         if kind == "off":
             return None
         if not rows.draft_tokens:
@@ -385,7 +405,7 @@ class LLM:
             if kind == "self":
                 return SelfDraft(self.session, self.draft)
         elif self.draft and kind in ("auto", "draft"):
-            return DraftModel(self.draft, self.session.model.vocab_size, self._kept)
+            return DraftModel(self.draft, self.runner.model.vocab_size, self._kept)
         if kind in ("draft", "self"):
             how = "with draft=MODEL" if kind == "draft" else "with speculate='self'"
             raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
@@ -453,28 +473,3 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
                              "tools and stopped, which have their own meaning.")
     return dict(named)
-
-
-def _guesser(kind: str, draft: str | Path | Recipe | None, bundle: Bundle, tokenizer: Tokenizer | None,
-             config: RuntimeConfig, progress: Progress | None, opened: ExitStack) -> Draft | Lighter | None:
-    """Find the model, or the part of this one, that guesses; most runs have none and import nothing for it."""
-    if kind == "self":
-        from .runtime import Lighter
-
-        return Lighter.of_bundle(bundle, config.recipe, draft if isinstance(draft, Recipe) else None)
-    if draft is None or isinstance(draft, Recipe) or kind not in ("auto", "draft"):
-        return None
-    from .draft import Draft
-
-    found = Draft(draft, bundle, tokenizer, config, progress)
-    opened.callback(found.bundle.close)
-    return found
-
-
-def _choice(bundle: Bundle, config: RuntimeConfig, max_kld: float | None, beside: Beside | None) -> Choice | None:
-    """Choose how to run a bundle that has parts to choose from."""
-    if not bundle.approximates:  # as nearly always: nothing is imported for it
-        return None
-    from .choice import choose
-
-    return choose(bundle, config, max_kld, beside)

@@ -28,6 +28,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["sparse", "offload"], "5a"),
     **dict.fromkeys(["describe", "engine"], "5b"),
     **dict.fromkeys(["choice", "draft"], "5c"),
+    **dict.fromkeys(["opening"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),

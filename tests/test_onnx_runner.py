@@ -206,7 +206,7 @@ def test_a_failure_of_onnxruntime_is_one_sentence(tmp_path: Path) -> None:
 
         opened._session.run_with_iobinding = lost
         with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the request ends "
-                                                 r"here: CUDA failure 700: an illegal memory access was encountered If"):
+                                                 r"here: CUDA failure 700: an illegal memory access was encountered"):
             opened.prefill(sequence, ids)
         del opened._session.run_with_iobinding
         assert not sequence.tokens and opened.pool.n_free == 1

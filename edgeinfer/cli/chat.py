@@ -108,7 +108,7 @@ def _command(line: str, conversation: Conversation, llm: LLM) -> None:
             print("No answer yet.", file=sys.stderr)
         else:
             print(figures(conversation.last, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
-            if llm.session.stages and (pruned := llm.session.stages.last):
+            if llm.runner.stages and (pruned := llm.runner.stages.last):
                 print(pruned, file=sys.stderr)
     else:
         near = difflib.get_close_matches(line.split()[0], COMMANDS, n=1)

@@ -63,14 +63,14 @@ JSON_FIELDS = {
 
 def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float | None) -> dict[str, Any]:
     """Return the JSON object of a run; `first_ms` is the age of the process when the first text was there."""
-    config = llm.session.config
+    config = llm.runner.config
     out: dict[str, Any] = {
         "model": llm.name, "text": completion.text, "token_ids": completion.token_ids, "score": completion.score,
         "prompt_tokens": completion.prompt_tokens, "cached_tokens": completion.cached_tokens,
         "completion_tokens": completion.completion_tokens, "finish_reason": completion.finish_reason,
         "seed": completion.seed, "ttft_ms": completion.ttft_ms, "tpot_ms": completion.tpot_ms,
         "tok_per_s": completion.tok_per_s, "load_ms": load_ms, "ttft_process_ms": first_ms,
-        "planned_bytes": llm.plan.total_bytes, "peak_rss_bytes": peak_rss_bytes(), "isa": llm.session.isa,
+        "planned_bytes": llm.plan.total_bytes, "peak_rss_bytes": peak_rss_bytes(), "isa": llm.runner.isa,
         "threads": config.threads, "ctx": config.ctx, "kv": config.kv,
     }
     if completion.logprobs is not None:

@@ -146,7 +146,7 @@ def run(
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
-        announce(llm.session, llm.choice, approximation(llm.session, llm.approximated), max_kld, quiet=json)
+        announce(llm.runner, llm.choice, approximation(llm.runner, llm.approximated), max_kld, quiet=json)
         if text is None:
             from .chat import chat
 
@@ -260,21 +260,21 @@ def cancelling(llm: LLM) -> Iterator[threading.Event]:
 def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats: bool, load_ms: float) -> int:
     """Run one request, print its outcome, and return the exit code."""
     first_ms: list[float] = []
-    others, reading, began = Disturbances(), streaming.Usage(llm.session), time.perf_counter()
+    others, reading, began = Disturbances(), streaming.Usage(llm.runner), time.perf_counter()
     whole = options["n"] > 1 or options["beams"] > 1
     completion = several(llm, ids, options) if whole else streamed(llm, ids, options, not json, first_ms)
-    config = llm.session.config
+    config = llm.runner.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    pruned = llm.session.stages and llm.session.stages.last
-    predictor = make_predictor(llm.path, config, config.threads, llm.session.isa, llm.plan.stored_bytes)
+    pruned = llm.runner.stages and llm.runner.stages.last
+    predictor = make_predictor(llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there
-    sparse = llm.session.sparse
+    sparse = llm.runner.sparse
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
         print_json({**report, "estimate": predicted, "offload": reading.report(),
-                    "quality": approximation(llm.session, llm.approximated),
+                    "quality": approximation(llm.runner, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "speculation": speculation_object(completion.speculation),
                     "sparse": sparse.report() if sparse else None, "lazy": pruned and pruned.report()})
@@ -294,7 +294,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         from ..choice import learn
 
         depth = completion.prompt_tokens + completion.completion_tokens // 2
-        if off := learn(llm.session.bundle, llm.choice, 1000 / completion.plain_tpot_ms, depth):
+        if off := learn(llm.runner.bundle, llm.choice, 1000 / completion.plain_tpot_ms, depth):
             say(off)
     return 1 if completion.finish_reason == "cancelled" else 0
 

@@ -30,7 +30,7 @@ def notice(runner: Runner) -> str | None:
              f"{format_size(session.budget_bytes)}.")
     if session.instead is not None:
         line += f" Fits without: {session.instead}."
-    if not reader.file.direct:
+    if not runner.reader.file.direct:
         line += (" The file system refuses direct I/O, so pages go through the system's cache and are dropped behind "
                  "each read.")
     return line

@@ -40,6 +40,7 @@ from .memory import Prefaulter, allocate
 from .pace import SMALL_BYTES, Pace
 from .planning import offsets_of, plan_run
 from .program import Program
+from .readers import Readers
 from .sequence import KVCache
 from .slots import RESOLVE_KERNEL, Slots
 from .stages import Stages
@@ -222,7 +223,7 @@ class Session(Runner):
         self.kv.trim(sequence)
 
     @property
-    def reader(self) -> Stream | Slots | None:
+    def reader(self) -> Readers | None:
         """What reads weights from storage while tokens flow; None where all are in memory."""
         return self.executor.stream
 

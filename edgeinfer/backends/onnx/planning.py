@@ -119,8 +119,14 @@ class DevicePlanner:
         return rows + scores if cuda else 2 * (rows + scores)
 
 
-def fit_device(planner: DevicePlanner, config: RuntimeConfig, device_budget: int | None = None) -> MemoryPlan:
-    """Plan a run within the memory of this process and of its device.
+def budgets(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
+    """Return the memory that this process may take, and the device's; None where that is this process."""
+    host = process_budget() if config.budget_bytes is None else config.budget_bytes
+    return host, read_gpu().total_bytes if provider.device == CUDA else None
+
+
+def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
+    """Plan a run within the memory of this process and of its device, of which something else may have taken a part.
 
     Raises
     ------
@@ -129,8 +135,11 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, device_budget: int
     """
     config = resolve(config, planner.graph.config)
     plan = planner.plan(to_request(config))
-    host = process_budget() if config.budget_bytes is None else config.budget_bytes
-    device = device_budget if device_budget is not None or planner.provider.device != CUDA else read_gpu().total_bytes
+    host, device = budgets(planner.provider, config)
+    if beside:
+        taken = sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
+        host = host - taken if config.budget_bytes else host  # else it is what is left already
+        device = None if device is None else device - beside.device_bytes
 
     def fits(other: MemoryPlan) -> bool:
         return other.total_bytes <= host and (device is None or other.device_bytes <= device)

@@ -16,7 +16,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, RequestError
 from edgeinfer.graph import build_graph, expected_types
-from edgeinfer.memory_planner import resolve
+from edgeinfer.memory_planner import MemoryPlan, resolve
 from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segments
 
 from .copying import FROM, TO
@@ -63,6 +63,8 @@ class OnnxRunner(Runner):
         As `provider_of` returns it.
     progress : callable, optional
         Called with (bytes done, bytes in all, name) while the model is lowered.
+    beside : MemoryPlan, optional
+        Of what has taken its memory before: this process, its budget and the device have so much less.
 
     Raises
     ------
@@ -74,12 +76,13 @@ class OnnxRunner(Runner):
         The bundle is damaged, cannot be lowered, or the cache cannot be written.
     """
 
-    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Progress | None = None):
+    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Progress | None = None,
+                 beside: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
         self.config = resolve(device_config(config, provider), self.model)
         self.isa = f"onnxruntime {provider.name}"
         planner = DevicePlanner(build_graph(self.model, expected_types(bundle.types), Recipe(())), provider)
-        self.plan = fit_device(planner, self.config)
+        self.plan = fit_device(planner, self.config, beside)
         self._turn, self._closed, self._process = threading.RLock(), False, os.getpid()
         ctx, slots, kv = int(self.config.ctx or 0), self.config.max_sequences, self.config.kv
         self.block_tokens = ctx
