@@ -28,6 +28,9 @@ SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
 tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
 """Guesses that a walk checks for a text at most: where nothing else is said, and of all that may be said."""
+DEVICES = CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
+"""Who runs a model: our own kernels; onnxruntime's CUDA provider; that one where it works, else our kernels;
+onnxruntime's CPU provider."""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checks import TEXT, checked
-from .config import Recipe, RuntimeConfig
+from .config import CPU, Recipe, RuntimeConfig
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def guesser(kind: str, draft: str | Path | Recipe | None, bundle: Bundle, tokeni
 
 def provider(device: str | None) -> Provider | None:
     """Return who runs a model instead of our own kernels; most runs have nobody and import nothing for it."""
-    if device in (None, "cpu"):
+    if device in (None, CPU):
         return None
     from .backends import provider_of
 

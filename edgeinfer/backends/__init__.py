@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
-    from .onnx.devices import DEVICES, PROVIDERS, Provider, provider_of
+    from .onnx.devices import PROVIDERS, Provider, provider_of
     from .onnx.export import ExportReport, export
     from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
     from .onnx.packages import check_wheels, import_onnxruntime
-    from .onnx.planning import DevicePlanner, device_config, fit_device, longest_ctx, most_sequences
+    from .onnx.planning import DevicePlanner, device_config, fit_device, longest_ctx, memory_of, most_sequences
     from .onnx.runner import OnnxRunner
     from .onnx.verify import Verified, is_export, verify_export
 
-__all__ = ["ATTENTIONS", "DEVICES", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport",
+__all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport",
            "Flavour", "OnnxRunner", "Provider", "Verified", "check_wheels", "device_config", "export", "fit_device",
-           "import_onnxruntime", "is_export", "longest_ctx", "most_sequences", "provider_of", "verify_export"]
+           "import_onnxruntime", "is_export", "longest_ctx", "memory_of",
+           "most_sequences", "provider_of", "verify_export"]
 __getattr__ = lazily(__name__, {
-    "onnx.devices": "DEVICES PROVIDERS Provider provider_of",
+    "onnx.devices": "PROVIDERS Provider provider_of",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
-    "onnx.planning": "DevicePlanner device_config fit_device longest_ctx most_sequences",
+    "onnx.planning": "DevicePlanner device_config fit_device longest_ctx memory_of most_sequences",
     "onnx.runner": "OnnxRunner",
     "onnx.verify": "Verified is_export verify_export",
 })

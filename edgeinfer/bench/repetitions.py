@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
 from .profile import make_profile
 from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
 from .traffic import bytes_per_token, operations_per_token
 
 if TYPE_CHECKING:
-    from ..runner import Sequence
+    from ..runner import Runner, Sequence
     from ..runtime import Session
     from .probe import MachineProbe
 
@@ -22,13 +23,13 @@ Progress = Callable[[int, int, str], None]
 """Called with (done, total, item)."""
 
 
-def measure(session: Session, probe: MachineProbe, cases: list[Case], repetitions: int, profile: bool = False,
+def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions: int, profile: bool = False,
             progress: Progress | None = None) -> Measurement:
     """Run every test several times, and the probe between.
 
     Parameters
     ----------
-    session : Session
+    session : Runner
         With a context long enough for all tests.
     probe : MachineProbe
         With the session's threads.
@@ -45,7 +46,7 @@ def measure(session: Session, probe: MachineProbe, cases: list[Case], repetition
         A profile is wanted where records cannot be timed.
     """
     if profile:
-        session.executor.check_clock()
+        own(session).executor.check_clock()
     run = _Run(session, probe, progress, len(cases) * (repetitions + 1 + profile))
     rows, profiles = [], []
     for case in cases:
@@ -59,7 +60,7 @@ def measure(session: Session, probe: MachineProbe, cases: list[Case], repetition
 class _Run:
     """A sequence that is filled to each depth once, and the readings so far."""
 
-    def __init__(self, session: Session, probe: MachineProbe, progress: Progress | None, total: int):
+    def __init__(self, session: Runner, probe: MachineProbe, progress: Progress | None, total: int):
         self.session, self.probe = session, probe
         self.sequence: Sequence = session.new_sequence()
         self.bandwidth: list[float] = []
@@ -94,13 +95,14 @@ class _Run:
     def profile(self, case: Case) -> Profile:
         self._tell(f"{case.name} profile")
         self._fill(case.depth)
-        executor = self.session.executor
+        session = own(self.session)
+        executor = session.executor
         executor.start_profile()
         try:
             self._once(case)
         finally:
             nanoseconds = executor.stop_profile()
-        return make_profile(self.session, case, [int(ns) for ns in nanoseconds])
+        return make_profile(session, case, [int(ns) for ns in nanoseconds])
 
     def _once(self, case: Case) -> float:
         """Return the seconds of one repetition; the sequence is as long as before afterwards."""
@@ -134,6 +136,15 @@ class _Run:
         if self._progress:
             self._progress(self._done, self._total, item)
         self._done += 1
+
+
+def own(runner: Runner) -> Session:
+    """Return a runner of our own kernels; raises `UsageError` for another, whose operations have no clock."""
+    from ..runtime import Session
+
+    if not isinstance(runner, Session):
+        raise UsageError(f"Records are those of our own kernels, and {runner.isa} runs the model; leave --profile out.")
+    return runner
 
 
 def _warm_up(case: Case) -> Case:

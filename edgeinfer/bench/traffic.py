@@ -11,6 +11,7 @@ from .results import GENERATE, Case
 
 if TYPE_CHECKING:
     from ..graph import Op
+    from ..runner import Runner
     from ..runtime import Record, Session
 
 
@@ -71,11 +72,20 @@ def _last_walk_only(record: Record) -> bool:
     return abi.COUNT_OUTPUTS in record.predicates
 
 
-def bytes_per_token(session: Session, case: Case) -> float:
+def bytes_per_token(runner: Runner, case: Case) -> float:
     """Bytes that memory must deliver for each token of a test."""
+    if not hasattr(runner, "program"):
+        walks = case.tokens if case.kind == GENERATE else math.ceil(case.tokens / runner.config.prefill_chunk)
+        request, depth = runner.plan.request, case.depth + case.tokens / 2
+        kv = runner.plan.region("kv").nbytes / (request.sequences * request.ctx) * depth
+        return walks * (runner.plan.region("weights").nbytes + kv) / case.tokens
+    session: Session = runner  # type: ignore[assignment]
     return math.fsum(record_bytes(session, case, record) for record in session.program.records) / case.tokens
 
 
-def operations_per_token(session: Session, case: Case) -> float:
-    """Int8 multiplications and additions of the matrices for each token of a test."""
+def operations_per_token(runner: Runner, case: Case) -> float:
+    """Int8 multiplications and additions of the matrices for each token of a test; none where others run the model."""
+    if not hasattr(runner, "program"):
+        return 0.0
+    session: Session = runner  # type: ignore[assignment]
     return math.fsum(record_operations(session, case, record) for record in session.program.records) / case.tokens

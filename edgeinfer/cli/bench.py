@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
+from ..config import CPU, DEFAULT_DRAFT_TOKENS, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import BudgetError, EdgeInferError, RequestError, UsageError
 from ..process import peak_rss_bytes
 from ..quant import WeightType
@@ -35,8 +35,10 @@ from .options import (
     MaxKld,
     Passes,
     PrefillChunk,
+    RunOn,
     Sparse,
     Threads,
+    kv_on,
     pruned,
 )
 from .output import print_json, say
@@ -44,9 +46,10 @@ from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
+    from ..backends import Provider
     from ..bench import Case, Measurement
     from ..bundle import Bundle
-    from ..runner import Ahead
+    from ..runner import Ahead, Runner
     from ..runtime import Session
 
 SHAPE_CTX = 1 << 17
@@ -73,7 +76,8 @@ JSON_FIELDS = {
         "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
         "weights_bytes": "length of weights.bin; with `weights` and `group_size` of the quantisation",
-        "isa": "instruction set; with `threads`, `kv`, `ctx`",
+        "device": "who ran the model, and `device_bytes` of its own memory that the plan has",
+        "isa": "instruction set, or the provider; with `threads`, `kv`, `ctx`",
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
         "`at_the_moment` (with the bandwidth or peak beside the test); `basis`, `error`, `error_source`; else null",
         "speculation": "with --speculate: `walks`, milliseconds of a walk over 1, 2, ... tokens, and `ratios` to one; "
@@ -121,6 +125,7 @@ def bench(
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
+    device: RunOn = CPU,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
     ] = False,
@@ -154,18 +159,23 @@ def bench(
       edgeinfer bench ./my-bundle -d 0,4096 --profile
       edgeinfer bench --shape llama-2-7b -r 3 --json
     """
+    from .. import opening
     from ..bench import make_cases
 
     tests = make_cases(numbers("-p", prompt), numbers("-n", generate), numbers("-d", depth))
     check_request(model, shape, weights, group_size, repetitions)
     check_speculation(speculate, draft, accept)
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
+    provider = opening.provider(device)
+    check_device(device, profile, speculate)
+    kv = kv_on(command, device, kv) or (provider.kv[0] if provider else kv)
+    no_startup = no_startup or provider is not None
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                            lazy=pruned(command, lazy, lazy_layers))
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
-        config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress)
+        config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress, provider)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
         if speculate:
@@ -225,6 +235,13 @@ def check_speculation(speculate: bool, draft: str | None, accept: float | None) 
         raise UsageError(f"--accept {accept} is out of range; it is a share, from 0 to 1.")
 
 
+def check_device(device: str, profile: bool, speculate: bool) -> None:
+    """Refuse what is measured of our own kernels alone."""
+    for option, asked in (("--profile", profile), ("--speculate", speculate)):
+        if asked and device != CPU:
+            raise UsageError(f"{option} is about our own kernels, and --device is {device}; leave one of them out.")
+
+
 def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int, repetitions: int,
                accept: float | None, progress: ProgressLine) -> dict[str, Any]:
     """Return the JSON object of walks over several tokens behind the longest context of the tests."""
@@ -276,7 +293,7 @@ def find_bundle(model: str | None, shape: str | None, weights: str, group_size: 
 
 def run_tests(
     path: Path, config: RuntimeConfig, max_kld: float, tests: list[Case], repetitions: int, profile: bool,
-    progress: ProgressLine
+    progress: ProgressLine, provider: Provider | None = None
 ) -> tuple[RuntimeConfig, dict[str, Any], Measurement]:
     """Open the bundle as `run` would and run the tests; returns how, and what is known beside the figures."""
     from ..bench import MachineProbe, measure, needed_ctx
@@ -287,7 +304,7 @@ def run_tests(
     with Bundle.open(path) as bundle:
         asked = replace(config, ctx=needed_ctx(tests, bundle.config.max_position_embeddings))
         choice = None
-        if bundle.approximates:
+        if bundle.approximates and not provider:
             from ..choice import choose
 
             choice = choose(bundle, asked, max_kld)
@@ -295,7 +312,7 @@ def run_tests(
         bundle.check_contents(threads, partial(progress, "load"))  # once, and no part of load_ms
     read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
     with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
-        session, bundle, load_ms = open_session(path, config, progress)
+        session, bundle, load_ms = open_runner(path, config, progress, provider)
         try:
             cost = approximation(session, config != asked)
             announce(session, choice, cost, max_kld)
@@ -307,6 +324,7 @@ def run_tests(
                 "cold_bytes": session.plan.cold.cold_bytes if session.plan.cold else 0,
                 "decision": choice and choice.report(), "quality": cost,
                 "peak_rss_bytes": None if peak is None else peak - probe.read_bytes, "probe_bytes": probe.read_bytes,
+                "device": provider.device if provider else CPU, "device_bytes": session.plan.device_bytes,
                 "isa": session.isa, "threads": threads, "kv": config.kv, "ctx": config.ctx,
                 "weights_bytes": bundle.weights_bytes, "weights": bundle.quantisation.weights,
                 "group_size": bundle.quantisation.group_size,
@@ -315,20 +333,19 @@ def run_tests(
             session.close()
 
 
-def open_session(path: Path, config: RuntimeConfig, progress: ProgressLine) -> tuple[Session, Bundle, float]:
+def open_runner(path: Path, config: RuntimeConfig, progress: ProgressLine,
+                provider: Provider | None) -> tuple[Runner, Bundle, float]:
     """Open a bundle; returns the milliseconds that it took, too."""
+    from .. import opening
     from ..bundle import Bundle
-    from ..offload import placer
-    from ..runtime import Session
 
     began = time.perf_counter()
-    bundle = Bundle.open(path)
-    try:
-        session = Session(bundle, config, loading=partial(progress, "load"), place=placer(bundle))
-    except BaseException:
-        bundle.close()
-        raise
-    return session, bundle, 1000 * (time.perf_counter() - began)
+    with ExitStack() as opened:
+        bundle = opened.enter_context(Bundle.open(path))
+        runner = (opening.opened_on(provider, bundle, config, None, progress, opened)[0] if provider
+                  else opening.session(bundle, config, progress, None))
+        opened.pop_all()
+    return runner, bundle, 1000 * (time.perf_counter() - began)
 
 
 def first_token(path: Path, config: RuntimeConfig, threads: int) -> float | None:

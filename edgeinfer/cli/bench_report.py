@@ -20,7 +20,7 @@ MOST_OPERATIONS = 16
 def bench_object(report: dict[str, Any], measured: Measurement) -> dict[str, Any]:
     """Return the JSON object of a run."""
     out = {
-        **report, "rows": [row_object(row, measured) for row in measured.rows],
+        **report, "rows": [row_object(row, measured, not report["device_bytes"]) for row in measured.rows],
         "bandwidth_gbs": measured.bandwidth_gbs, "bandwidth_low_gbs": min(measured.bandwidth),
         "bandwidth_high_gbs": max(measured.bandwidth), "bandwidth_readings": len(measured.bandwidth),
         "int8_peak_gops": measured.int8_peak_gops,
@@ -30,11 +30,12 @@ def bench_object(report: dict[str, Any], measured: Measurement) -> dict[str, Any
     return out
 
 
-def row_object(row: Row, measured: Measurement) -> dict[str, Any]:
-    """Return the JSON object of one test."""
+def row_object(row: Row, measured: Measurement, here: bool = True) -> dict[str, Any]:
+    """Return the JSON object of one test; it has shares of this machine's bandwidth where its memory was read."""
+    shares = {"mbu": measured.mbu(row), "mbu_paired": row.mbu_paired} if here else {"mbu": None, "mbu_paired": None}
     return {
         "test": row.case.name, "t_per_s": row.t_per_s, "stddev": row.stddev, "samples": list(row.samples),
-        "bytes_per_token": round(row.bytes_per_token), "mbu": measured.mbu(row), "mbu_paired": row.mbu_paired,
+        "bytes_per_token": round(row.bytes_per_token), **shares,
         "bandwidth_gbs": statistics.median(row.bandwidth), "operations_per_token": round(row.operations_per_token),
         "int8_share": row.int8_share,
     }
@@ -95,7 +96,7 @@ def print_report(out: dict[str, Any], measured: Measurement) -> None:
     for row in out["rows"]:
         share = "" if row["int8_share"] is None or not row["test"].startswith("pp") else f"{row['int8_share']:.0%}"
         rows.append((row["test"], f"{row['t_per_s']:.2f} ± {row['stddev']:.2f}", format_size(row["bytes_per_token"]),
-                     f"{row['mbu_paired']:.0%}", share))
+                     "" if row["mbu_paired"] is None else f"{row['mbu_paired']:.0%}", share))
     print_table(rows, right=[1, 2, 3, 4])
     print()
     print_table(_figures(out))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from ..checks import NATS, checked
-from ..config import KV_TYPES, Recipe, RuntimeConfig
+from ..config import CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from ..pruning import LEAST_PROMPT, Schedule, calibrated
@@ -29,16 +29,19 @@ from .options import (
     LazyLayers,
     Model,
     Passes,
+    RunOn,
     Sparse,
     Threads,
+    kv_on,
     pruned,
 )
 from .output import print_json, print_table
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
+    from ..backends import Provider
     from ..evaluate import Evaluation
-    from ..runtime import Session
+    from ..runner import Runner
 
 MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
 """Longest text, and what is read beyond the bytes that surely hold the tokens, so that none is cut."""
@@ -98,6 +101,10 @@ def evaluate(
     attention: Attention = None,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
+    device: RunOn = CPU,
+    reference_device: Annotated[
+        str, typer.Option("--reference-device", metavar="|".join(DEVICES), help="Who runs the reference.")
+    ] = CPU,
     lazy_target: Annotated[
         float | None,
         typer.Option("--lazy-target", metavar="NATS", show_default=False,
@@ -124,12 +131,19 @@ def evaluate(
       edgeinfer eval ./my-bundle --text held_out.txt
       edgeinfer eval ./my-bundle --text held_out.txt --reference ./my-f32-bundle --json
     """
+    from .. import opening
     from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
     from ..evaluate import evaluate as measure
     from ..graph import without_approximations
     from ..quality import Setting, measured_identity, measurement, remember
     from ..runtime import everywhere
 
+    provider, other_provider = opening.provider(device), None
+    if reference:
+        other_provider = opening.provider(reference_device)
+    elif reference_device != CPU:
+        raise UsageError(f"--reference-device {reference_device} is about a reference; add --reference MODEL.")
+    kv = kv_on(command, device, kv) or (provider.kv[0] if provider else kv)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
@@ -145,7 +159,7 @@ def evaluate(
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
-        session, tokenizer = open_session(stack, model, every, progress)
+        session, tokenizer = open_runner(stack, model, every, progress, provider)
         if setting:
             setting = Setting.of_run(replace(own, lazy=session.config.lazy))  # with its boundaries in their places
             kept = kept and setting
@@ -153,7 +167,7 @@ def evaluate(
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once
             left = None if limit is None else max(limit - more, 1)
-            other = open_session(stack, reference, config(budget_bytes=left, **exact), progress)[0]
+            other = open_runner(stack, reference, config(budget_bytes=left, **exact), progress, other_provider)[0]
             planned = more + other.plan.total_bytes
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
         most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
@@ -188,7 +202,7 @@ def _searched(lazy: str | None, layers: str | None, target: float) -> Schedule:
     return Schedule.parse("keep=" + ",".join("1" * n), layers)
 
 
-def _calibrate(session: Session, measured: Callable[[], Evaluation], target: float) -> tuple[Schedule, Evaluation]:
+def _calibrate(session: Runner, measured: Callable[[], Evaluation], target: float) -> tuple[Schedule, Evaluation]:
     """Find the schedule for a divergence; returns it with its evaluation."""
     found: dict[Schedule, Evaluation] = {}
     stages = session.stages
@@ -204,22 +218,23 @@ def _calibrate(session: Session, measured: Callable[[], Evaluation], target: flo
     return schedule, found[schedule]
 
 
-def open_session(
-    stack: ExitStack, model: str, config: RuntimeConfig, progress: ProgressLine
-) -> tuple[Session, Any]:
+def open_runner(stack: ExitStack, model: str, config: RuntimeConfig, progress: ProgressLine,
+                provider: Provider | None = None) -> tuple[Runner, Any]:
     """Open a model for scoring, to be closed by the stack; returns it with its tokenizer."""
+    from .. import opening
     from ..bundle import Bundle
     from ..models import resolve
-    from ..offload import placer
-    from ..runtime import Session
     from ..text import Tokenizer
 
     path = resolve(model, progress)
     bundle = stack.enter_context(Bundle.open(path))
-    session = Session(bundle, config, progress=partial(progress, "compile"), loading=partial(progress, "load"),
-                      place=placer(bundle))
-    stack.callback(session.close)
-    return session, Tokenizer.open(path, {"bos_token_id": session.model.bos_token_id})
+    runner: Runner
+    if provider:
+        runner = opening.opened_on(provider, bundle, config, None, progress, stack)[0]
+    else:
+        runner = opening.session(bundle, config, progress, None)
+        stack.callback(runner.close)
+    return runner, Tokenizer.open(path, {"bos_token_id": runner.model.bos_token_id})
 
 
 def open_text(path: Path) -> BinaryIO:

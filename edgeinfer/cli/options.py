@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from ..config import (
+    CPU,
     DEFAULT_DRAFT_TOKENS,
+    DEVICES,
     GROUP_SIZES,
     HEAD_MODES,
     KV_TYPES,
@@ -16,6 +18,7 @@ from ..config import (
     SPECULATIONS,
     WEIGHT_TYPES,
     Recipe,
+    RuntimeConfig,
 )
 from ..errors import UsageError
 from ..pruning import Schedule, asked
@@ -59,6 +62,14 @@ Budget = Annotated[str | None, option(
 Device = Annotated[str | None, option(
     "--device", metavar="NAME",
     help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]")]
+PlanOn = Annotated[str | None, option(
+    "--device", metavar="NAME",
+    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them. Of this machine cuda and onnx-cpu, "
+         "as for run.  [default: this machine, probed]")]
+RunOn = Annotated[str, typer.Option(
+    "--device", metavar="|".join(DEVICES), show_default=False,
+    help="Who runs the model: our own kernels, or onnxruntime's CUDA or CPU provider; auto takes cuda where it "
+         "works.  [default: cpu]")]
 Mlock = Annotated[bool, option("--mlock", help="Lock the weights into memory, so that the system cannot drop them.")]
 NoMmap = Annotated[bool, option("--no-mmap", help="Copy the weights into memory instead of mapping them.")]
 DEFAULT_RECIPE = str(Recipe())
@@ -176,6 +187,14 @@ def guessing(command: typer.Context, speculate: str, draft: str | None, beams: i
     if chosen and drafted:
         raise UsageError(f"--speculate {speculate} needs no draft model, and --draft is given; leave one of them out.")
     return ("auto", draft) if drafted else (speculate, None)
+
+
+def kv_on(command: typer.Context, device: str, kv: str) -> str | None:
+    """Return the type of the KV cache that was asked for; None for what a device other than cpu takes by itself, where
+    nobody asked: the default of cpu, also where it stands in the variable, is none that others have.
+    """
+    asked = device == CPU or kv != RuntimeConfig.kv or _source(command, "kv") == "COMMANDLINE"
+    return kv if asked else None
 
 
 def _source(command: typer.Context, name: str) -> str:

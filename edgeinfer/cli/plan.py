@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import BEAMS, MAX_KLD, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
+from ..config import BEAMS, CPU, CUDA, MAX_KLD, ONNX_CPU, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
@@ -43,7 +43,7 @@ def plan(
             "(only config.json is fetched).",
         ),
     ] = None,
-    device: options.Device = None,
+    device: options.PlanOn = None,
     ctx: options.Ctx = None,
     budget: options.Budget = None,
     weights: options.Weights = None,
@@ -76,7 +76,8 @@ def plan(
     Every region of memory has its bytes and the reason for them; `run` takes exactly these, up front. The budget is
     --budget, else the memory of --device, else what this system can give now. A plan that does not fit is printed too,
     with what would fit instead, and the exit code is 3. Contexts beyond the model's own limit are planned, with a
-    remark: `run` refuses them.
+    remark: `run` refuses them. With --device cuda or onnx-cpu the plan is that of a run on onnxruntime, and regions of
+    the kind device are in the GPU's memory.
 
     \b
     Examples:
@@ -104,8 +105,19 @@ def plan(
                            lazy=options.pruned(command, lazy, lazy_layers))
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
-    profile = None if device is None else load_profile(device)
+    if device in (CUDA, ONNX_CPU):
+        from .plan_device import planned_on
+
+        on_kv = options.kv_on(command, device, kv)
+        report = planned_on(device, model, (weights, group_size), config, on_kv)
+        return _printed(report, json)
+    profile = None if device in (None, CPU) else load_profile(str(device))
     report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft)
+    return _printed(report, json)
+
+
+def _printed(report: dict[str, Any], json: bool) -> int:
+    """Print a report and return the exit code."""
     if json:
         print_json(report)
     else:

@@ -23,7 +23,8 @@ JSON_FIELDS = {
         "ctx": "context in tokens",
         "kv": "type of the KV cache",
         "threads": "worker threads",
-        "device": "as given, or null",
+        "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
+        "`device_budget_bytes` (the GPU's memory, null where none is found) and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
         "resident_bytes": "part of it that stays taken until the end",
@@ -138,6 +139,8 @@ def bar_lines(report: dict[str, Any]) -> list[str]:
     whole = max(report["total_bytes"], report["budget_bytes"])
     bar, end = "", 0
     for region in report["regions"]:
+        if region["kind"] == "device":
+            continue
         end += region["bytes"]
         bar += MARKS.get(region["name"], region["name"][:1]) * (round(BAR * end / whole) - len(bar))
     limit = max(1, round(BAR * report["budget_bytes"] / whole))
@@ -157,6 +160,12 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     left = report["remaining_bytes"]
     verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
     yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
+    if report.get("device_bytes"):
+        has = report["device_budget_bytes"]
+        of = "of a GPU whose memory is not known here" if has is None else f"of {format_size(has)}"
+        yield f"GPU      {format_size(report['device_bytes'])} {of}"
+    if report.get("max_sequences") is not None:
+        yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
     if lazy := report["lazy"]:
         yield from folded(f"{lazy['said']}; {lazy['assumed']}", "pruned   ")

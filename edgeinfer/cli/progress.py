@@ -11,14 +11,14 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
-    "wait": "waiting", "export": "exporting",
+    "wait": "waiting", "export": "exporting", "lower": "lowering the model for onnxruntime",
     "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",
     "capture": "reading activations", "factors": "computing predictors", "thresholds": "choosing thresholds",
         "ranks": "comparing ranks", "screen": "computing the screen",
     "price": "measuring divergence", "calibration": "running random models", "full load": "working at full load",
 }
-IN_BYTES = ("download", "convert", "verify", "write", "load", "export")
+IN_BYTES = ("download", "convert", "verify", "write", "load", "export", "lower")
 REPEAT_SECONDS = 0.1
 SILENT_SECONDS = 0.3
 """What takes no longer is not worth a line."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import PATH, checked
-from ..config import MAX_KLD, GenerationConfig, RuntimeConfig
+from ..config import CPU, MAX_KLD, GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
 from . import options, streaming
@@ -74,6 +74,7 @@ def run(
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
+    device: options.RunOn = CPU,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -139,10 +140,11 @@ def run(
 
         began = time.perf_counter()
         llm = LLM(
-            model, ctx=ctx, budget=budget, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=samples,
-            beams=beams, own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
+            model, ctx=ctx, budget=budget, kv=options.kv_on(command, device, kv), threads=threads,
+            prefill_chunk=prefill_chunk, max_sequences=samples, beams=beams,
+            own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
-            draft_tokens=draft_tokens, draft=draft, lazy=schedule, progress=progress,
+            draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

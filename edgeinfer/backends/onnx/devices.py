@@ -6,15 +6,13 @@ import ctypes
 import sys
 from typing import Any, NamedTuple
 
+from edgeinfer.config import AUTO, CUDA, DEVICES, ONNX_CPU
 from edgeinfer.errors import UsageError
 from edgeinfer.process import say
 
 from .driver import check_driver
 from .packages import check_wheels, import_onnxruntime, installed
 
-CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
-DEVICES = (CPU, CUDA, AUTO, ONNX_CPU)
-"""``cpu``: our own kernels; ``cuda`` and ``onnx-cpu``: onnxruntime's providers; ``auto``: cuda where it works."""
 LIBRARIES = {"libcudart.so.13": "nvidia-cuda-runtime", "libcublasLt.so.13": "nvidia-cublas",
              "libcublas.so.13": "nvidia-cublas", "libcurand.so.10": "nvidia-curand",
              "libcudnn.so.9": "nvidia-cudnn-cu13"}

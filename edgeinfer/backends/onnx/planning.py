@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import CUDA, Recipe, RuntimeConfig
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import Graph
 from edgeinfer.memory_planner import (
@@ -27,7 +27,7 @@ from edgeinfer.memory_planner import (
 from edgeinfer.sizes import format_size
 
 from .data import data_bytes
-from .devices import CUDA, Provider
+from .devices import Provider
 from .driver import read_gpu
 from .flavour import Flavour, Heads
 from .lowering import Lowering
@@ -118,11 +118,32 @@ class DevicePlanner:
         scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
         return rows + scores if cuda else 2 * (rows + scores)
 
+    def smaller(self, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> Iterator[Alternative]:
+        """Yield smaller requests that fit: a shorter context."""
+        if ctx := longest_ctx(self, config, fits, min(int(config.ctx or 0), self.graph.config.max_position_embeddings)):
+            yield Alternative({"ctx": ctx}, self.plan(to_request(config, ctx)).total_bytes)
 
-def budgets(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
-    """Return the memory that this process may take, and the device's; None where that is this process."""
+    def refusal(self, plan: MemoryPlan, host: int, device: int | None, options: list[Alternative]) -> str:
+        """The sentence for a plan that does not fit."""
+        here = plan.total_bytes > host
+        needs, has = (plan.total_bytes, host) if here else (plan.device_bytes, device or 0)
+        advice = "Fits: " + "; ".join(map(str, options)) if options else "Nothing smaller of this model fits"
+        return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
+                f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; or "
+                "run with --device cpu.")
+
+
+def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
+    """Return the memory that this process may take, and the device's; None where that is this process, or no GPU is
+    found here.
+    """
     host = process_budget() if config.budget_bytes is None else config.budget_bytes
-    return host, read_gpu().total_bytes if provider.device == CUDA else None
+    if provider.device != CUDA:
+        return host, None
+    try:
+        return host, read_gpu().total_bytes
+    except UsageError:  # a run is refused before it plans
+        return host, None
 
 
 def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
@@ -135,7 +156,7 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
     """
     config = resolve(config, planner.graph.config)
     plan = planner.plan(to_request(config))
-    host, device = budgets(planner.provider, config)
+    host, device = memory_of(planner.provider, config)
     if beside:
         taken = sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
         host = host - taken if config.budget_bytes else host  # else it is what is left already
@@ -146,22 +167,9 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
 
     if fits(plan):
         return plan
-    short = plan.total_bytes > host
-    needed, has = (plan.total_bytes, host) if short else (plan.device_bytes, device or 0)
-    options = list(smaller(planner, config, fits))
-    advice = "Fits: " + "; ".join(map(str, options)) if options else "Nothing smaller of this model fits"
-    where = "this process" if short else "the GPU"
-    raise BudgetError(f"The run needs {format_size(needed)} of {where}'s memory, which has {format_size(has)}; layers "
-                      f"are not streamed on device {planner.provider.device}. {advice}; or run with --device cpu.",
-                      plan, has, tuple(options))
-
-
-def smaller(planner: DevicePlanner, config: RuntimeConfig,
-            fits: Callable[[MemoryPlan], bool]) -> Iterator[Alternative]:
-    """Smaller requests that fit: a shorter context."""
-    if ctx := longest_ctx(planner, config, fits, int(config.ctx or 0)):
-        plan = planner.plan(to_request(config, ctx))
-        yield Alternative({"ctx": ctx}, plan.total_bytes)
+    options = list(planner.smaller(config, fits))
+    short = host if plan.total_bytes > host else device or 0
+    raise BudgetError(planner.refusal(plan, host, device, options), plan, short, tuple(options))
 
 
 def longest_ctx(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool],

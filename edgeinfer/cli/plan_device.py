@@ -1,0 +1,74 @@
+"""`edgeinfer plan --device cuda`: the regions of a run on onnxruntime, of this process and of its device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import CUDA, Recipe, RuntimeConfig
+from ..errors import BudgetError, UsageError
+from .output import alternative_object
+
+if TYPE_CHECKING:
+    from ..memory_planner import MemoryPlan
+
+
+def planned_on(device: str, name: str, stored: tuple[str | None, int | None], config: RuntimeConfig,
+               kv: str | None) -> dict[str, Any]:
+    """Return the JSON object of `plan` for a device of onnxruntime; nothing of it needs that package or a GPU.
+
+    Raises `UsageError` for what the device cannot do.
+    """
+    from ..backends import PROVIDERS, DevicePlanner, device_config, longest_ctx, memory_of, most_sequences
+    from ..describe import describe
+    from ..memory_planner import default_ctx, default_threads, to_request
+
+    provider = PROVIDERS[device]
+    config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
+    model = describe(name, *stored, Recipe(()))
+    if not model.runnable:
+        raise UsageError(f"{model.name} is a shape only ({model.reason}), which no device of onnxruntime runs; plan it "
+                         "without --device.")
+    own = model.config.max_position_embeddings
+    config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=config.threads or default_threads())
+    planner = DevicePlanner(model.graph, provider)
+    plan = planner.plan(to_request(config))
+    host, memory = memory_of(provider, config)
+
+    def fits(other: MemoryPlan) -> bool:
+        return other.total_bytes <= host and (memory is None or other.device_bytes <= memory)
+
+    longest = longest_ctx(planner, config, fits, own)
+    options = [] if fits(plan) else list(planner.smaller(config, fits))
+    report = {
+        "model": model.name, "source": model.source, "runnable": True, "fits": fits(plan),
+        "parameters": model.parameters, "weights": model.quantisation.weights,
+        "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
+        "device": device,
+        "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
+        "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes, "mapped_bytes": plan.mapped_bytes,
+        "reclaimable_bytes": plan.reclaimable_bytes, "budget_bytes": host,
+        "budget_source": "--budget" if config.budget_bytes else "what this system can give now",
+        "remaining_bytes": host - plan.total_bytes, "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
+        "max_ctx": longest,
+        "max_sequences": None if device == CUDA and memory is None else most_sequences(planner, config, fits),
+        "model_ctx": own,
+        "pure_weight_bytes": round(model.pure_weight_bytes(4)),
+        "kv_bytes_per_position": plan.region("kv").nbytes // (plan.request.sequences * plan.request.ctx),
+        "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": None,
+        "notes": _notes(device, memory, config, own), "neurons": None, "lazy": None, "decision": None,
+    }
+    if not report["fits"]:
+        report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}
+    return report
+
+
+def _notes(device: str, memory: int | None, config: RuntimeConfig, own: int) -> list[str]:
+    notes = []
+    if device == CUDA:
+        notes.append("What CUDA takes for itself is an estimate from documents; it was not measured yet.")
+        if memory is None:
+            notes.append("No GPU was found here, so that only this process's side is compared with what there is.")
+    if (config.ctx or 0) > own:
+        notes.append(f"The context of {config.ctx} tokens is longer than the model's {own}: run refuses it.")
+    return notes
