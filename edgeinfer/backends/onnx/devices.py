@@ -35,6 +35,8 @@ class Provider(NamedTuple):
     """Of the session."""
     kv: tuple[str, ...]
     """Types of the KV cache, and so of the model; the first where nothing is asked for."""
+    graphs: bool = False
+    """Whether decode steps are recorded and replayed."""
 
 
 PROVIDERS = {
@@ -42,10 +44,11 @@ PROVIDERS = {
     CUDA: Provider(
         CUDA, "CUDAExecutionProvider", "cuda",
         # the default arena rounds up to powers of two: 173 MB of weights took 269 MB (1.31.1)
-        {"device_id": "0", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"},
+        {"device_id": "0", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0",
+         "enable_cuda_graph": "1"},
         {"session.disable_cpu_ep_fallback": "1",  # else a broken installation gives a session on the CPU
          "session.use_device_allocator_for_initializers": "1", "ep.cuda.fpa_intb_gemm": "1"},
-        ("f16",)),
+        ("f16",), True),
 }
 
 

@@ -38,6 +38,8 @@ LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 600_000_000
 """Of this process: onnxruntime on its CPU provider (52 MB measured); with CUDA's libraries (an estimate)."""
 CONTEXT_BYTES = 500_000_000
 """Of a GPU's memory: CUDA's context and the code of the libraries (an estimate)."""
+GRAPH_BYTES = 10_000_000
+"""Of the graph of a decode step, by number of slots (an estimate)."""
 BLOCK = 16
 """Tokens in which contexts that fit are given."""
 
@@ -101,7 +103,8 @@ class DevicePlanner:
                      f"{kv}, {request.sequences} slots of {request.ctx} positions, {slot} bytes each", here)
         yield Region("arena", self._arena(request, cuda), f"activations of {request.tokens} tokens, at most", here)
         if cuda:
-            yield Region("context", CONTEXT_BYTES, "CUDA's context and code, an estimate", DEVICE)
+            yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * request.sequences,
+                         f"CUDA's context and code, {request.sequences} graphs of decode steps, an estimate", DEVICE)
             yield Region("staging", max(one.nbytes for one in stored) + slot * request.sequences
                          // (2 * c.num_hidden_layers), "the largest tensor, and a layer's slots, on their way")
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")

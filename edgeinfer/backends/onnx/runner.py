@@ -25,10 +25,10 @@ from .devices import Provider, open_session
 from .flavour import Heads
 from .planning import DevicePlanner, device_config, fit_device
 from .slots import Pool, Slabs
+from .step import PAST, PRESENT, Step, run_options
 from .stored import COPY, MODEL, model_folder
 
 Logits = NDArray[np.float32]
-PAST, PRESENT = "past_key_values.", "present."
 
 
 class _Call(NamedTuple):
@@ -93,10 +93,11 @@ class OnnxRunner(Runner):
             folder = model_folder(bundle, planner.flavour(kv), self.slabs.names, progress)
             self._session = open_session(str(folder / MODEL), provider, int(self.config.threads or 1))
             self._copies = open_session(str(folder / COPY), provider, 1)
-            self._options = _run_options()
+            self._options = run_options(provider)
             opened.pop_all()
         self.pool = Pool(slots)
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._chunks: dict[int, Any] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
         self._staged = np.zeros((max(self.config.outputs, 1), self.model.vocab_size), np.float32)
         self._logits = np.zeros((self.config.outputs, self.model.vocab_size), np.float32)
 
@@ -116,7 +117,7 @@ class OnnxRunner(Runner):
                 target = self.pool.hold(copy)
                 binding = self._copies.io_binding()
                 self.slabs.bind(binding, sequence.blocks[0], 1, FROM, TO, target)
-                self._run_bound(self._copies, binding)
+                self._run_bound(self._copies, binding, self._options)
             copy.tokens = list(sequence.tokens)
         copy.decoded = sequence.decoded
         return copy
@@ -151,9 +152,11 @@ class OnnxRunner(Runner):
     def close(self) -> None:
         """End a walk that runs and let go of all memory; callable twice, and from any thread."""
         self._closed = True
-        self._options.terminate = True  # of a call that runs in another thread
+        for options in (self._options, *(step.options for step in tuple(self._steps.values()))):
+            options.terminate = True  # of a call that runs in another thread
         with self._turn:
-            self._bindings.clear()
+            self._chunks.clear()
+            self._steps.clear()
             self._session = self._copies = None
             self.slabs.close()
             self._staged = self._logits = np.zeros((0, 0), np.float32)
@@ -223,35 +226,41 @@ class OnnxRunner(Runner):
 
     def _run(self, call: _Call) -> None:
         """Run the model, and put the logits into the walk's rows."""
-        count, rows = len(call.ids), call.rows or [call.ids.size - 1]  # none at all is a product without rows
-        key = (call.first, count)
-        if key not in self._bindings:
-            self._bindings[key] = self._session.io_binding()
-            self.slabs.bind(self._bindings[key], *key, PAST, PRESENT)
-        binding = self._bindings[key]
+        if call.ids.shape[1] == 1:
+            self._run_step(call)
+            return
+        rows = call.rows or [call.ids.size - 1]  # none at all would be a product without rows
+        binding = self._chunks.get(call.first)
+        if binding is None:
+            binding = self._chunks[call.first] = self._session.io_binding()
+            self.slabs.bind(binding, call.first, 1, PAST, PRESENT)
         for name, values in (("input_ids", call.ids), ("seqlens_k", call.ends - 1),
                              ("total_sequence_length", call.ends.max(keepdims=True)),
                              ("output_rows", np.array(rows, np.int64))):
             binding.bind_cpu_input(name, values)
         binding.bind_output("logits", "cpu", 0, np.float32, [len(rows), self.model.vocab_size],
                             self._staged.ctypes.data)
-        self._run_bound(self._session, binding)
+        self._run_bound(self._session, binding, self._options)
         if call.targets:
             self._logits[call.targets] = self._staged[: len(rows)]
 
-    def _run_bound(self, session: Any, binding: Any) -> None:
+    def _run_step(self, call: _Call) -> None:
+        key = (call.first, len(call.ids))
+        step = self._steps.get(key)
+        if step is None:
+            step = Step(self._session, self.provider, self.slabs, *key, self.model.vocab_size, len(self._steps) + 1)
+            self._steps[key] = step
+        step.write(call.ids, call.ends)
+        self._run_bound(self._session, step.binding, step.options)
+        if call.targets:
+            self._logits[call.targets] = step.logits()[call.rows]
+
+    def _run_bound(self, session: Any, binding: Any, options: Any) -> None:
         try:
-            session.run_with_iobinding(binding, self._options)
+            session.run_with_iobinding(binding, options)
         except Exception as error:  # pybind's own classes, and RuntimeError
             self._check_open()
             said = " ".join(str(error).split())[:300]
             raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: {said} If "
                                  "that goes on, open the model again.") from None
 
-
-def _run_options() -> Any:
-    import onnxruntime
-
-    options = onnxruntime.RunOptions()
-    options.log_severity_level = 4
-    return options
