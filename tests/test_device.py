@@ -409,6 +409,28 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.code == 2 and "attention in f32 does not exist there" in told.sentence
 
 
+@needs_onnxruntime
+def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole check on the CPU provider; without a GPU every part of it is said not to have run."""
+    from benchmarks import gpu_check
+
+    quick = gpu_check.QUICK.__class__((1, 2), (0, 8), (16,), (1, 3), 4, 16, 0)
+    monkeypatch.setattr(gpu_check, "QUICK", quick)
+    assert gpu_check.main(["--device", "onnx-cpu", "--models", "demo", "--quick", "--out", str(tmp_path / "o")]) == 0
+    rows = json.loads((tmp_path / "o").read_text())
+    assert [row["verdict"] for row in rows if row["wanted"]] == ["ok"] * 3
+    whats = " ".join(row["what"] for row in rows)
+    for part in ("f16 beside", "2 sequences at depth 8", "prompt of 16", "3 arriving", "growth"):
+        assert part in whats
+    assert gpu_check.main(["--out", str(tmp_path / "o")]) == 0
+    assert {row["verdict"] for row in json.loads((tmp_path / "o").read_text())} == {"not run"}
+    assert capsys.readouterr().out.count("which has no CUDA provider") == len(gpu_check.PARTS)
+    late = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--minutes", "0", "--out", str(tmp_path / "o")]
+    assert gpu_check.main(late) == 0
+    assert {row["found"] for row in json.loads((tmp_path / "o").read_text())} == {"out of time"}
+
+
 def test_ctypes_is_what_the_driver_is_read_with() -> None:
     """The stand-in above takes the same arguments as the library."""
     assert ctypes.byref(ctypes.c_int(3))._obj.value == 3  # type: ignore[attr-defined]

@@ -54,6 +54,23 @@ def read_gpu() -> Gpu:
     return Gpu(name.value.decode(errors="replace"), (major.value, minor.value), int(total.value), version.value)
 
 
+def gpu_free_bytes() -> int:
+    """Return the free memory of the first GPU, whoever holds the rest; makes CUDA's context of this process.
+
+    Raises `UsageError` where the driver does not say.
+    """
+    cuda, context, free, total = load_driver(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    gone = ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) or cuda.cuCtxPushCurrent_v2(context):
+        raise UsageError("NVIDIA's driver gives this process no context; see nvidia-smi.")
+    failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(gone))
+    cuda.cuDevicePrimaryCtxRelease_v2(0)
+    if failed:
+        raise UsageError("NVIDIA's driver does not say how much memory is free; see nvidia-smi.")
+    return int(free.value)
+
+
 def check_driver(wheel: str, version: str) -> Gpu:
     """Return the GPU; raises `UsageError` where driver or GPU are none that the wheel of onnxruntime has code for."""
     gpu = read_gpu()

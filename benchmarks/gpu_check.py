@@ -1,0 +1,349 @@
+"""All that is to be run on a GPU, in one command: placement, kernels, numerics, speed, arrivals, memory, endurance.
+
+    python benchmarks/gpu_check.py [--device cuda] [--models NAME ...] [--minutes 25] [--out FILE.json]
+
+Prints a table with what was found beside what is wanted; what could not be run says why. Without a GPU all of it is
+"not run". `--device onnx-cpu --models demo --quick` runs the same code on onnxruntime's CPU provider, where figures of speed
+mean nothing. Models are shapes with random weights, which are written into the cache once, or bundles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `python benchmarks/gpu_check.py` in a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, gpu_free_bytes, provider_of  # noqa: E402
+from edgeinfer.bench import token_ids  # noqa: E402
+from edgeinfer.bundle import Bundle  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
+from edgeinfer.errors import EdgeInferError  # noqa: E402
+from edgeinfer.process import peak_rss_bytes  # noqa: E402
+from edgeinfer.runner import Sequence  # noqa: E402
+
+MODELS = ["tinyllama-1.1b", "llama-2-7b"]
+F16, MEMORY_SHARE, MEMORY_BYTES = 5e-3, 0.03, 200_000_000
+"""Wanted: of the largest logit; planned beside measured memory, whichever of the two allows more."""
+DEBUG = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1", "ORT_FPA_INTB_DEBUG": "1"}
+H200_SPEEDS = {("llama-2-7b", 1): 400.0, ("llama-2-7b", 32): 3000.0}
+"""Tokens a second at depth 0 that are wanted on an H200, by model and sequences."""
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    what: str
+    found: str
+    wanted: str = ""
+    verdict: str = ""
+    """ok, missed, not run, or empty where nothing is wanted."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    sequences: tuple[int, ...] = (1, 8, 32)
+    depths: tuple[int, ...] = (0, 4096)
+    prompts: tuple[int, ...] = (512, 4096)
+    arrivals: tuple[int, ...] = (1, 8, 32, 64)
+    steps: int = 64
+    prompt: int = 256
+    """Of those who arrive."""
+    load_seconds: float = 180
+
+
+QUICK = Sizes((1, 2), (0, 32), (16, 64), (1, 3), 4, 16, 1)
+
+
+class Check:
+    """The rows so far, and the time that is left."""
+
+    def __init__(self, provider: Provider, sizes: Sizes, minutes: float):
+        self.provider, self.sizes, self.rows = provider, sizes, list[Row]()
+        self._until = time.monotonic() + 60 * minutes
+
+    def add(self, what: str, found: str, wanted: str = "", good: bool | None = None) -> None:
+        """Add a line and print it."""
+        self.rows.append(Row(what, found, wanted, "" if good is None else "ok" if good else "missed"))
+        print_row(self.rows[-1])
+
+    def section(self, what: str, run: Callable[[], None]) -> None:
+        """Run a part of the check; whatever goes wrong in it is a line, and the next part follows."""
+        if time.monotonic() > self._until:
+            self.rows.append(Row(what, "out of time", verdict="not run"))
+            print_row(self.rows[-1])
+            return
+        try:
+            run()
+        except EdgeInferError as error:
+            self.rows.append(Row(what, str(error), verdict="missed"))
+            print_row(self.rows[-1])
+        gc.collect()  # memory of a runner that failed
+
+
+def print_row(row: Row) -> None:
+    """One line of a Markdown table."""
+    print("| " + " | ".join(value.replace("|", "/") for value in asdict(row).values()) + " |", flush=True)
+
+
+def bundle_of(name: str) -> Path:
+    """A bundle, or one with random weights of a shape."""
+    from edgeinfer.cli.bench import find_bundle
+    from edgeinfer.cli.progress import ProgressLine
+    from edgeinfer.converters import SHAPES
+
+    with ProgressLine() as progress:
+        shape = name if name in SHAPES else None
+        return find_bundle(None if shape else name, shape, "q4", 32, progress)
+
+
+@contextmanager
+def opened(path: Path, provider: Provider, **options: Any) -> Iterator[OnnxRunner]:
+    """A runner with KV of its device's first type."""
+    config = RuntimeConfig(**{"kv": provider.kv[0], "prefill_chunk": 512, **options})
+    runner = OnnxRunner(Bundle.open(path), config, provider)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def plain(provider: Provider) -> Provider:
+    """The provider without graphs."""
+    return provider._replace(graphs=False, options={k: v for k, v in provider.options.items() if "graph" not in k})
+
+
+def filled(runner: OnnxRunner, n: int, depth: int) -> list[Sequence]:
+    """Sequences of this depth, the first of which is read and the others forked."""
+    first, ids = runner.new_sequence(), token_ids(runner.model.vocab_size)
+    runner.prefill(first, [next(ids) for _ in range(max(depth, 1))])
+    return [first, *(runner.fork(first) for _ in range(n - 1))]
+
+
+# -- parts of the check ------------------------------------------------------------------------------------------------
+
+
+def environment(check: Check) -> None:
+    """Versions, driver, GPU."""
+    import onnxruntime
+
+    check.add("onnxruntime", f"{onnxruntime.__version__}, {', '.join(onnxruntime.get_available_providers())}")
+    if check.provider.memory == "cuda":
+        smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+                             capture_output=True, text=True, check=False)
+        check.add("GPU", " ".join(smi.stdout.split()))
+
+
+def kernels(check: Check, path: Path) -> None:
+    """Which kernels onnxruntime names while one prompt and some steps run in a process of their own."""
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks import gpu_check as g; "
+            f"g.some_steps({str(path)!r}, {check.provider.device!r})")
+    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, **DEBUG}, capture_output=True, text=True,
+                         check=False, cwd=ROOT)
+    check.add("all nodes on the provider, checked on opening", "yes" if ran.returncode == 0 else ran.stderr[-200:],
+              "yes", ran.returncode == 0)
+    said = Counter(re.findall(r"SdpaKernel=(\w+)|(XQA|fpA_intB\w*)", ran.stdout + ran.stderr))
+    names = ", ".join(f"{''.join(name)} x {count}" for name, count in said.most_common())
+    wanted = "fpA_intB, XQA or FLASH" if check.provider.memory == "cuda" else ""
+    check.add("kernels that it names", names or "none", wanted, ("fpA" in names) if wanted else None)
+
+
+def some_steps(path: str, device: str) -> None:
+    """A prompt and three steps, for `kernels`."""
+    provider = provider_of(device)
+    assert provider
+    with opened(Path(path), provider, ctx=64) as runner:
+        (sequence,) = filled(runner, 1, 16)
+        for token in range(3):
+            runner.decode([sequence], [token])
+
+
+def numerics(check: Check, path: Path) -> None:
+    """Logits in f16 of the device beside those of onnxruntime's CPU provider, prompt and steps."""
+    found = []
+    for provider in (check.provider, PROVIDERS["onnx-cpu"]):
+        with opened(path, provider, ctx=64, kv="f16", threads=os.cpu_count()) as runner:
+            ids = token_ids(runner.model.vocab_size)
+            sequence = runner.new_sequence()
+            rows = [runner.prefill(sequence, [next(ids) for _ in range(32)]).copy()]
+            rows += [runner.decode([sequence], [next(ids)])[0].copy() for _ in range(4)]
+            found.append(np.stack(rows))
+    worst = float(np.abs(found[0] - found[1]).max() / np.abs(found[1]).max())
+    check.add(f"f16 beside the CPU provider, {path.name}", f"{worst:.1e}", f"{F16:.0e}", worst <= F16)
+
+
+def speeds(check: Check, name: str, path: Path, provider: Provider, how: str) -> None:
+    """Decode steps of several sequences behind each depth, and prompts."""
+    sizes = check.sizes
+    for depth in sizes.depths:
+        for n in sizes.sequences:
+            with opened(path, provider, ctx=max(depth, 1) + sizes.steps + 8, max_sequences=n) as runner:
+                held = filled(runner, n, depth)
+                each = list(steps(runner, held, sizes.steps))
+                speed = n / statistics.median(each)
+                read = (weights_of(runner) + kv_of(runner, depth)) / statistics.median(each) / 1e9
+                wanted = H200_SPEEDS.get((name, n)) if depth == 0 and provider.graphs else None
+                check.add(f"{name}: {n} sequences at depth {depth}{how}",
+                          f"{speed:.0f} tokens/s, {read:.0f} GB/s of weights and KV",
+                          f"{wanted:.0f} tokens/s on an H200" if wanted else "",
+                          None if wanted is None else speed >= wanted)
+    for length in sizes.prompts:
+        with opened(path, provider, ctx=length + 8) as runner:
+            ids = token_ids(runner.model.vocab_size)
+            times = []
+            for _ in range(3):
+                sequence, prompt = runner.new_sequence(), [next(ids) for _ in range(length)]
+                began = time.perf_counter()
+                runner.prefill(sequence, prompt)
+                times.append(time.perf_counter() - began)
+                runner.release(sequence)
+            check.add(f"{name}: prompt of {length}{how}", f"{length / min(times):.0f} tokens/s")
+
+
+def weights_of(runner: OnnxRunner) -> int:
+    """Bytes that a step reads of weights."""
+    return runner.plan.region("weights").nbytes
+
+
+def kv_of(runner: OnnxRunner, depth: int) -> float:
+    """Bytes that a step reads of KV."""
+    return runner.plan.region("kv").nbytes / runner.plan.request.ctx * depth
+
+
+def steps(runner: OnnxRunner, held: list[Sequence], n: int) -> Iterator[float]:
+    """Yield the seconds of decode steps, the first of which are not counted."""
+    ids = token_ids(runner.model.vocab_size)
+    for step in range(n):
+        began = time.perf_counter()
+        runner.decode(held, [next(ids) for _ in held])
+        if step >= min(3, n - 1):
+            yield time.perf_counter() - began
+
+
+def arrivals(check: Check, name: str, path: Path) -> None:
+    """Requests that come one after the other: one prompt between two steps of all others."""
+    sizes = check.sizes
+    for n in sizes.arrivals:
+        with opened(path, check.provider, ctx=sizes.prompt + 2 * sizes.steps + n + 8, max_sequences=n) as runner:
+            ids, live, first, gaps = token_ids(runner.model.vocab_size), list[Sequence](), list[float](), list[float]()
+            tokens, began = 0, time.perf_counter()
+            while len(live) < n or len(gaps) < sizes.steps:
+                if len(live) < n:
+                    sequence, came = runner.new_sequence(), time.perf_counter()
+                    runner.prefill(sequence, [next(ids) for _ in range(sizes.prompt)])
+                    live.append(sequence)
+                    first.append(time.perf_counter() - came)
+                step = time.perf_counter()
+                runner.decode(live, [next(ids) for _ in live])
+                gaps.append(time.perf_counter() - step)
+                tokens += len(live)
+            seconds = time.perf_counter() - began
+            check.add(f"{name}: {n} arriving one after the other",
+                      f"TTFT {1000 * statistics.median(first):.1f} ms, TPOT {1000 * statistics.median(gaps):.2f} ms, "
+                      f"{tokens / seconds:.0f} tokens/s")
+
+
+def memory(check: Check, name: str, path: Path) -> None:
+    """Planned beside measured memory of the device."""
+    if check.provider.memory != "cuda":
+        return
+    before = gpu_free_bytes()
+    with opened(path, check.provider, ctx=2048, max_sequences=8) as runner:
+        list(steps(runner, filled(runner, 8, 1024), 8))
+        used, planned = before - gpu_free_bytes(), runner.plan.device_bytes
+    most = max(MEMORY_BYTES, MEMORY_SHARE * planned)
+    check.add(f"{name}: memory of the GPU", f"{used / 1e6:.0f} MB, planned {planned / 1e6:.0f} MB",
+              f"within {most / 1e6:.0f} MB", abs(used - planned) <= most)
+
+
+def endurance(check: Check, name: str, path: Path) -> None:
+    """Minutes of prompts, forks and steps: no memory grows."""
+    cuda = check.provider.memory == "cuda"
+    with opened(path, check.provider, ctx=128, max_sequences=4) as runner:
+        marks, until = list[tuple[int, int]](), time.monotonic() + check.sizes.load_seconds
+        while time.monotonic() < until or len(marks) < 3:
+            held = filled(runner, 4, 48)
+            list(steps(runner, held, 32))
+            for sequence in held:
+                runner.release(sequence)
+            marks.append((gpu_free_bytes() if cuda else 0, peak_rss_bytes() or 0))
+    start = marks[len(marks) // 3]
+    device, host = start[0] - marks[-1][0], marks[-1][1] - start[1]
+    check.add(f"{name}: growth in {check.sizes.load_seconds:.0f} s of load",
+              f"{device / 1e6:.1f} MB of the GPU's memory, {host / 1e6:.1f} MB of the process's", "none",
+              device <= 2 << 20 and host <= 8 << 20)
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+
+
+def run(check: Check, names: list[str]) -> None:
+    """Every part, the small models first."""
+    check.section("environment", lambda: environment(check))
+    for name in names:
+        path = bundle_of(name)
+        check.section(f"{name}: kernels", lambda path=path: kernels(check, path))  # type: ignore[misc]
+        check.section(f"{name}: numerics", lambda path=path: numerics(check, path))  # type: ignore[misc]
+        ways = [(check.provider, ", graphs"), (plain(check.provider), "")] if check.provider.graphs \
+            else [(check.provider, "")]
+        for provider, how in ways:
+            check.section(f"{name}: speed{how}", lambda name=name, path=path, provider=provider, how=how:  # type: ignore
+                          speeds(check, name, path, provider, how))
+        for part in (arrivals, memory, endurance):
+            check.section(f"{name}: {part.__name__}", lambda part=part, name=name, path=path:  # type: ignore[misc]
+                          part(check, name, path))
+
+
+PARTS = ("placement of all nodes", "kernels that are chosen", "f16 beside the CPU provider",
+         "decode at 1, 8 and 32 sequences, depth 0 and 4096, with and without graphs", "prompts of 512 and 4096",
+         "1, 8, 32 and 64 sequences arriving one after the other", "planned beside measured memory",
+         "three minutes of load without growth")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Run on a GPU what is to be run there.")
+    parser.add_argument("--device", choices=list(PROVIDERS), default="cuda")
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--out", type=Path, help="also write the rows as JSON")
+    given = parser.parse_args(arguments)
+    print("| what | found | wanted | verdict |\n|---|---|---|---|")
+    try:
+        provider = provider_of(given.device)
+        assert provider
+        check = Check(provider, QUICK if given.quick else Sizes(), given.minutes)
+        run(check, given.models)
+        rows = check.rows
+    except EdgeInferError as error:
+        rows = [Row(part, str(error), verdict="not run") for part in PARTS]
+        for row in rows:
+            print_row(row)
+    if given.out:
+        given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row.verdict == "missed" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
