@@ -3,8 +3,8 @@
     python benchmarks/gpu_check.py [--device cuda] [--models NAME ...] [--minutes 25] [--out FILE.json]
 
 Prints a table with what was found beside what is wanted; what could not be run says why. Without a GPU all of it is
-"not run". `--device onnx-cpu --models demo --quick` runs the same code on onnxruntime's CPU provider, where figures of speed
-mean nothing. Models are shapes with random weights, which are written into the cache once, or bundles.
+"not run". `--device onnx-cpu --models demo --quick` runs the same code on onnxruntime's CPU provider, where speeds mean
+nothing. Models are shapes with random weights, which are written into the cache once, or bundles.
 """
 
 from __future__ import annotations
