@@ -20,6 +20,7 @@ JSON_FIELDS = {
         "kernels": "sets of compiled kernels, likewise",
         "checks": "which bundles' files passed the check on opening, likewise",
         "quality": "what approximations of a bundle were measured to cost, likewise",
+        "onnx": "models that were lowered for onnxruntime, likewise",
         "total_bytes": "sum",
     },
     "cache clear": {
@@ -28,6 +29,7 @@ JSON_FIELDS = {
         "kernels": "sets of compiled kernels that were deleted",
         "checks": "the memory of passed checks, if it was deleted",
         "quality": "measurements of approximations that were deleted",
+        "onnx": "models lowered for onnxruntime that were deleted",
         "total_bytes": "their sum",
         "freed_bytes": "bytes deleted",
     },
