@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 
+from edgeinfer.backends import OnnxRunner, provider_of
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import ModelConfig
-from edgeinfer.runner import Sequence
+from edgeinfer.runner import Runner, Sequence
 from edgeinfer.runtime import Session
 
 SPLIT = 256
@@ -52,7 +56,35 @@ def session(path: Path, **options: Any) -> Iterator[Session]:
         opened.close()
 
 
-def logits_of(opened: Session, ids: list[int], n_decoded: int = 0) -> np.ndarray:
+@contextmanager
+def lowered_elsewhere() -> Iterator[None]:
+    """Models that are lowered here do not fill the developer's cache: they are not needed once they are open."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, \
+            mock.patch("edgeinfer.backends.onnx.stored.cache_root", lambda: Path(folder)):
+        yield
+
+
+@contextmanager
+def running(path: Path, device: str = "cpu", **options: Any) -> Iterator[Runner]:
+    """As `session`, on any device: our own kernels, or a provider of onnxruntime; KV blocks of a plan differ."""
+    if device == "cpu":
+        with session(path, **options) as ours:
+            yield ours
+        return
+    pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    provider = provider_of(device)
+    assert provider
+    with lowered_elsewhere():
+        opened = OnnxRunner(Bundle.open(path), RuntimeConfig(**{
+            "threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options}), provider)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def logits_of(opened: Runner, ids: list[int], n_decoded: int = 0) -> np.ndarray:
     """Logits after the prompt and after each of the last n tokens, decoded one by one: (1 + n, vocab_size)."""
     sequence = opened.new_sequence()
     n = len(ids) - n_decoded
@@ -62,7 +94,7 @@ def logits_of(opened: Session, ids: list[int], n_decoded: int = 0) -> np.ndarray
     return np.stack(rows)
 
 
-def scored(opened: Session, ids: list[int], sequence: Sequence | None = None) -> np.ndarray:
+def scored(opened: Runner, ids: list[int], sequence: Sequence | None = None) -> np.ndarray:
     """Logits after every token, of shape (T, vocab_size)."""
     own = sequence or opened.new_sequence()
     rows = np.concatenate([rows.copy() for _, rows in opened.score(own, ids)])
@@ -71,6 +103,9 @@ def scored(opened: Session, ids: list[int], sequence: Sequence | None = None) ->
     return rows
 
 
-def free_blocks(opened: Session) -> int:
-    """KV blocks that nobody holds."""
+def free_blocks(opened: Runner) -> int:
+    """KV blocks that nobody holds; those of whole slots where sequences have slots."""
+    if isinstance(opened, OnnxRunner):
+        return opened.pool.n_free * opened.plan.kv_blocks // len(opened.pool)
+    assert isinstance(opened, Session)
     return opened.kv.pool.n_free

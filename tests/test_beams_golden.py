@@ -12,9 +12,9 @@ import pytest
 from edgeinfer.config import GenerationConfig
 from edgeinfer.converters import convert
 from edgeinfer.engine import BeamSearch
-from edgeinfer.runtime import Session
+from edgeinfer.runner import Runner
 from tests import golden_cases, make_beams
-from tests.sessions import free_blocks, session
+from tests.sessions import free_blocks, running
 
 GAP = 1e-4
 """Results whose scores differ by less may change places between two programs."""
@@ -26,7 +26,7 @@ def of(model: str) -> list[dict[str, Any]]:
     return [row for row in ROWS if row["model"] == model]
 
 
-def found(opened: Session, row: dict[str, Any]) -> BeamSearch:
+def found(opened: Runner, row: dict[str, Any]) -> BeamSearch:
     names = ("beams", "max_tokens", "length_penalty", "early_stopping")
     config = GenerationConfig(n=row["beams"], **{name: row[name] for name in names if name in row})
     one = BeamSearch(opened, None, row["prompt"], config, row["ends"])
@@ -37,7 +37,7 @@ def found(opened: Session, row: dict[str, Any]) -> BeamSearch:
     return one
 
 
-def compare(opened: Session, rows: list[dict[str, Any]]) -> None:
+def compare(opened: Runner, rows: list[dict[str, Any]]) -> None:
     """Scores of each place, and the texts wherever no other score is near."""
     sure = ended = n = 0
     for row in rows:
@@ -53,20 +53,22 @@ def compare(opened: Session, rows: list[dict[str, Any]]) -> None:
     assert free_blocks(opened) == opened.plan.kv_blocks
 
 
+@pytest.mark.parametrize("device", ["cpu", "onnx-cpu"])
 @pytest.mark.parametrize("name", make_beams.RANDOM)
-def test_random_models(name: str, tmp_path: Path) -> None:
+def test_random_models(name: str, device: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     convert(golden_cases.write_checkpoint(case, tmp_path / "checkpoint"), tmp_path / "bundle", weights="f16")
     assert len(of(name)) == len(make_beams.SETTINGS)
-    with session(tmp_path / "bundle", kv="f32", max_sequences=8, own_tokens=14) as opened:
+    with running(tmp_path / "bundle", device, kv="f32", max_sequences=8, own_tokens=14) as opened:
         compare(opened, of(name))
 
 
+@pytest.mark.parametrize("device", ["cpu", "onnx-cpu"])
 @pytest.mark.parametrize("name", make_beams.FABLES)
-def test_real_models(name: str, shared_data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_real_models(name: str, device: str, shared_data: Callable[[str], Path], tmp_path: Path) -> None:
     convert(shared_data(f"models/{name}"), tmp_path / "bundle", weights="f16")
     assert {2, 4, 8} == {row["beams"] for row in of(name)}
-    with session(tmp_path / "bundle", kv="f32", ctx=96, max_sequences=8, own_tokens=32, threads=2) as opened:
+    with running(tmp_path / "bundle", device, kv="f32", ctx=96, max_sequences=8, own_tokens=32, threads=2) as opened:
         compare(opened, of(name))
 
 
@@ -93,5 +95,5 @@ def test_real_models_now(shared_data: Callable[[str], Path], tmp_path: Path) -> 
     settings = [(2, 1.0), (3, 1.3), (4, 1.0), (5, -1.0), (8, 1.0), (8, 0.3)]
     rows = [{"prompt": prompts[i][: 3 + i], "ends": [2, 13, 4049][: 1 + i % 3], "max_tokens": 24, "beams": beams,
              "length_penalty": penalty} for i, (beams, penalty) in enumerate(settings)]
-    with session(tmp_path / "bundle", kv="f32", ctx=64, max_sequences=8, own_tokens=24, threads=2) as opened:
+    with running(tmp_path / "bundle", kv="f32", ctx=64, max_sequences=8, own_tokens=24, threads=2) as opened:
         compare(opened, [row | make_beams.results(model, row) for row in rows])

@@ -18,6 +18,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from tests.checkpoints import make_checkpoint
+from tests.sessions import free_blocks, lowered_elsewhere
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -27,9 +28,13 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("demo", ctx=256, max_sequences=4, threads=1) as model:
+@pytest.fixture(scope="module", params=["cpu", "onnx-cpu"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    if request.param != "cpu":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    with lowered_elsewhere():
+        model = LLM("demo", ctx=256, max_sequences=4, threads=1, device=request.param)
+    with model:
         yield model
 
 
@@ -144,7 +149,7 @@ def test_samples_share_the_prompt_and_differ(llm: LLM) -> None:
     assert done.completion_tokens == sum(len(choice.token_ids) for choice in done.choices)
     assert texts[0] == llm.generate(PROMPT, seed=7, max_tokens=30, temperature=1.0)
     assert done.tok_per_s and done.tpot_ms and done.tok_per_s > 1500 / done.tpot_ms
-    assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+    assert free_blocks(llm.runner) == llm.plan.kv_blocks
 
 
 def test_samples_end_on_their_own(llm: LLM) -> None:
@@ -165,10 +170,12 @@ def test_a_request_continues_the_last_one_and_gives_the_same_text(llm: LLM) -> N
     assert first.cached_tokens == 0 and again.cached_tokens >= first.prompt_tokens + 20
     fresh = llm.complete(grown, **GREEDY)
     assert fresh.cached_tokens == 0 and fresh.token_ids == again.token_ids
-    assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+    assert free_blocks(llm.runner) == llm.plan.kv_blocks
 
 
 def test_a_prompt_cache_is_saved_loaded_and_outgrown(llm: LLM, tmp_path: Path) -> None:
+    if llm.runner.isa.startswith("onnxruntime"):
+        pytest.skip("prompt caches are refused there (tests/test_device.py)")
     file = tmp_path / "prompt.kv"
     first = llm.complete(PROMPT, prompt_cache=file, **GREEDY)
     written = file.read_bytes()
@@ -295,7 +302,7 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again() -> None:
 def test_leaving_a_loop_gives_the_turn_and_the_blocks_back(llm: LLM) -> None:
     for _piece in llm.stream(PROMPT, max_tokens=200):
         break
-    assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+    assert free_blocks(llm.runner) == llm.plan.kv_blocks
     stream = llm.stream(PROMPT, max_tokens=200, ignore_eos=True)
     next(stream)
     with pytest.raises(RequestError, match="A stream of this model is still open in this thread"):
@@ -314,5 +321,5 @@ def test_a_stream_ends_where_its_model_is_closed() -> None:
 
 
 def test_memory_stays_where_the_plan_says(llm: LLM) -> None:
-    assert {"weights", "kv", "activations", "logits"} <= {region.name for region in llm.plan.regions}
+    assert {"weights", "kv", "logits"} <= {region.name for region in llm.plan.regions}
     assert llm.plan.total_bytes == sum(region.bytes for region in llm.plan.regions)

@@ -112,6 +112,8 @@ def test_a_walk_of_prompts_guesses_and_decodes(tmp_path: Path) -> None:
         all_of = expected(opened.bundle, before[1] + new[1])
         want = np.stack([last(opened, before[0] + new[0]), *all_of[[8, 4, 6]], last(opened, new[2])])
         assert difference(rows, want) < F32
+        assert difference(opened.decode([held[1]], [6])[0], last(opened, [*before[1], *new[1], 6])) < F32, "its rows"
+        opened.truncate(held[1], 9)
         assert opened.walk([Segment(held[0], [1, 2, 3])]).shape == (0, TINY.vocab_size)
         opened.truncate(held[0], 10)
         assert difference(opened.decode([held[0]], [7])[0], last(opened, [*before[0], *new[0], 7])) < F32

@@ -183,18 +183,22 @@ class OnnxRunner(Runner):
                                    "chain.")
 
     def _calls(self, segments: Items[Segment]) -> Iterator[_Call]:
-        """What is to be run: behind a past attention takes several tokens of one slot, or one token of each."""
-        row, single = 0, list[tuple[int, Segment, list[int]]]()
+        """What is to be run: behind a past attention takes several tokens of one slot, or one token of each.
+
+        Single tokens come first: what their call writes into idle slots, others of this walk overwrite.
+        """
+        row, single, several = 0, list[tuple[int, Segment, list[int]]](), list[_Call]()
         for segment in segments:
             targets = list(range(row, row := row + len(segment.outputs)))
             slot, end = segment.sequence.blocks[0], len(segment.sequence) + len(segment.ids)
             if len(segment.ids) == 1:
                 single.append((slot, segment, targets))
                 continue
-            yield _Call(slot, np.array([segment.ids], np.int64), np.array([end], np.int32), list(segment.outputs),
-                        targets)
+            several.append(_Call(slot, np.array([segment.ids], np.int64), np.array([end], np.int32),
+                                 list(segment.outputs), targets))
         for part in self._ranges(sorted(single, key=lambda item: item[0])):
             yield self._together(part)
+        yield from several
 
     def _ranges(self, single: list[tuple[int, Segment, list[int]]]) -> Iterator[list[tuple[int, Segment, list[int]]]]:
         """Slots that decode together: one call takes a range, whose idle slots write a row behind their end, where they
