@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,12 @@ from edgeinfer.backends import PROVIDERS, provider_of
 from edgeinfer.backends.onnx import devices, driver, packages
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
+from edgeinfer.converters import convert
 from edgeinfer.errors import BundleError, RequestError, UsageError
 from edgeinfer.evaluate import OUTPUT_ROWS, evaluate, token_stream
 from edgeinfer.opening import opened_on, session
 from edgeinfer.runner import Runner
+from edgeinfer.text import Tokenizer
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, tokens, write_model
 
@@ -239,21 +241,34 @@ def test_greedy_texts_of_f32_models_are_those_of_our_kernels(tmp_path: Path) -> 
             assert agree(ours, theirs, list(found), list(want), prompt), seed
 
 
+def divergence(path: Path, text: str) -> Any:
+    """Of our kernels, with KV in f32, from onnxruntime on the same bundle."""
+    config = RuntimeConfig(ctx=192, threads=1, kv="f32", outputs=OUTPUT_ROWS)
+    provider = provider_of("onnx-cpu")
+    assert provider
+    with ExitStack() as stack:
+        ours = session(stack.enter_context(Bundle.open(path)), config, None, None)
+        stack.callback(ours.close)
+        theirs = opened_on(provider, stack.enter_context(Bundle.open(path)), config, None, None, stack)[0]
+        tokenizer = Tokenizer.open(path, {"bos_token_id": ours.model.bos_token_id})
+        found = evaluate(ours, token_stream(tokenizer, text), reference=theirs, window=128).divergence
+    print(found)
+    return found
+
+
 def test_the_divergence_between_the_two_runners(both: tuple[LLM, LLM]) -> None:
     """Mean KLD of at most 1e-3: our kernels quantise activations, onnxruntime does not."""
-    options: dict[str, Any] = {"ctx": 192, "threads": 1, "kv": "f32"}
     text = "\f".join(both[0].generate(PROMPT, seed=seed, max_tokens=120) for seed in range(3))
-    config = RuntimeConfig(**options, outputs=OUTPUT_ROWS)
-    with ExitStack() as stack:
-        ours = session(stack.enter_context(Bundle.open(both[0].path)), config, None, None)
-        stack.callback(ours.close)
-        provider = provider_of("onnx-cpu")
-        assert provider
-        theirs = opened_on(provider, stack.enter_context(Bundle.open(both[0].path)), config, None, None, stack)[0]
-        result = evaluate(ours, token_stream(both[0].tokenizer, text), reference=theirs, window=128)
-    assert result.divergence
-    print(result.divergence)
-    assert 0 < result.divergence.kld_mean <= 1e-3 and result.divergence.same_top > 0.97
+    found = divergence(both[0].path, text)
+    assert 0 < found.kld_mean <= 1e-3 and found.same_top > 0.97
+
+
+@needs_onnxruntime
+@pytest.mark.parametrize("name", ["fables-5m-silu", "fables-5m-relu", "fables-draft"])
+def test_the_divergence_on_real_models(name: str, shared_data: Callable[[str], Path], tmp_path: Path) -> None:
+    convert(shared_data(f"models/{name}"), tmp_path / "b", weights="q4")
+    text = (Path(__file__).parent / "data" / "box_of_robbers.txt").read_text(encoding="utf-8")[:3000]
+    assert 0 < divergence(tmp_path / "b", text).kld_mean <= 1e-3
 
 
 @pytest.mark.parametrize("options", [
