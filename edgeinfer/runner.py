@@ -281,6 +281,11 @@ class Runner(abc.ABC):
         """Return when the process holds all the memory that was planned; measured peaks mean nothing before."""
         return
 
+    @property
+    def device_used_bytes(self) -> int | None:
+        """Memory of a device beside this process that is taken now; None where the process has all."""
+        return None
+
     def room(self, sequences: Items[Sequence], most: int) -> int:
         """Return how many tokens, `most` at most, each of several sequences can be given by one walk."""
         return min(most, int(self.config.ctx or 0) - max(map(len, sequences)))

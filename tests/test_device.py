@@ -18,10 +18,12 @@ from edgeinfer import LLM
 from edgeinfer.backends import PROVIDERS, provider_of
 from edgeinfer.backends.onnx import devices, driver, packages
 from edgeinfer.bundle import Bundle
+from edgeinfer.cli.output import figures
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.errors import BundleError, RequestError, UsageError
 from edgeinfer.evaluate import OUTPUT_ROWS, evaluate, token_stream
+from edgeinfer.memory_planner import DEVICE, Region
 from edgeinfer.opening import opened_on, session
 from edgeinfer.runner import Runner
 from edgeinfer.text import Tokenizer
@@ -75,6 +77,25 @@ class Driver:
         return 0
 
 
+    def cuDeviceGetPCIBusId(self, bus: Any, length: int, device: int) -> int:
+        bus.value = b"0000:01:00.0"
+        return 0
+
+
+class Management:
+    """NVML of that machine."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: Any, handle: Any) -> int:
+        return int(bus.value != b"0000:01:00.0")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj.free = 11_000_000_000
+        return 0
+
+
 @pytest.fixture
 def gpu_wheel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An onnxruntime-gpu 1.31.1 that is complete, on a machine with a GPU."""
@@ -111,6 +132,22 @@ def test_drivers_and_gpus(made: dict[str, Any], said: str, gpu_wheel: SimpleName
                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "load_driver", lambda: Driver(**made))
     assert said in refused()
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "load_driver", Driver)
+    monkeypatch.setattr(driver, "load_management", Management)
+    assert driver.gpu_free_bytes() == 11_000_000_000
+    monkeypatch.setattr(Management, "nvmlInit_v2", lambda self: 9)
+    with pytest.raises(UsageError, match="NVIDIA's driver does not say how much memory is free; see nvidia-smi"):
+        driver.gpu_free_bytes()
+
+
+def test_the_line_of_statistics_has_the_memory_of_the_gpu(both: tuple[LLM, LLM]) -> None:
+    done = both[1].complete(PROMPT, max_tokens=2)
+    assert "GPU" not in figures(done, both[1].plan, 1000)
+    planned = replace(both[1].plan, regions=(Region("kv", 3_000_000, "", DEVICE),))
+    assert "| GPU 2.0 MB of 3.0 MB planned |" in figures(done, planned, 1000, 2_000_000)
 
 
 def test_no_driver(gpu_wheel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,8 +452,9 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert out["device_budget_bytes"] is None and out["max_sequences"] is None and out["kv"] == "f16"
     assert next(r["bytes"] for r in out["regions"] if r["name"] == "kv") == 8 * 4096 * 524288
     monkeypatch.setattr(driver, "load_driver", Driver)
+    monkeypatch.setattr(driver, "load_management", Management)
     out = edgeinfer(*seven, "--json")
-    assert out.code == 3 and out.json["device_budget_bytes"] == 12_000_000_000 and out.json["max_sequences"] == 1
+    assert out.code == 3 and out.json["device_budget_bytes"] == 11_000_000_000 and out.json["max_sequences"] == 1
     (fits,) = out.json["alternatives"]
     assert 512 <= fits["options"]["ctx"] < 1024 and "of the GPU's memory" in json.dumps(out.json["error"])
     assert "GPU      " in edgeinfer(*seven).out

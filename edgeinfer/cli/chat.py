@@ -107,7 +107,7 @@ def _command(line: str, conversation: Conversation, llm: LLM) -> None:
         if conversation.last is None:
             print("No answer yet.", file=sys.stderr)
         else:
-            print(figures(conversation.last, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
+            print(figures(conversation.last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
             if llm.runner.stages and (pruned := llm.runner.stages.last):
                 print(pruned, file=sys.stderr)
     else:

@@ -112,8 +112,8 @@ def speculated(found: SpeculationReport | None) -> str:
     return f"{found.drafter} {found.tokens_per_walk:.1f} tokens a walk{gain}"
 
 
-def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) -> str:
-    """Return the statistics of a request in one line."""
+def figures(completion: Completion, plan: MemoryPlan, peak_bytes: int | None, device_bytes: int | None = None) -> str:
+    """Return the statistics of a request in one line, with the memory of process and device that was measured."""
     parts = []
     if completion.ttft_ms is not None:
         parts.append(f"TTFT {completion.ttft_ms:.1f} ms")
@@ -128,7 +128,9 @@ def figures(completion: Completion, planned_bytes: int, peak_bytes: int | None) 
     if completion.score is not None:
         parts.append(f"score {completion.score:.4f}")
     peak = "" if peak_bytes is None else f"peak {format_size(peak_bytes)} of "
-    parts.append(f"memory {peak}{format_size(planned_bytes)} planned")
+    parts.append(f"memory {peak}{format_size(plan.total_bytes)} planned")
+    if device_bytes is not None:
+        parts.append(f"GPU {format_size(device_bytes)} of {format_size(plan.device_bytes)} planned")
     if completion.score is None:
         parts.append(f"seed {completion.seed}")
     return " | ".join(parts)

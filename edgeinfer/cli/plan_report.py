@@ -24,7 +24,7 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "threads": "worker threads",
         "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
-        "`device_budget_bytes` (the GPU's memory, null where none is found) and `max_sequences` that fit",
+        "`device_budget_bytes` (what is free of the GPU's memory, null where none is found) and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
         "resident_bytes": "part of it that stays taken until the end",
@@ -162,7 +162,7 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
     if report.get("device_bytes"):
         has = report["device_budget_bytes"]
-        of = "of a GPU whose memory is not known here" if has is None else f"of {format_size(has)}"
+        of = "of a GPU whose memory is not known here" if has is None else f"of {format_size(has)} that are free"
         yield f"GPU      {format_size(report['device_bytes'])} {of}"
     if report.get("max_sequences") is not None:
         yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"

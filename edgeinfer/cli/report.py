@@ -30,8 +30,9 @@ JSON_FIELDS = {
         "load_ms": "opening the model",
         "ttft_process_ms": "from the start of the process to the first text; null with several samples or beams",
         "planned_bytes": "the memory plan's total",
+        "device_bytes": "of a GPU's memory: `planned`, and `measured` as taken since the model was opened; else null",
         "peak_rss_bytes": "most memory that the process held; null where the system does not say",
-        "isa": "instruction set",
+        "isa": "instruction set, or the provider of onnxruntime",
         "threads": "worker threads",
         "ctx": "context in tokens",
         "kv": "type of the KV cache",
@@ -70,6 +71,8 @@ def run_object(llm: LLM, completion: Completion, load_ms: float, first_ms: float
         "completion_tokens": completion.completion_tokens, "finish_reason": completion.finish_reason,
         "seed": completion.seed, "ttft_ms": completion.ttft_ms, "tpot_ms": completion.tpot_ms,
         "tok_per_s": completion.tok_per_s, "load_ms": load_ms, "ttft_process_ms": first_ms,
+        "device_bytes": None if (used := llm.runner.device_used_bytes) is None else
+        {"planned": llm.plan.device_bytes, "measured": used},
         "planned_bytes": llm.plan.total_bytes, "peak_rss_bytes": peak_rss_bytes(), "isa": llm.runner.isa,
         "threads": config.threads, "ctx": config.ctx, "kv": config.kv,
     }

@@ -286,7 +286,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
         for choice in completion.choices:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
-        print(figures(completion, llm.plan.total_bytes, peak_rss_bytes()), file=sys.stderr)
+        print(figures(completion, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
         said = sparse.sentence() if sparse else ""
         for line in filter(None, (pruned and str(pruned), sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)

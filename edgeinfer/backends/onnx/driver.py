@@ -54,21 +54,33 @@ def read_gpu() -> Gpu:
     return Gpu(name.value.decode(errors="replace"), (major.value, minor.value), int(total.value), version.value)
 
 
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def load_management() -> Any:
+    """Return NVML, which comes with the driver; raises OSError where there is none."""
+    return ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+
+
 def gpu_free_bytes() -> int:
-    """Return the free memory of the first GPU, whoever holds the rest; makes CUDA's context of this process.
+    """Return the free memory of the first GPU, whoever holds the rest; makes no context, which would take some itself.
 
     Raises `UsageError` where the driver does not say.
     """
-    cuda, context, free, total = load_driver(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
-    gone = ctypes.c_void_p()
-    if cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) or cuda.cuCtxPushCurrent_v2(context):
-        raise UsageError("NVIDIA's driver gives this process no context; see nvidia-smi.")
-    failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    cuda.cuCtxPopCurrent_v2(ctypes.byref(gone))
-    cuda.cuDevicePrimaryCtxRelease_v2(0)
+    try:
+        cuda, nvml = load_driver(), load_management()
+        bus, handle, memory = ctypes.create_string_buffer(64), ctypes.c_void_p(), _Memory()
+        failed = (cuda.cuInit(0) or cuda.cuDeviceGetPCIBusId(bus, 64, 0) or nvml.nvmlInit_v2()
+                  or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle))
+                  or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
+    except OSError:
+        failed = True
     if failed:
         raise UsageError("NVIDIA's driver does not say how much memory is free; see nvidia-smi.")
-    return int(free.value)
+    return int(memory.free)
 
 
 def check_driver(wheel: str, version: str) -> Gpu:

@@ -28,7 +28,7 @@ from edgeinfer.sizes import format_size
 
 from .data import data_bytes
 from .devices import Provider
-from .driver import read_gpu
+from .driver import gpu_free_bytes
 from .flavour import Flavour, Heads
 from .lowering import Lowering
 from .slots import FLOATS, slot_bytes
@@ -137,14 +137,14 @@ class DevicePlanner:
 
 
 def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
-    """Return the memory that this process may take, and the device's; None where that is this process, or no GPU is
-    found here.
+    """Return the memory that this process may take, and what is free of the device's; None where that is this process,
+    or no GPU is found here.
     """
     host = process_budget() if config.budget_bytes is None else config.budget_bytes
     if provider.device != CUDA:
         return host, None
     try:
-        return host, read_gpu().total_bytes
+        return host, gpu_free_bytes()
     except UsageError:  # a run is refused before it plans
         return host, None
 
@@ -160,10 +160,8 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
     config = resolve(config, planner.graph.config)
     plan = planner.plan(to_request(config))
     host, device = memory_of(planner.provider, config)
-    if beside:
-        taken = sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
-        host = host - taken if config.budget_bytes else host  # else it is what is left already
-        device = None if device is None else device - beside.device_bytes
+    if beside and config.budget_bytes:  # else it is what is left already, as of the device
+        host -= sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
 
     def fits(other: MemoryPlan) -> bool:
         return other.total_bytes <= host and (device is None or other.device_bytes <= device)

@@ -22,6 +22,7 @@ from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segm
 from .copying import FROM, TO
 from .data import Progress
 from .devices import Provider, open_session
+from .driver import gpu_free_bytes
 from .flavour import Heads
 from .planning import DevicePlanner, device_config, fit_device
 from .slots import Pool, Slabs
@@ -64,7 +65,7 @@ class OnnxRunner(Runner):
     progress : callable, optional
         Called with (bytes done, bytes in all, name) while the model is lowered.
     beside : MemoryPlan, optional
-        Of what has taken its memory before: this process, its budget and the device have so much less.
+        Of what has taken its memory before, within the same budget.
 
     Raises
     ------
@@ -84,6 +85,7 @@ class OnnxRunner(Runner):
         planner = DevicePlanner(build_graph(self.model, expected_types(bundle.types), Recipe(())), provider)
         self.plan = fit_device(planner, self.config, beside)
         self._turn, self._closed, self._process = threading.RLock(), False, os.getpid()
+        self._free = gpu_free_bytes() if self.plan.device_bytes else 0
         ctx, slots, kv = int(self.config.ctx or 0), self.config.max_sequences, self.config.kv
         self.block_tokens = ctx
         with ExitStack() as opened:
@@ -161,6 +163,11 @@ class OnnxRunner(Runner):
             self.slabs.close()
             self._staged = self._logits = np.zeros((0, 0), np.float32)
             self.bundle.close()
+
+    @property
+    def device_used_bytes(self) -> int | None:
+        """Memory of the GPU that is taken since this runner opened, by it or by others; None without one."""
+        return self._free - gpu_free_bytes() if self.plan.device_bytes else None
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
