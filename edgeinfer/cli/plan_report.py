@@ -24,7 +24,7 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "threads": "worker threads",
         "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
-        "`device_budget_bytes` (what is free of the GPU's memory, null where none is found) and `max_sequences` that fit",
+        "`device_budget_bytes` (what is free of a GPU, null without one) and `max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
         "resident_bytes": "part of it that stays taken until the end",
