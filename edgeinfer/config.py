@@ -180,6 +180,9 @@ class Recipe:
             if not all(map(str.isidentifier, names)) or not all(value for _, _, value in pairs):
                 raise UsageError(f"The recipe is {text!r:.80}; write passes as name:key=value,key=value, joined by +, "
                                  "or none.")
+            keys = [key for key, _, _ in pairs]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise UsageError(f"The recipe is {text!r:.80}, and its pass {name} has {twice:.40} twice; give it once.")
             steps.append(Step(name, tuple((key, _number(value)) for key, _, value in pairs)))
         return cls(tuple(steps))
 

@@ -102,6 +102,11 @@ def test_a_text_that_is_no_recipe(text: str) -> None:
         Recipe.parse(text)
 
 
+def test_a_setting_that_is_given_twice() -> None:
+    with pytest.raises(UsageError, match=r"^The recipe is 'topn:n=3,n=4', and its pass topn has n twice; give it once"):
+        Recipe.parse("topn:n=3,n=4")
+
+
 def test_a_pass_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match=r"the pass 'fuse_imput', which does not exist; did you mean 'fuse_input'"):
         build(Recipe.parse("fuse_imput"))

@@ -11,7 +11,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.runner import Segment, Sequence
 from edgeinfer.runtime import Session
 from tests.pruned import HALF, answer, written
-from tests.sessions import session, tokens
+from tests.sessions import free_blocks, session, tokens
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,9 @@ def test_a_pool_without_room_refuses_the_prompt_and_goes_on(model: Path) -> None
     with session(model, ctx=160, max_sequences=2, own_tokens=16, lazy=HALF) as opened:
         sequence = opened.new_sequence()
         opened.prefill(sequence, tokens(100))
-        other = opened.new_sequence()
+        other, free = opened.new_sequence(), free_blocks(opened)
         with pytest.raises(RequestError, match="KV blocks of 16 tokens are in use"):
             opened.prefill(other, tokens(120, seed=1))
-        assert not len(other)
+        assert not len(other) and free_blocks(opened) == free  # so that others go on
         opened.release(sequence)
         opened.prefill(other, tokens(120, seed=1))

@@ -183,7 +183,11 @@ class Session(Runner):
         room = self.plan.request.ctx - len(sequence)
         if not 1 <= n_tokens <= room:
             raise RequestError(f"{n_tokens} tokens cannot be reserved; the context has room for 1 to {room} more.")
-        self.kv.extend(sequence, n_tokens)
+        try:
+            self.kv.extend(sequence, n_tokens)
+        except BaseException:  # what it took before the pool was empty is not to keep others from going on
+            self.kv.trim(sequence)
+            raise
         sequence.reserved = n_tokens
 
     def walk_range(self, segment: Segment, first: int, stop: int, offset: int = 0,
