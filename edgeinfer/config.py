@@ -182,7 +182,7 @@ class Recipe:
                                  "or none.")
             keys = [key for key, _, _ in pairs]
             if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise UsageError(f"The recipe is {text!r:.80}, and its pass {name} has {twice:.40} twice; give it once.")
+                raise UsageError(f"The recipe is {text!r:.80}, whose pass {name} has {twice:.40} twice; give it once.")
             steps.append(Step(name, tuple((key, _number(value)) for key, _, value in pairs)))
         return cls(tuple(steps))
 

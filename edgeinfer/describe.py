@@ -98,8 +98,8 @@ class ModelDescription:
 
     @property
     def layers(self) -> int:
-        """Transformer layers."""
-        return self.config.num_hidden_layers
+        """Transformer layers, of which a recipe may leave out the last."""
+        return len({op.layer for op in self.graph.ops} - {None})
 
     @property
     def bytes_per_token(self) -> float:

@@ -103,7 +103,7 @@ def test_a_text_that_is_no_recipe(text: str) -> None:
 
 
 def test_a_setting_that_is_given_twice() -> None:
-    with pytest.raises(UsageError, match=r"^The recipe is 'topn:n=3,n=4', and its pass topn has n twice; give it once"):
+    with pytest.raises(UsageError, match=r"^The recipe is 'topn:n=3,n=4', whose pass topn has n twice; give it once"):
         Recipe.parse("topn:n=3,n=4")
 
 
