@@ -18,6 +18,8 @@ import mmap
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +47,7 @@ _mapped: dict[int, tuple[int, Path]] = {}
 """End and file of each mapping, by its start."""
 _before = _Action()
 _installed: list[Any] = []
+_speaks = threading.Lock()
 
 
 def map_weights(path: Path, nbytes: int) -> tuple[NDArray[np.uint8], os.stat_result]:
@@ -101,7 +104,9 @@ def _on_fault(number: int, info: int, context: int) -> None:
 
 
 def _give_up(sentence: str) -> NoReturn:
-    """Say it without Python's streams, whose locks another thread may hold."""
+    """Say it without Python's streams, whose locks another thread may hold; once, though several threads may fault."""
+    if not _speaks.acquire(blocking=False):
+        time.sleep(60)  # the thread that speaks ends the process meanwhile
     with suppress(OSError):
         os.write(2, f"edgeinfer: {sentence}\n".encode())
     if process.reports_json:
