@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +18,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker: threads of BL
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
+OWN_CACHE = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run a cache of its own with nothing in it but the user's kernels.
+
+    What a developer's machine has learned of itself (a profile, measured quality, converted models) would let tests
+    pass that fail on a new one, and tests would leave their own there. Workers of pytest-xdist get it from here.
+    """
+    from edgeinfer.cache import cache_root, make_directories
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    make_directories(kernels := cache_root().absolute() / "kernels")
+    own = config.stash[OWN_CACHE] = Path(tempfile.mkdtemp(prefix="edgeinfer-tests-"))
+    (own / "kernels").symlink_to(kernels, target_is_directory=True)
+    os.environ["EDGEINFER_CACHE"] = str(own)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Delete the cache that `pytest_configure` made; the kernels behind the link stay."""
+    if own := config.stash.get(OWN_CACHE, None):
+        shutil.rmtree(own, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
