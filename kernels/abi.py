@@ -458,6 +458,8 @@ ATTENTION_TILE = 8
 """Most (token, query head) rows that go through attention together."""
 ATTENTION_STATE = 384 + 3 * 8 * SPLIT_BLOCKS
 """Bytes of what attention keeps of a tile beside its rows: their scales and largest scores, where the blocks lie."""
+STRETCH_SPLITS = 4
+"""Splits whose chosen blocks of V are summed together: 64 blocks, bits of a word."""
 ATTENTION_TOKENS = 16
 """Most tokens of a walk whose attention is split along the context."""
 ATTENTION_ROWS = 128
@@ -470,13 +472,13 @@ PATH_BLOCKS = MASK_TOKENS // BLOCK_TOKENS + 1
 
 
 def score_row_bytes(splits: int) -> int:
-    """Bytes of the scores of one (token, query head): 4 for each place, 8 for each split, 16 for what is chosen.
+    """Bytes of the scores of one (token, query head): 4 for each place and block, 8 for each split, 16 for the choice.
 
-    A split has the largest of its scores and the sum of exp(score - largest); the choice is the least score that is
-    wanted, the last place at which that score is, then of all splits the largest and the sum. The place is int32, all
-    else float32.
+    A block has the largest of its scores; a split has the largest and the sum of exp(score - largest); the choice is
+    the least score that is wanted, the last place at which that score is, then of all splits the largest and the sum.
+    The place is int32, all else float32.
     """
-    return -(-(splits * (4 * SPLIT_BLOCKS * BLOCK_TOKENS + 8) + 16) // 64) * 64
+    return -(-(splits * (4 * SPLIT_BLOCKS * (BLOCK_TOKENS + 1) + 8) + 16) // 64) * 64
 
 
 def attention_scratch_bytes(head_dim: int, group: int) -> int:

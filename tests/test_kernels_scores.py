@@ -60,21 +60,22 @@ def test_the_last_token_of_a_chunk_alone(kv: str) -> None:
     for isa in ISAS:
         layer.store(isa)
         (mine,) = layer.scores(isa, 1)
-        assert mine.size == 6 * (-(-550 // 16) * 16 + 2 * 3)  # of each head whole blocks, and sums of three splits
+        assert mine.size == 6 * (-(-550 // 16) * 16 + (16 + 2) * 3)  # whole blocks; their largest, sums of splits
 
 
 @pytest.mark.parametrize("kv", KV)
 def test_scores_are_those_of_attention(kv: str) -> None:
-    """The largest of each split has the bits of the partial results that attention leaves."""
+    """The largest of each split has the bits of the partial results that attention leaves; of a block it is a score."""
     layer = Scored(kv, (8, 2, 16), walk(3, past=515))
     for isa in ISAS:
         layer.store(isa)
         layer.bench.counts[abi.COUNT_MERGE] = 3
         parts = layer.bench.run(isa, f"attention_{kv}", layer.places, layer.parameters())
         mine = layer.scores(isa, 3)
-        n = -(-518 // 16) * 16
+        n = -(-518 // 16) * 16 + 3 * 16
         for t in range(3):
             rows = mine[t].reshape(8, n + 6)
             for head in range(8):
                 largest = [float(parts[f"split {split} of token {t}, head {head}: m"][0]) for split in range(3)]
                 assert rows[head, n::2].tolist() == largest
+                assert rows[head, n - 48 : n - 15].tolist() == rows[head, : n - 48].reshape(-1, 16).max(axis=1).tolist()

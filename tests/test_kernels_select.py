@@ -41,7 +41,7 @@ class Selected(Scored):
         return out["out"]
 
 
-@pytest.mark.parametrize("past", [3, 100, 255, 256, 900])
+@pytest.mark.parametrize("past", [3, 100, 255, 256, 900, 2300])
 @pytest.mark.parametrize("kv", KV)
 def test_chosen_rows_have_the_bits_of_each_token_alone(kv: str, past: int) -> None:
     """All of the walk or its last tokens, on one to three threads, several or one by one; GQA 1, 3, 4, 8; trees."""
@@ -66,13 +66,13 @@ def test_chosen_rows_have_the_bits_of_each_token_alone(kv: str, past: int) -> No
 @pytest.mark.parametrize("kv", KV)
 def test_where_all_is_wanted_the_bits_are_those_of_attention(kv: str, heads: tuple[int, int, int]) -> None:
     """A share of 0 and a number no less than the context are the same thing, and plain attention."""
-    layer = Selected(kv, heads, [Sequence(700, 2), Sequence(31, 1), Sequence(300, 6, [-1, 0, 0, 2, 1, 3])])
+    layer = Selected(kv, heads, [Sequence(1290, 2), Sequence(31, 1), Sequence(300, 6, [-1, 0, 0, 2, 1, 3])])
     n = len(layer.positions)
     for isa in ISAS:
         layer.store(isa)
         plain = layer.attend_in_splits(isa)
         for instead in INSTEAD:
-            for by in (EVERYTHING, {"most": 702}):
+            for by in (EVERYTHING, {"most": 1292}):
                 np.testing.assert_array_equal(layer.select(isa, n, instead=instead, **by), plain)
 
 

@@ -154,11 +154,11 @@ def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_plan_has_room_for_scores(tmp_path: Path) -> None:
-    """Of each place for each head: 4 bytes, and a little for each split and choice."""
+    """Of each place for each head: 4 bytes, and a little for each block, split and choice."""
     path = write_model(tmp_path)
     with session(path, ctx=1024) as plain, session(path, ctx=1024, recipe=of("top:8")) as opened:
         more = opened.plan.region("scratch").bytes - plain.plan.region("scratch").bytes
-        assert more == 6 * 4160 + 2 * (4 * 16 + 64)  # rows of 4 splits; means
+        assert more == 6 * 4416 + 2 * (4 * 16 + 64)  # rows of 4 splits; means
 
 
 @pytest.mark.parametrize("text", ["top:0", "top:-3", "top:1.5", "top:", "eps:1.01", "eps:-1", "eps:nan", "eps:x",

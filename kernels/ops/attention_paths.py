@@ -17,7 +17,6 @@ from ..abi import (
     KV_SCALES_BYTES,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
-    SPLIT_BLOCKS,
     TOKEN_BASE,
     TOKEN_MASK,
     TOKEN_ROW,
@@ -26,6 +25,7 @@ from ..abi import (
 from ..parameters import ATTENTION
 from ..vector.record import flags, inline, operand, outlined, parameter, token
 from ..vector.simd import (
+    count_ones,
     load_f32x16,
     load_i8,
     load_i32,
@@ -132,12 +132,19 @@ def place_of(ctx, t):
     return place
 
 
+@inline
+def _in_work(mask, b):
+    """Whether bit b of the mask is set; it may lie outside of it."""
+    return 0 <= b < 8 * 8 and mask >> b & 1 != 0
+
+
 @cache
 def path_gather(element):
-    """Make ``gather(rec, ctx, tile, unit, blocks, head, padded)`` for a stored type of so many bytes.
+    """Make ``gather(rec, ctx, tile, t, first, mask, blocks, head, padded)`` for a stored type of so many bytes.
 
-    It puts the blocks of the split in which token t's path has left its rows into scratch, and their addresses into
-    the tile: the stored block first, for what it holds in place and finite numbers elsewhere, then row after row.
+    In work are the blocks first + b of the context for each bit b of the mask, one behind the other. Those in which
+    token t's path has left its rows are put into scratch, and their addresses into the tile: the stored block first,
+    for what it holds in place and finite numbers elsewhere, then row after row.
     """
     width = 2 if element == 2 else 4  # bytes of a token in a line of K
 
@@ -168,22 +175,21 @@ def path_gather(element):
             store_f32x16(target[2], load_f32x16(source[2]))
 
     @outlined
-    def gather(rec, ctx, tile, unit, blocks, head, padded):
-        t, _h, split = unit
-        first, mask, size = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), parameter(rec, ATTENTION.block_bytes)
-        last, place = token(ctx, t, TOKEN_ROW), token(ctx, t, TOKEN_BASE)
+    def gather(rec, ctx, tile, t, first, mask, blocks, head, padded):
+        base, ancestors, last = token(ctx, t, TOKEN_BASE), token(ctx, t, TOKEN_MASK), token(ctx, t, TOKEN_ROW)
+        place, size = base, parameter(rec, ATTENTION.block_bytes)
         made, room = -1, tile + path_at(padded) - path_bytes(size)
-        for row in range(first, last + 1):
-            if row < last and not mask >> (row - first) & 1:
+        for row in range(base, last + 1):
+            if row < last and not ancestors >> (row - base) & 1:
                 continue
             b = place // BLOCK_TOKENS
-            if place < row and b // SPLIT_BLOCKS == split:
+            if place < row and _in_work(mask, b - first):
                 target = room, room + size, room + 2 * size
                 if b != made:
                     made, room = b, room + path_bytes(size)
                     target = room, room + size, room + 2 * size
                     copy_block(sequence_block(rec, blocks, head, b), target, size)
-                    set_split_block(tile, head[0], b - split * SPLIT_BLOCKS, target)
+                    set_split_block(tile, head[0], count_ones(mask & ((1 << (b - first)) - 1)), target)
                 source = sequence_block(rec, blocks, head, row // BLOCK_TOKENS)
                 copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded)
             place += 1

@@ -55,6 +55,8 @@ T_SCORES = ATTENTION_STATE + 128 * ATTENTION_TILE
 """Rows of SPLIT_TOKENS floats."""
 SCORES = 4 * SPLIT_TOKENS
 """Bytes of a row's scores of one split."""
+LARGEST = 4 * SPLIT_BLOCKS
+"""Bytes of the largest scores of its blocks."""
 
 
 @inline

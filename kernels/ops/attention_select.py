@@ -2,8 +2,8 @@
 
 By share: those whose weight is at least a share of the head's largest, over the whole context. By number: the N
 largest, of equal ones the first. Both come down to a score and a place: wanted is what scores more, and what scores as
-much and does not stand behind the place. Bisection finds the N-th largest score among the floats; splits whose largest
-score is less are not looked at.
+much and does not stand behind the place. Bisection finds the N-th largest score among the floats; splits and blocks
+whose largest score is less are not looked at.
 
 Operands: 5 rows of scores, whose room for what is chosen is written. Parameters: parameters.ATTENTION. Twin:
 reference/attention_select.py.
@@ -11,7 +11,7 @@ reference/attention_select.py.
 
 from __future__ import annotations
 
-from ..abi import FLAG_HOLES
+from ..abi import FLAG_HOLES, SPLIT_BLOCKS
 from ..parameters import ATTENTION
 from ..registry import kernel
 from ..vector.record import claim, count, flags, float_parameter, inline, outlined, parameter
@@ -34,7 +34,7 @@ from ..vector.simd import (
 from ..vector.vecmath import exp_below
 from .attention_paths import place_of
 from .attention_rows import LOWEST, SPLIT_SHIFT, first_visible
-from .attention_scores import first_scored, score_row, split_sums
+from .attention_scores import first_scored, score_row, split_largest, split_sums
 
 NEVER = LOWEST / 2
 """No score is so low but that of a row which is not there: LOWEST."""
@@ -62,13 +62,33 @@ def wanted(row, choice, b):
     return lanes_at_least(scores, least) & (lanes_above(scores, splat_f32(least)) | ((1 << up_to) - 1))
 
 
+@inline
+def wanted_of_split(rec, row, choice, split):
+    """Bit b: the head wants a row of block b of a split."""
+    least = load_f32(choice + C_LEAST)
+    if load_f32(split_sums(rec, row, split)) < least:
+        return 0
+    largest = load_f32x16(split_largest(rec, row, split))
+    found = lanes_above(largest, splat_f32(least))
+    rest = lanes_at_least(largest, least) & ~found
+    while rest != 0:
+        b = trailing_zeros(rest)
+        rest &= rest - 1
+        if wanted(row, choice, SPLIT_BLOCKS * split + b) != 0:
+            found |= 1 << b
+    return found
+
+
 @outlined
 def _count(rec, row, low, high, least):
-    """How many scores of the places low .. high are at least `least`."""
+    """How many scores of the places low .. high are at least `least`, which is more than that of what is not there."""
     n = 0
     for split in range(low >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1):
         if load_f32(split_sums(rec, row, split)) >= least:
-            for b in range(max(16 * split, low >> 4), min(16 * split + 15, high >> 4) + 1):
+            blocks = lanes_at_least(load_f32x16(split_largest(rec, row, split)), least)
+            while blocks != 0:
+                b = SPLIT_BLOCKS * split + trailing_zeros(blocks)
+                blocks &= blocks - 1
                 n += count_ones(lanes_at_least(load_f32x16(row + 64 * b), least))
     return n
 

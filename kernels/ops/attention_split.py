@@ -381,7 +381,7 @@ def score_step(kind, r, chains, alone):
         for b in range(begin, end):
             set_split_block(tile, origin, b - base, sequence_block(rec, blocks, head, b))
         if has_path(ctx, t):
-            gather(rec, ctx, tile, unit, blocks, head, padded)
+            gather(rec, ctx, tile, t, base, (1 << SPLIT_BLOCKS) - 1, blocks, head, padded)
         holes = layer_holes(rec, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)

@@ -26,7 +26,7 @@ def together(ctx, t, other):
 
 
 @inline
-def _run(rec, ctx, t, tokens, most):
+def _run(rec, ctx, t, tokens, most, shift):
     """The run that begins with token t: (its end, the first split that any of its tokens sees, how many from there)."""
     place = place_of(ctx, t)
     lowest, highest, end = first_visible(rec, place), place, t + 1
@@ -34,19 +34,19 @@ def _run(rec, ctx, t, tokens, most):
         place = place_of(ctx, end)
         lowest, highest = min(lowest, first_visible(rec, place)), max(highest, place)
         end += 1
-    first = lowest >> SPLIT_SHIFT
-    return end, first, (highest >> SPLIT_SHIFT) - first + 1
+    first = lowest >> shift
+    return end, first, (highest >> shift) - first + 1
 
 
 @inline
-def _most(rec, ctx, begin, tokens, group, large, n_threads):
+def _most(rec, ctx, begin, tokens, group, large, n_threads, shift):
     """Most tokens of a run: as many as leave enough units for all threads, else those that fill a tile."""
     kv_heads = parameter(rec, ATTENTION.kv_heads)
     most, least = max(1, min(ATTENTION_TOKENS, div_i64(ATTENTION_ROWS, group))), max(1, div_i64(large, group))
     while most > least:
         units, t = 0, begin
         while t < tokens:
-            t, _first, splits = _run(rec, ctx, t, tokens, most)
+            t, _first, splits = _run(rec, ctx, t, tokens, most, shift)
             units += kv_heads * splits
         if units >= UNITS * n_threads:
             break
@@ -55,7 +55,7 @@ def _most(rec, ctx, begin, tokens, group, large, n_threads):
 
 
 @inline
-def _seek(rec, ctx, number, run, tokens, most):
+def _seek(rec, ctx, number, run, tokens, most, shift):
     """Go on to the run in which unit `number` is. A run is (token, end, first split, splits, number of its first unit).
     """
     t, end, first, splits, start = run
@@ -64,7 +64,7 @@ def _seek(rec, ctx, number, run, tokens, most):
         start += kv_heads * splits
         t = end
         if t < tokens:
-            end, first, splits = _run(rec, ctx, t, tokens, most)
+            end, first, splits = _run(rec, ctx, t, tokens, most, shift)
     return t, end, first, splits, start
 
 
@@ -82,11 +82,11 @@ def _alone(ctx, t, split):
     return has_path(ctx, t) and (split + 1) << SPLIT_SHIFT > token(ctx, t, TOKEN_BASE)
 
 
-def few_tokens(large, small, many, some, one, first_token, runs=True):
+def few_tokens(large, small, many, some, one, first_token, runs=True, shift=SPLIT_SHIFT):
     """Attention of few tokens, split by split; the next split is claimed early, so that its K can be asked for.
 
     They are as many as the record's count says, from ``first_token(rec, ctx)`` on, and go through one by one where not
-    `runs`.
+    `runs`. Splits have ``1 << shift`` positions.
     """
 
     @inline
@@ -116,14 +116,14 @@ def few_tokens(large, small, many, some, one, first_token, runs=True):
     def decode(rec, ctx, tile, group, padded, n_threads):
         begin = first_token(rec, ctx)
         tokens = begin + count(ctx, parameter(rec, ATTENTION.rows))
-        most = _most(rec, ctx, begin, tokens, group, large, n_threads) if runs else 1
+        most = _most(rec, ctx, begin, tokens, group, large, n_threads, shift) if runs else 1
         number = claim(ctx)
-        end, first, splits = _run(rec, ctx, begin, tokens, most)
-        run = _seek(rec, ctx, number, (begin, end, first, splits, 0), tokens, most)
+        end, first, splits = _run(rec, ctx, begin, tokens, most, shift)
+        run = _seek(rec, ctx, number, (begin, end, first, splits, 0), tokens, most, shift)
         held_t, held_h = -1, -1
         while run[0] < tokens:
             following = claim(ctx)
-            after = _seek(rec, ctx, following, run, tokens, most)
+            after = _seek(rec, ctx, following, run, tokens, most, shift)
             unit = _unit(number, run)
             _t, end, h, split = _unit(following, after) if after[0] < tokens else unit
             alone = _alone(ctx, unit[0], unit[3])

@@ -1,9 +1,11 @@
 """The weighted sum of those blocks of V of which some head of a KV head wants a row; nothing else of V is read.
 
-All rows of a block that is read count, with the weights that they have: to leave some out would save nothing. The
-blocks of a split move together, and then go through passes 2 and 3 of attention as a split of so many blocks; where all
-are wanted the partial results have the bits of attention's. A token goes through by itself, so that its bits do not
-depend on what others want. While blocks of one unit of work are summed, those of the next are asked for.
+All rows of a block that is read count, with the weights that they have: to leave some out would save nothing. Units of
+work are stretches of a few splits. The blocks that are wanted of a stretch move together, and go, as many as a split
+has at a time, through passes 2 and 3 of attention as if they were a split, whose partial result they leave; the last
+splits of a stretch may have none. Where a head wants all, splits stay apart, and the partial results have the bits of
+attention's. A token goes through by itself, so that its bits do not depend on what others want. While blocks are
+summed, those that come next are asked for.
 
 For what is left out stands a mean of V, of blocks that lie evenly spread over the context up to MASK_TOKENS before the
 token. Which these are follows from its place alone, and no guess of its walk is among them: nothing has to be kept of a
@@ -16,7 +18,7 @@ rows it is of. Parameters: parameters.ATTENTION. Twin: reference/attention_value
 
 from __future__ import annotations
 
-from ..abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS
+from ..abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS, STRETCH_SPLITS
 from ..parameters import ATTENTION
 from ..registry import kernel
 from ..vector.record import inline, operand, outlined, parameter, round_up_16
@@ -55,60 +57,93 @@ from .attention_paths import (
 from .attention_rows import (
     LOWEST,
     SCORES,
+    SPLIT_SHIFT,
     T_CHOSEN,
     T_KEYS,
     T_L,
     T_M,
-    T_SCALES,
     T_SCORES,
     T_UNIT,
     T_VALUES,
     acc_at,
+    first_visible,
     partial_bytes,
 )
-from .attention_scores import first_scored, score_row, split_sums
-from .attention_select import C_LEAST, choice_at, wanted
+from .attention_scores import first_scored, score_row
+from .attention_select import all_wanted, choice_at, wanted_of_split
 from .attention_split import KINDS, mask_holes, softmax_step, value_step
 from .attention_units import few_tokens
 
+STRETCH_SHIFT = SPLIT_SHIFT + STRETCH_SPLITS.bit_length() - 1
+_SPLIT = (1 << SPLIT_BLOCKS) - 1
+"""Bits of the blocks of a stretch's first split."""
 AHEAD = 2
 """Blocks of a mean between the V in work and the V that is asked for."""
 
 
+@inline
+def _splits(rec, ctx, t, stretch):
+    """The splits of a stretch that token t sees: the first, and the one behind the last."""
+    high, first = place_of(ctx, t), stretch * STRETCH_SPLITS
+    begin, end = first_visible(rec, high) >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
+    return max(first, begin), min(first + STRETCH_SPLITS, end)
+
+
 @outlined
-def _wanted_blocks(rec, ctx, t, h, split, group):
-    """Bit b: some head of KV head h wants a row of block b of the split."""
-    last, found = (place_of(ctx, t) >> 4) - split * SPLIT_BLOCKS, 0
+def _wanted_blocks(rec, ctx, t, h, stretch, group):
+    """Bit b: some head of KV head h wants a row of block b of the stretch."""
+    begin, end = _splits(rec, ctx, t, stretch)
+    found = 0
     for head in range(h * group, (h + 1) * group):
         row = score_row(rec, ctx, t, head)
         choice = choice_at(rec, row)
-        if load_f32(split_sums(rec, row, split)) >= load_f32(choice + C_LEAST):
-            for b in range(min(last + 1, SPLIT_BLOCKS)):
-                if not found >> b & 1 and wanted(row, choice, split * SPLIT_BLOCKS + b) != 0:
-                    found |= 1 << b
+        for split in range(begin, end):
+            found |= wanted_of_split(rec, row, choice, split) << SPLIT_BLOCKS * (split - stretch * STRETCH_SPLITS)
     return found
 
 
 @inline
 def _chosen(rec, ctx, tile, unit, group):
     """`_wanted_blocks` of a unit of work, found once: when it is in work, or when the unit before it was."""
-    t, h, split = unit
-    number = (t * parameter(rec, ATTENTION.kv_heads) + h) * parameter(rec, ATTENTION.splits) + split
+    t, h, stretch = unit
+    number = (t * parameter(rec, ATTENTION.kv_heads) + h) * parameter(rec, ATTENTION.splits) + stretch
     if load_i64(tile + T_UNIT) != number:
-        store_i64(tile + T_CHOSEN, _wanted_blocks(rec, ctx, t, h, split, group))
+        store_i64(tile + T_CHOSEN, _wanted_blocks(rec, ctx, t, h, stretch, group))
         store_i64(tile + T_UNIT, number)
     return load_i64(tile + T_CHOSEN)
 
 
 @outlined
-def _ask(rec, ctx, tile, unit, coming, n, origin):
-    """Say what V is asked for while n blocks are summed: one block of the next unit each; its other blocks at once."""
-    t, h, split = unit
+def _first_blocks(chosen):
+    """As many as a split has of the blocks that are left of a stretch."""
+    rest = chosen
+    for _ in range(SPLIT_BLOCKS):
+        rest &= rest - 1
+    return chosen ^ rest
+
+
+@outlined
+def _some_want_all(rec, ctx, t, h, group):
+    """Whether a head of KV head h wants all that is there: then splits stay apart, though they may lack rows."""
+    whole = False
+    for head in range(h * group, (h + 1) * group):
+        whole = whole or all_wanted(choice_at(rec, score_row(rec, ctx, t, head)))
+    return whole
+
+
+@outlined
+def _ask(rec, ctx, tile, unit, group, coming, n, origin):
+    """Say what V is asked for while n blocks are summed: one of the blocks that come next each; the others at once, and
+    all their scores.
+    """
+    t, h, stretch = unit
     blocks, head, i = block_table(ctx, t), head_parts(rec, ctx, h), 0
     while coming != 0:
-        b = split * SPLIT_BLOCKS + trailing_zeros(coming)
+        b = stretch * STRETCH_SPLITS * SPLIT_BLOCKS + trailing_zeros(coming)
         _keys, values, scales = sequence_block(rec, blocks, head, b)
         prefetch(scales)
+        for row in range(h * group, (h + 1) * group):
+            prefetch(score_row(rec, ctx, t, row) + 64 * b)
         if i < n:
             store_i64(tile + T_KEYS + 8 * i, values - origin)
         else:
@@ -184,58 +219,62 @@ def _mean_step(kind, values):
 
 
 def _steps(kind):
-    """Make the steps of the tiles: what a tile of rows of one token goes through in one split."""
+    """Make the steps of the tiles: what a tile of rows of one token goes through in one stretch."""
     softmax, gather = softmax_step(kind), path_gather(kind.element)
 
     def of_tile(r, widths, mean):
         values = value_step(kind, r, widths, _asked)
 
         @outlined
-        def step(rec, ctx, tile, unit, row, last, group, padded, found, ahead, coming):
-            t, h, split = unit
+        def step(rec, ctx, tile, unit, row, last, group, padded, part, ahead, coming):
+            t, h, stretch = unit
             blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
-            for b in range(SPLIT_BLOCKS):
-                if found >> b & 1:
-                    set_split_block(tile, head[0], b, sequence_block(rec, blocks, head, split * SPLIT_BLOCKS + b))
-            if has_path(ctx, t):
-                gather(rec, ctx, tile, unit, blocks, head, padded)
-            n = 0
-            while found != 0:
-                b = trailing_zeros(found)
-                found &= found - 1
-                store_i64(tile + T_VALUES + 8 * n, load_i64(tile + T_VALUES + 8 * b))
-                store_i64(tile + T_SCALES + 8 * n, load_i64(tile + T_SCALES + 8 * b))
+            first, rest, n = stretch * STRETCH_SPLITS * SPLIT_BLOCKS, part, 0
+            while rest != 0:
+                b = first + trailing_zeros(rest)
+                rest &= rest - 1
+                set_split_block(tile, head[0], n, sequence_block(rec, blocks, head, b))
                 for i in range(r):
                     scores = score_row(rec, ctx, t, h * group + min(row + i, last))
-                    store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + SCORES * split + 64 * b))
+                    store_f32x16(tile + T_SCORES + SCORES * i + 64 * n, load_f32x16(scores + 64 * b))
                 n += 1
+            if has_path(ctx, t):
+                gather(rec, ctx, tile, t, first, part, blocks, head, padded)
             span = 0, n, 0, head[0]
-            _ask(rec, ctx, tile, ahead, coming, n, head[0])
+            _ask(rec, ctx, tile, ahead, group, coming, n, head[0])
             for i in range(r):
                 softmax(tile, i, span)
             values(rec, tile, span, padded, 0, 0)
 
         @inline
         def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
-            t, h, split = unit
+            t, h, stretch = unit
             found = _chosen(rec, ctx, tile, unit, group)
             coming = _chosen(rec, ctx, tile, ahead, group)
-            if row == 0 and split == 0 and parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
-                mean(rec, ctx, tile, t, h, padded)
-            if found:
-                if row == 0:
+            if row == 0:
+                if stretch == 0 and parameter(rec, ATTENTION.instead) == INSTEAD_MEAN:
+                    mean(rec, ctx, tile, t, h, padded)
+                if found != 0:
                     atomic_add(ctx + CTX_VALUES, count_ones(found))
-                step(rec, ctx, tile, unit, row, last, group, padded, found, ahead, coming)
-            else:
-                _ask(rec, ctx, tile, ahead, coming, 0, 0)
-            index = (t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + h * group + row
-            for i in range(min(r, last - row + 1)):
-                partial = (index + i) * parameter(rec, ATTENTION.splits) + split
-                if found:
-                    leave_partial(rec, ctx, tile, i, partial, padded)
-                else:
-                    at = operand(rec, ctx, 4) + partial * partial_bytes(padded)
-                    store_f32(at, first_lane(splat_f32(LOWEST)))
+            if found == 0:
+                _ask(rec, ctx, tile, ahead, group, _first_blocks(coming), 0, 0)
+            first, splits = stretch * STRETCH_SPLITS, parameter(rec, ATTENTION.splits)
+            whole = _some_want_all(rec, ctx, t, h, group)
+            index = ((t - first_scored(rec, ctx)) * parameter(rec, ATTENTION.heads) + h * group + row) * splits
+            begin, end = _splits(rec, ctx, t, stretch)
+            for split in range(begin, end):
+                part = found & _SPLIT << SPLIT_BLOCKS * (split - first) if whole else _first_blocks(found)
+                found ^= part
+                if part != 0:
+                    after = unit if found != 0 else ahead
+                    wanted = _first_blocks(found if found != 0 else coming)
+                    step(rec, ctx, tile, unit, row, last, group, padded, part, after, wanted)
+                for i in range(min(r, last - row + 1)):
+                    if part != 0:
+                        leave_partial(rec, ctx, tile, i, index + i * splits + split, padded)
+                    else:
+                        at = operand(rec, ctx, 4) + (index + i * splits + split) * partial_bytes(padded)
+                        store_f32(at, first_lane(splat_f32(LOWEST)))
 
         return single
 
@@ -247,7 +286,7 @@ def _register(kv, tiles):
     (large, *_), (small, *_), (one, widths, _chains) = tiles
     of_tile, mean = _steps(kind), _mean_step(kind, value_step(kind, one, widths, _in_mean))
     steps = [of_tile(r, widths, mean) for r, widths, _chains in tiles]
-    by_token = few_tokens(large, small, *steps, first_scored, runs=False)
+    by_token = few_tokens(large, small, *steps, first_scored, runs=False, shift=STRETCH_SHIFT)
 
     @kernel(f"attention_values_{kv}")
     def attention_values(rec, ctx, tid, n_threads):

@@ -228,13 +228,17 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
 
 
 def score_row(view: RecordView, row: int) -> tuple[NDArray[np.float32], ...]:
-    """Live views of the scores of row token * heads + head: by place, (largest, sum of exponentials) by split, choice.
+    """Live views of the scores of row token * heads + head: by place, (largest, sum of exponentials) by split, choice,
+    largest by block.
     """
     splits = view.parameters(ATTENTION).splits
     at = row * score_row_bytes(splits)
+    largest = at + 4 * splits * SPLIT_TOKENS
+    sums = largest + 4 * splits * SPLIT_BLOCKS
     return (view.array(5, np.float32, (splits * SPLIT_TOKENS,), at=at),
-            view.array(5, np.float32, (splits, 2), at=at + 4 * splits * SPLIT_TOKENS),
-            view.array(5, np.float32, (4,), at=at + splits * (4 * SPLIT_TOKENS + 8)))
+            view.array(5, np.float32, (splits, 2), at=sums),
+            view.array(5, np.float32, (4,), at=sums + 8 * splits),
+            view.array(5, np.float32, (splits * SPLIT_BLOCKS,), at=largest))
 
 
 def mean_of(view: RecordView, row: int) -> NDArray[np.float32]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, COUNT_TOKENS
+from ..abi import BLOCK_TOKENS, COUNT_TOKENS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
 from .attention import LOWEST, SPLIT_TOKENS, Path, queries_of, score_row, seen_tokens
 from .expected import Expected
@@ -41,8 +41,13 @@ def _row(where: tuple[NDArray[np.float32], ...], name: str, path: Path, scores: 
     high = path.low + len(scores)
     begin, end = path.low // BLOCK_TOKENS * BLOCK_TOKENS, -(-high // BLOCK_TOKENS) * BLOCK_TOKENS
     around = (path.low - begin, end - high)  # in blocks of which it sees a part
-    out = [Expected(name + "scores", where[0][begin:end], np.pad(scores, around, constant_values=LOWEST),
-                    False, np.pad(slack, around))]
+    seen, off = np.pad(scores, around, constant_values=LOWEST), np.pad(slack, around)
+    out = [Expected(name + "scores", where[0][begin:end], seen, False, off)]
+    first, last = path.splits.start * SPLIT_BLOCKS, path.splits.stop * SPLIT_BLOCKS
+    outside = (begin // BLOCK_TOKENS - first, last - end // BLOCK_TOKENS)  # in splits of which it sees a part
+    largest, its_off = (x.reshape(-1, BLOCK_TOKENS).max(axis=1) for x in (seen, off))
+    out.append(Expected(name + "blocks", where[3][first:last], np.pad(largest, outside, constant_values=LOWEST), False,
+                        np.pad(its_off, outside)))
     for split in path.splits:
         start, stop = max(path.low, split * SPLIT_TOKENS), min(high, (split + 1) * SPLIT_TOKENS)
         part, off = scores[start - path.low : stop - path.low], slack[start - path.low : stop - path.low].max()

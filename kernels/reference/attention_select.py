@@ -21,7 +21,7 @@ def select_twin(view: RecordView) -> list[Expected]:
     first, seen = end - view.count(p.rows), paths(view, end, p.window)
     for row in range((end - first) * p.heads):
         path = seen[first + row // p.heads]
-        all_scores, sums, choice = score_row(view, row)
+        all_scores, sums, choice, _largest = score_row(view, row)
         scores, name = all_scores[path.low : path.place + 1], f"row {row}: "
         m, total = sums[path.splits.start : path.splits.stop].astype(np.float64).T
         least, slack, place = _least(scores, p.most, np.float32(float_of(p.least)), path)
@@ -50,7 +50,7 @@ def _least(scores: NDArray[np.float32], most: int, depth: np.float32, path: Path
 
 def wanted(view: RecordView, row: int, path: Path) -> NDArray[np.bool_]:
     """Which places of the whole context a row wants by its choice."""
-    scores, _sums, choice = score_row(view, row)
+    scores, _sums, choice, _largest = score_row(view, row)
     at, out = np.arange(path.low, path.place + 1), np.zeros(path.place + 1, np.bool_)
     seen, place = scores[path.low : path.place + 1], int(choice[1:2].view(np.int32)[0])
     out[at] = (seen > choice[0]) | ((seen == choice[0]) & (at <= place))

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, COUNT_TOKENS, INSTEAD_MEAN, SPLIT_BLOCKS
+from ..abi import BLOCK_TOKENS, COUNT_TOKENS, INSTEAD_MEAN, SPLIT_BLOCKS, STRETCH_SPLITS
 from ..parameters import ATTENTION
-from .attention import LOWEST, SPLIT_TOKENS, Seen, mean_blocks, mean_of, partials, score_row, seen_tokens, weigh
+from .attention import LOWEST, NEVER, Seen, mean_blocks, mean_of, partials, score_row, seen_tokens, weigh
 from .attention_select import wanted_blocks
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
@@ -38,17 +39,17 @@ def _splits(view: RecordView, seen: Seen, t: int, h: int) -> list[Expected]:
     blocks, scores = wanted_blocks(view, rows, path), [score_row(view, row)[0].astype(np.float64) for row in rows]
     places = np.flatnonzero(np.repeat(blocks, BLOCK_TOKENS)[: path.place + 1])
     places = places[path.there[places]]
+    whole = any(float(score_row(view, row)[2][0]) <= NEVER for row in rows)
     for split in path.splits:
-        mine = places[(places // SPLIT_TOKENS == split) & (places >= path.low)]
+        mine = places[_part_of(blocks, path.splits, split, whole)[places // BLOCK_TOKENS] & (places >= path.low)]
         if not mine.size:
             out += [Expected(f"row {row}, split {split}: m", partials(view, row, split)[0], np.array([LOWEST]))
                     for row in rows]
             continue
         _k, v, v_scales = seen.stored.of(h, path.rows[mine - path.low])
         part = weigh(np.array([row[mine] for row in scores]), np.full(group, TOLERANCES["sums"]), v, v_scales)
-        lanes = np.zeros((group, SPLIT_TOKENS))
-        lanes[:, mine % SPLIT_TOKENS] = part.weights
-        sums = lanes.reshape(group, SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)
+        sums = np.zeros((group, BLOCK_TOKENS))
+        np.add.at(sums, (slice(None), mine % BLOCK_TOKENS), part.weights)
         for g, row in enumerate(rows):
             m, total, acc, padding = partials(view, row, split)
             name = f"row {row}, split {split}: "
@@ -57,6 +58,18 @@ def _splits(view: RecordView, seen: Seen, t: int, h: int) -> list[Expected]:
                     Expected(name + "acc", acc, part.total[g], False, part.slack[g]),
                     Expected(name + "padding", padding, np.zeros(len(padding)))]
     return out
+
+
+def _part_of(blocks: NDArray[np.bool_], splits: range, split: int, whole: bool) -> NDArray[np.bool_]:
+    """Which blocks make the partial result of a split: its own where a head wants all, else some of its stretch, dealt
+    out to its splits.
+    """
+    first = split - split % STRETCH_SPLITS
+    part = split - max(first, splits.start)
+    at = np.flatnonzero(blocks)
+    at = at[at // SPLIT_BLOCKS == split] if whole else \
+        at[at // SPLIT_BLOCKS // STRETCH_SPLITS == first // STRETCH_SPLITS][part * SPLIT_BLOCKS :][:SPLIT_BLOCKS]
+    return np.isin(np.arange(len(blocks)), at)
 
 
 def _mean(view: RecordView, seen: Seen, row: int, h: int) -> Expected:
