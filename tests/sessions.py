@@ -104,8 +104,6 @@ def scored(opened: Runner, ids: list[int], sequence: Sequence | None = None) -> 
 
 
 def free_blocks(opened: Runner) -> int:
-    """KV blocks that nobody holds; those of whole slots where sequences have slots."""
-    if isinstance(opened, OnnxRunner):
-        return opened.pool.n_free * opened.plan.kv_blocks // len(opened.pool)
-    assert isinstance(opened, Session)
+    """KV blocks that nobody holds."""
+    assert isinstance(opened, (Session, OnnxRunner))
     return opened.kv.pool.n_free
