@@ -289,3 +289,10 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def check_own_layout(config: RuntimeConfig) -> None:
+    """Raise `UsageError` for a layout of KV that our own kernels have not."""
+    if config.kv_layout == SLOTS:
+        raise UsageError("--kv-layout slots is not offered on device cpu, whose KV cache has pages of 16 tokens; leave "
+                         "it out, or run with --device cuda.")
