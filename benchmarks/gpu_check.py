@@ -34,14 +34,16 @@ if str(ROOT) not in sys.path:  # `python benchmarks/gpu_check.py` in a checkout 
 from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, gpu_free_bytes, provider_of  # noqa: E402
 from edgeinfer.bench import token_ids  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import RuntimeConfig  # noqa: E402
+from edgeinfer.config import KV_LAYOUTS, RuntimeConfig  # noqa: E402
 from edgeinfer.errors import EdgeInferError  # noqa: E402
 from edgeinfer.process import peak_rss_bytes  # noqa: E402
-from edgeinfer.runner import Sequence  # noqa: E402
+from edgeinfer.runner import DECODE, Segment, Sequence  # noqa: E402
 
 MODELS = ["tinyllama-1.1b", "llama-2-7b"]
 F16, MEMORY_SHARE, MEMORY_BYTES = 5e-3, 0.03, 200_000_000
 """Wanted: of the largest logit; planned beside measured memory, whichever of the two allows more."""
+GUESSES = 4
+"""Tokens of each sequence in walks that check guesses."""
 DEBUG = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1", "ORT_FPA_INTB_DEBUG": "1"}
 H200_SPEEDS = {("llama-2-7b", 1): 400.0, ("llama-2-7b", 32): 3000.0}
 """Tokens a second at depth 0 that are wanted on an H200, by model and sequences."""
@@ -226,8 +228,9 @@ def weights_of(runner: OnnxRunner) -> int:
 
 
 def kv_of(runner: OnnxRunner, depth: int) -> float:
-    """Bytes that a step reads of KV."""
-    return runner.plan.region("kv").nbytes / runner.plan.request.ctx * depth
+    """Bytes that a step of all sequences reads of KV."""
+    position = runner.plan.region("kv").nbytes / (runner.plan.kv_blocks * runner.block_tokens)
+    return runner.plan.request.sequences * position * depth
 
 
 def steps(runner: OnnxRunner, held: list[Sequence], n: int) -> Iterator[float]:
@@ -238,6 +241,43 @@ def steps(runner: OnnxRunner, held: list[Sequence], n: int) -> Iterator[float]:
         runner.decode(held, [next(ids) for _ in held])
         if step >= min(3, n - 1):
             yield time.perf_counter() - began
+
+
+def layouts(check: Check, name: str, path: Path) -> None:
+    """KV in pages beside KV in slots: logits, decode steps, and guesses of all sequences, which are one call."""
+    if not check.provider.page_positions:
+        check.rows.append(Row(f"{name}: pages beside slots", "PagedAttention has no CPU kernel", verdict="not run"))
+        print_row(check.rows[-1])
+        return
+    for depth in check.sizes.depths:
+        for n in check.sizes.sequences:
+            pages_beside_slots(check, name, path, n, depth)
+
+
+def pages_beside_slots(check: Check, name: str, path: Path, n: int, depth: int) -> None:
+    """The rows of `layouts` for so many sequences behind a depth; one layout after the other, for memory's sake."""
+    rounds, where = check.sizes.steps // 4, f"{n} sequences at depth {depth}"
+    options = {"ctx": max(depth, 1) + 8 * check.sizes.steps, "max_sequences": n, "outputs": GUESSES * n}
+    logits, times = list[Any](), list[list[float]]()
+    for layout in KV_LAYOUTS:
+        with opened(path, check.provider, **options, kv_layout=layout) as runner:
+            held = filled(runner, n, depth)
+            logits.append(runner.decode(held, [1] * n).copy())
+            times.append([statistics.median([walked(runner, held, new) for _ in range(rounds)][rounds // 4 :])
+                          for new in (1, GUESSES)])
+    worst = float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
+    check.add(f"{name}: logits, {where}, pages beside slots", f"{worst:.1e}", f"{F16:.0e}", worst <= F16)
+    for what, slots, pages in zip(("steps", f"{GUESSES} tokens of each"), *times, strict=True):
+        check.add(f"{name}: {what}, {where}, pages beside slots",
+                  f"{slots / pages:.2f} times as fast, {1000 * pages:.2f} ms")
+
+
+def walked(runner: OnnxRunner, held: list[Sequence], new: int) -> float:
+    """Seconds of a walk over so many tokens of each sequence, with logits after all of them."""
+    segments = [Segment(sequence, [2] * new, range(new), DECODE) for sequence in held]
+    began = time.perf_counter()
+    runner.walk(segments)
+    return time.perf_counter() - began
 
 
 def arrivals(check: Check, name: str, path: Path) -> None:
@@ -309,13 +349,14 @@ def run(check: Check, names: list[str]) -> None:
         for provider, how in ways:
             check.section(f"{name}: speed{how}", lambda name=name, path=path, provider=provider, how=how:  # type: ignore
                           speeds(check, name, path, provider, how))
-        for part in (arrivals, memory, endurance):
+        for part in (layouts, arrivals, memory, endurance):
             check.section(f"{name}: {part.__name__}", lambda part=part, name=name, path=path:  # type: ignore[misc]
                           part(check, name, path))
 
 
 PARTS = ("placement of all nodes", "kernels that are chosen", "f16 beside the CPU provider",
          "decode at 1, 8 and 32 sequences, depth 0 and 4096, with and without graphs", "prompts of 512 and 4096",
+         "KV in pages beside slots: logits, steps, guesses",
          "1, 8, 32 and 64 sequences arriving one after the other", "planned beside measured memory",
          "three minutes of load without growth")
 

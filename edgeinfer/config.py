@@ -31,6 +31,9 @@ DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 7, 64
 DEVICES = CPU, CUDA, AUTO, ONNX_CPU = "cpu", "cuda", "auto", "onnx-cpu"
 """Who runs a model: our own kernels; onnxruntime's CUDA provider; that one where it works, else our kernels;
 onnxruntime's CPU provider."""
+KV_LAYOUTS = SLOTS, PAGES = "slots", "pages"
+"""How a device keeps K and V: a stretch for each sequence with room for a whole context, or pages that sequences take
+as they grow and share."""
 MAX_KLD = 0.02
 """Mean divergence in nats up to which an approximation may be enabled by itself."""
 _INF = float("inf")
@@ -280,6 +283,16 @@ class RuntimeConfig:
     """The passes that make the model's graph."""
     lazy: Schedule | None = option(None, SCHEDULE)
     """Which share of a prompt's tokens goes through which layers; None is all through all."""
+    kv_layout: str | None = option(None, choice(KV_LAYOUTS))
+    """Slots or pages on devices of onnxruntime; None is slots there, and pages of 16 tokens on cpu, which has no other.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def check_own_layout(config: RuntimeConfig) -> None:
+    """Raise `UsageError` for a layout of KV that our own kernels have not."""
+    if config.kv_layout == SLOTS:
+        raise UsageError("--kv-layout slots is not offered on device cpu, whose KV cache has pages of 16 tokens; leave "
+                         "it out, or run with --device cuda.")

@@ -68,7 +68,7 @@ class Draft:
     def config_on(self, runner: Runner) -> RuntimeConfig:
         """Return how the draft runs on another device than our own kernels, beside the model that checks."""
         return replace(draft_config(runner.plan, 1), budget_bytes=runner.config.budget_bytes,
-                       threads=runner.config.threads)
+                       threads=runner.config.threads, kv_layout=runner.config.kv_layout)
 
     def open(self, host: Session) -> Session:
         """Open the draft on the threads of the model that checks, whose plan has room for it."""

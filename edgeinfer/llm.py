@@ -95,6 +95,9 @@ class LLM:
         Who runs the model: our own kernels, as by default, or onnxruntime's CUDA or CPU provider; auto takes cuda where
         it works, and says what it took. Devices other than cpu run models exactly, with KV of the model's type: what
         approximates, streams or keeps prompts in files is refused by its name (docs/onnx.md).
+    kv_layout : {"slots", "pages"}, optional
+        How devices of onnxruntime keep KV: a slot for each sequence, as by default, or pages that sequences take as
+        they grow and share, which cuda has.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded or lowered.
@@ -157,6 +160,7 @@ class LLM:
         draft: str | Path | Recipe | None = None,
         lazy: str | Schedule | None = None,
         device: str | None = None,
+        kv_layout: str | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -167,7 +171,8 @@ class LLM:
             "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
             "own_tokens": own_tokens, "mlock": mlock, "mmap": mmap, "recipe": passes,
             "draft_tokens": rows_for_guesses(self._speculate, draft_tokens),
-            "lazy": lazy, "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
+            "lazy": lazy, "kv_layout": kv_layout,
+            "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
         }
         config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
         if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:

@@ -8,14 +8,14 @@ from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
 
 
-def shared_blocks(prompt: int, own: int, sequences: int) -> int:
+def shared_blocks(prompt: int, own: int, sequences: int, block_tokens: int = abi.BLOCK_TOKENS) -> int:
     """Return how many blocks sequences need that share a prompt and get up to `own` tokens each.
 
     Full blocks of the prompt exist once; of the one that it ends in each has a copy. A sequence's last token is never
     written.
     """
-    whole, rest = divmod(prompt, abi.BLOCK_TOKENS)
-    return whole + (sequences if own > 1 else 1) * -(-(rest + max(own - 1, 0)) // abi.BLOCK_TOKENS)
+    whole, rest = divmod(prompt, block_tokens)
+    return whole + (sequences if own > 1 else 1) * -(-(rest + max(own - 1, 0)) // block_tokens)
 
 
 class BlockPool:
@@ -25,10 +25,12 @@ class BlockPool:
     ----------
     n_blocks : int
         Blocks that the plan has room for.
+    block_tokens : int
+        Tokens of a block.
     """
 
-    def __init__(self, n_blocks: int):
-        self.n_blocks = n_blocks
+    def __init__(self, n_blocks: int, block_tokens: int = abi.BLOCK_TOKENS):
+        self.n_blocks, self.block_tokens = n_blocks, block_tokens
         self._free = list(range(n_blocks - 1, -1, -1))
         self._holders = [0] * n_blocks
 
@@ -46,8 +48,8 @@ class BlockPool:
             If all blocks are held.
         """
         if not self._free:
-            raise RequestError(f"All {self.n_blocks} KV blocks of 16 tokens are in use; open the model with a larger "
-                               "ctx, more max_sequences or own_tokens, or release a sequence.")
+            raise RequestError(f"All {self.n_blocks} KV blocks of {self.block_tokens} tokens are in use; open the "
+                               "model with a larger ctx, more max_sequences or own_tokens, or release a sequence.")
         block = self._free.pop()
         self._holders[block] = 1
         return block

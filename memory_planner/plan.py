@@ -61,12 +61,16 @@ class Request:
     @property
     def kv_blocks(self) -> int:
         """Blocks that the sequences may hold together."""
+        return self.blocks_of(abi.BLOCK_TOKENS)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many blocks of so many tokens each the sequences may hold together."""
         if self.sequences > 1 and self.own_tokens is not None:
             own = min(self.own_tokens, self.ctx)
-            prompt = round_up(self.ctx - own + 1, abi.BLOCK_TOKENS) - 1  # that ends in the middle of a block
-            return shared_blocks(prompt, own, self.sequences)
+            prompt = round_up(self.ctx - own + 1, tokens) - 1  # that ends in the middle of a block
+            return shared_blocks(prompt, own, self.sequences, tokens)
         copies = 1 if self.sequences > 1 else 0  # of last blocks that sequences share
-        return self.sequences * (-(-self.ctx // abi.BLOCK_TOKENS) + copies)
+        return self.sequences * (-(-self.ctx // tokens) + copies)
 
 
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
@@ -104,7 +108,7 @@ class MemoryPlan:
     places: dict[str, Placement]
     """Where each tensor and each weight lies, by name."""
     kv_blocks: int
-    """Blocks of the pool; each holds 16 tokens of all layers."""
+    """Blocks of the pool; each holds some tokens (`Runner.block_tokens`) of all layers."""
     kv_layers: dict[int, Placement]
     """Planes of each layer that stores K and V (abi.BLOCK_TOKENS); `stride` is what a block has in all of them."""
     thread_scratch_bytes: int

@@ -19,10 +19,13 @@ def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
 
 class MatMulNBits(OpRun):
     op_domain = "com.microsoft"
+    _codes: Any = None
 
     def _run(self, x: Any, codes: Any, scales: Any, **_: Any) -> tuple[Any]:
-        weights = unpacked(codes, self.bits) * scales[:, :, None]
-        return (x @ weights.reshape(self.N, -1)[:, : self.K].T.astype(x.dtype),)
+        if self._codes is not codes:  # they are the model's, and it runs often
+            weights = unpacked(codes, self.bits) * scales[:, :, None]
+            self._codes, self._weights = codes, weights.reshape(self.N, -1)[:, : self.K].T.astype(x.dtype)
+        return (x @ self._weights,)
 
 
 class GatherBlockQuantized(OpRun):
@@ -57,18 +60,20 @@ class PagedAttention(OpRun):
         keys, values, out = keys.copy(), values.copy(), np.zeros_like(q)
         rows = keys.shape[1]
         for i, (start, end) in enumerate(pairwise(ends)):
-            places = [(table[i, p // rows], p % rows) for p in range(past[i] + end - start)]
-            for t in range(start, end):
-                position = past[i] + t - start
-                q[t], k[t] = (rotated(x[t], cos[position], sin[position]) for x in (q, k))
-                keys[places[position]], values[places[position]] = k[t], v[t]
-                first = max(0, position + 1 - self._window()) if self._window() > 0 else 0
-                seen_k, seen_v = (np.stack([pages[place] for place in places[first : position + 1]])
-                                  for pages in (keys, values))
-                for head in range(heads):
-                    scores = seen_k[:, head * kv // heads] @ q[t, head] * self.scale
-                    weights = np.exp(scores - scores.max())
-                    out[t, head] = weights / weights.sum() @ seen_v[:, head * kv // heads]
+            positions = np.arange(past[i] + end - start)
+            places = table[i, positions // rows], positions % rows
+            new = positions[past[i] :]
+            q[start:end], k[start:end] = (rotated(x[start:end], cos[new, None], sin[new, None]) for x in (q, k))
+            keys[table[i, new // rows], new % rows], values[table[i, new // rows], new % rows] = k[start:end], \
+                v[start:end]
+            seen_k, seen_v = (np.repeat(pages[places], heads // kv, 1) for pages in (keys, values))
+            scores = np.einsum("thd,phd->htp", q[start:end], seen_k) * np.float32(self.scale)
+            hidden = positions > new[:, None]
+            if self._window() > 0:
+                hidden |= positions <= new[:, None] - self._window()
+            scores = np.where(hidden, np.float32(-np.inf), scores)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[start:end] = np.einsum("htp,phd->thd", weights / weights.sum(-1, keepdims=True), seen_v)
         return out.reshape(len(query), -1), keys, values
 
     def _window(self) -> int:
@@ -76,7 +81,7 @@ class PagedAttention(OpRun):
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Heads of a token, whose halves turn together."""
+    """Heads of tokens, whose halves turn together."""
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 

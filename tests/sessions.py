@@ -65,16 +65,36 @@ def lowered_elsewhere() -> Iterator[None]:
 
 
 @contextmanager
+def on_device(name: str) -> Iterator[dict[str, Any]]:
+    """Options of `LLM` for a device, where ``pages`` is what stands in for one that has them, while the model opens."""
+    if name != "pages":
+        yield {"device": name}
+        return
+    pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    from tests.onnx_pages import PAGED
+
+    with mock.patch.dict("edgeinfer.backends.onnx.devices.PROVIDERS", {PAGED.device: PAGED}):
+        yield {"device": PAGED.device, "kv_layout": "pages"}
+
+
+@contextmanager
 def running(path: Path, device: str = "cpu", **options: Any) -> Iterator[Runner]:
-    """As `session`, on any device: our own kernels, or a provider of onnxruntime; KV blocks of a plan differ."""
+    """As `session`, on any device: our own kernels, a provider of onnxruntime, or with ``pages`` what stands in for one
+    that has them; KV blocks of a plan differ."""
     if device == "cpu":
         with session(path, **options) as ours:
             yield ours
         return
     pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
-    provider = provider_of(device)
-    assert provider
+    if device == "pages":
+        from tests.onnx_pages import PAGED
+
+        provider, options = PAGED, {"kv_layout": device, **options}
+    else:
+        provider = provider_of(device)
+        assert provider
     with lowered_elsewhere():
         opened = OnnxRunner(Bundle.open(path), RuntimeConfig(**{
             "threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options}), provider)
@@ -104,8 +124,6 @@ def scored(opened: Runner, ids: list[int], sequence: Sequence | None = None) -> 
 
 
 def free_blocks(opened: Runner) -> int:
-    """KV blocks that nobody holds; those of whole slots where sequences have slots."""
-    if isinstance(opened, OnnxRunner):
-        return opened.pool.n_free * opened.plan.kv_blocks // len(opened.pool)
-    assert isinstance(opened, Session)
+    """KV blocks that nobody holds."""
+    assert isinstance(opened, (Session, OnnxRunner))
     return opened.kv.pool.n_free

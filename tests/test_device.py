@@ -212,13 +212,13 @@ def test_a_session_that_is_not_where_it_should_be(monkeypatch: pytest.MonkeyPatc
         add_session_config_entry=entries.__setitem__))
     monkeypatch.setattr(devices, "import_onnxruntime", lambda: fake)
     with pytest.raises(UsageError, match=r"^onnxruntime gave CPUExecutionProvider instead of CUDAExecutionProvider"):
-        devices.open_session("m", PROVIDERS["cuda"], 1)
+        PROVIDERS["cuda"].open("m", 1)
     assert entries["session.disable_cpu_ep_fallback"] == entries["ep.cuda.fpa_intb_gemm"] == "1"
     assert asked[0][0][1]["arena_extend_strategy"] == "kSameAsRequested"
     session.get_providers = lambda: ["CUDAExecutionProvider"]
     with pytest.raises(UsageError, match=r"^1 operations of the model would not run on CUDAExecutionProvider, such as "
                                          r"GroupQueryAttention n1; choose another --device"):
-        devices.open_session("m", PROVIDERS["cuda"], 1)
+        PROVIDERS["cuda"].open("m", 1)
 
     def broken(*given: Any, **more: Any) -> None:
         raise RuntimeError("CUDA failure 35: driver\nstack")
@@ -226,7 +226,7 @@ def test_a_session_that_is_not_where_it_should_be(monkeypatch: pytest.MonkeyPatc
     fake.InferenceSession = broken
     with pytest.raises(UsageError, match=r"^onnxruntime cannot open the model on CUDAExecutionProvider: CUDA failure "
                                          r"35: driver Nothing falls back to another device"):
-        devices.open_session("m", PROVIDERS["cuda"], 1)
+        PROVIDERS["cuda"].open("m", 1)
 
 
 # -- requests on onnxruntime's CPU provider ----------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_requests(options: dict[str, Any], both: tuple[LLM, LLM]) -> None:
     ours, theirs = (llm.complete(PROMPT, max_tokens=24, **options) for llm in both)
     assert ours.finish_reason == theirs.finish_reason and len(ours.choices) == len(theirs.choices)
     assert ours.token_ids[:8] == theirs.token_ids[:8]
-    assert both[1].runner.pool.n_free == 4  # type: ignore[attr-defined]
+    assert both[1].runner.kv.pool.n_free == 4  # type: ignore[attr-defined]
 
 
 def test_looked_up_guesses_do_not_change_a_text(both: tuple[LLM, LLM]) -> None:

@@ -18,7 +18,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from tests.checkpoints import make_checkpoint
-from tests.sessions import free_blocks, lowered_elsewhere
+from tests.sessions import free_blocks, lowered_elsewhere, on_device
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -28,12 +28,12 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=["cpu", "onnx-cpu"])
+@pytest.fixture(scope="module", params=["cpu", "onnx-cpu", "pages"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param != "cpu":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
-    with lowered_elsewhere():
-        model = LLM("demo", ctx=256, max_sequences=4, threads=1, device=request.param)
+    with lowered_elsewhere(), on_device(request.param) as options:
+        model = LLM("demo", ctx=256, max_sequences=4, threads=1, **options)
     with model:
         yield model
 

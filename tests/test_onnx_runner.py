@@ -158,16 +158,16 @@ def test_a_cancelled_walk_leaves_its_sequence_as_it_was(tmp_path: Path) -> None:
     with runner(write_model(tmp_path)) as opened:
         cancel, sequence, ids = Cancellation(), opened.new_sequence(), tokens(40)
         opened.prefill(sequence, ids)
-        run = opened._session.run_with_iobinding
+        run = opened.sessions.model.run_with_iobinding
 
         def cancelling(*given: Any) -> None:
             run(*given)
             cancel.cancel()
 
-        opened._session.run_with_iobinding = cancelling
+        opened.sessions.model.run_with_iobinding = cancelling
         with pytest.raises(CancelledError, match="The run was cancelled"):
             opened.prefill(sequence, tokens(40, 5), cancel)
-        del opened._session.run_with_iobinding
+        del opened.sessions.model.run_with_iobinding
         assert len(sequence) == 56, "a chunk went through"
         opened.truncate(sequence, 40)
         with pytest.raises(CancelledError):
@@ -206,12 +206,12 @@ def test_a_failure_of_onnxruntime_is_one_sentence(tmp_path: Path) -> None:
         def lost(*given: Any) -> None:
             raise RuntimeError("CUDA failure 700: an illegal memory access\nwas encountered")
 
-        opened._session.run_with_iobinding = lost
+        opened.sessions.model.run_with_iobinding = lost
         with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the request ends "
                                                  r"here: CUDA failure 700: an illegal memory access was encountered"):
             opened.prefill(sequence, ids)
-        del opened._session.run_with_iobinding
-        assert not sequence.tokens and opened.pool.n_free == 1
+        del opened.sessions.model.run_with_iobinding
+        assert not sequence.tokens and opened.kv.pool.n_free == 1
         opened.prefill(sequence, ids)
 
 

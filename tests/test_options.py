@@ -83,6 +83,7 @@ RUNTIME: dict[str, Callable[[Any], bool]] = {
     "mlock": lambda value: type(value) is bool,
     "mmap": lambda value: type(value) is bool, "recipe": lambda value: False, "progress": callable,
     "speculate": lambda value: False, "draft_tokens": whole(0, 64), "lazy": lambda value: False,
+    "kv_layout": lambda value: False,
 }
 OF_LLM = ("budget", "progress", "recipe", "beams", "speculate")
 """Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""

@@ -30,6 +30,7 @@ from .options import (
     Head,
     Json,
     Kv,
+    KvLayout,
     Lazy,
     LazyLayers,
     MaxKld,
@@ -126,6 +127,7 @@ def bench(
     lazy_layers: LazyLayers = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     device: RunOn = CPU,
+    kv_layout: KvLayout = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every record of the program: time, GB/s, shares.")
     ] = False,
@@ -172,7 +174,7 @@ def bench(
     no_startup = no_startup or provider is not None
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
-                           lazy=pruned(command, lazy, lazy_layers))
+                           lazy=pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress, provider)

@@ -25,6 +25,7 @@ from .options import (
     Head,
     Json,
     Kv,
+    KvLayout,
     Lazy,
     LazyLayers,
     Model,
@@ -102,6 +103,7 @@ def evaluate(
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
     device: RunOn = CPU,
+    kv_layout: KvLayout = None,
     reference_device: Annotated[
         str, typer.Option("--reference-device", metavar="|".join(DEVICES), help="Who runs the reference.")
     ] = CPU,
@@ -148,7 +150,7 @@ def evaluate(
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                  lazy=pruned(command, lazy, lazy_layers) if lazy_target is None
-                 else _searched(lazy, lazy_layers, lazy_target))
+                 else _searched(lazy, lazy_layers, lazy_target), kv_layout=kv_layout)
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
     setting, kept = None if decode is None else Setting.of_run(own), None

@@ -12,6 +12,7 @@ from ..config import (
     DEVICES,
     GROUP_SIZES,
     HEAD_MODES,
+    KV_LAYOUTS,
     KV_TYPES,
     SAMPLING,
     SPARSE_MODES,
@@ -70,6 +71,10 @@ RunOn = Annotated[str, typer.Option(
     "--device", metavar="|".join(DEVICES), show_default=False,
     help="Who runs the model: our own kernels, or onnxruntime's CUDA or CPU provider; auto takes cuda where it "
          "works.  [default: cpu]")]
+KvLayout = Annotated[str | None, typer.Option(
+    "--kv-layout", metavar="|".join(KV_LAYOUTS), show_default=False,
+    help="How onnxruntime's devices keep KV: a slot for each sequence, or pages that sequences share (cuda).  "
+         "[default: slots]")]
 Mlock = Annotated[bool, option("--mlock", help="Lock the weights into memory, so that the system cannot drop them.")]
 NoMmap = Annotated[bool, option("--no-mmap", help="Copy the weights into memory instead of mapping them.")]
 DEFAULT_RECIPE = str(Recipe())

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import BEAMS, CPU, CUDA, MAX_KLD, ONNX_CPU, GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
+from ..config import (
+    BEAMS,
+    CPU,
+    CUDA,
+    MAX_KLD,
+    ONNX_CPU,
+    GenerationConfig,
+    Recipe,
+    RuntimeConfig,
+    check_own_layout,
+    rows_for_guesses,
+)
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
@@ -44,6 +55,7 @@ def plan(
         ),
     ] = None,
     device: options.PlanOn = None,
+    kv_layout: options.KvLayout = None,
     ctx: options.Ctx = None,
     budget: options.Budget = None,
     weights: options.Weights = None,
@@ -102,7 +114,7 @@ def plan(
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
                            mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
-                           lazy=options.pruned(command, lazy, lazy_layers))
+                           lazy=options.pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     if device in (CUDA, ONNX_CPU):
@@ -111,6 +123,7 @@ def plan(
         on_kv = options.kv_on(command, device, kv)
         report = planned_on(device, model, (weights, group_size), config, on_kv)
         return _printed(report, json)
+    check_own_layout(config)
     profile = None if device in (None, CPU) else load_profile(str(device))
     report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft)
     return _printed(report, json)

@@ -31,7 +31,7 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
                          "without --device.")
     own = model.config.max_position_embeddings
     config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=config.threads or default_threads())
-    planner = DevicePlanner(model.graph, provider)
+    planner = DevicePlanner(model.graph, provider, config.kv_layout)
     plan = planner.plan(to_request(config))
     host, memory = memory_of(provider, config)
 
@@ -54,7 +54,7 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
         "max_sequences": None if device == CUDA and memory is None else most_sequences(planner, config, fits),
         "model_ctx": own,
         "pure_weight_bytes": round(model.pure_weight_bytes(4)),
-        "kv_bytes_per_position": plan.region("kv").nbytes // (plan.request.sequences * plan.request.ctx),
+        "kv_bytes_per_position": plan.region("kv").nbytes // (plan.kv_blocks * planner.positions(plan.request)),
         "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": None,
         "notes": _notes(device, memory, config, own), "neurons": None, "lazy": None, "decision": None,
     }

@@ -75,6 +75,7 @@ def run(
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
     device: options.RunOn = CPU,
+    kv_layout: options.KvLayout = None,
     repeat_penalty: Annotated[
         float, typer.Option(metavar="X", help="Makes tokens seen before less likely; 1 is off.")
     ] = _GENERATION.repetition_penalty,
@@ -144,7 +145,8 @@ def run(
             prefill_chunk=prefill_chunk, max_sequences=samples, beams=beams,
             own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
-            draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device, progress=progress,
+            draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device,
+            kv_layout=kv_layout, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

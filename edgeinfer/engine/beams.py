@@ -74,11 +74,11 @@ class BeamSearch(Generation):
         super().__init__(runner, tokenizer, prompt_ids, config, eos_ids)
         self._results: list[Beam] = []
         n_prompt, beams, there = len(self.prompt_ids), config.beams, runner.plan.kv_blocks
-        if (needed := shared_blocks(n_prompt, self.room, beams)) > there:
+        if (needed := shared_blocks(n_prompt, self.room, beams, runner.block_tokens)) > there:
             raise RequestError(
                 f"{beams} beams of up to {self.room} tokens behind a prompt of {n_prompt} may need {needed} KV blocks "
-                f"of 16 tokens, and the model is open for {there}; lower max_tokens, or open it with "
-                f"own_tokens={config.max_tokens}.")
+                f"of {runner.block_tokens} tokens, and the model is open for {there}; lower max_tokens, or open it "
+                f"with own_tokens={config.max_tokens}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
         return [Beam(self, tokenizer, self._ends, 0)]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import Recipe, RuntimeConfig, check_own_layout
 from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types
 from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan, Place, Planner, alternatives, fit, fits, resolve
 
@@ -47,7 +47,10 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
         If no plan fits the budget.
     BundleError
         If a tensor or a part is not what the model's graph needs.
+    UsageError
+        If KV is to lie in slots.
     """
+    check_own_layout(config)
     config = resolve(config, bundle.config)
     recipe, sparse, graph, planner = _graph(bundle, config.recipe, beside)
     placed = place is not None and sparse is not None and sparse.mode == "predict" and sparse.sentence()

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import struct
-import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.block_tables import BlockTables
 from edgeinfer.checks import shown
 from edgeinfer.errors import BundleError, ClosedError, DestinationError, RequestError
 from edgeinfer.files import open_plain, replacement
@@ -35,7 +35,7 @@ PIECE_BYTES = 1 << 18
 """Bytes by which a prompt cache is read and written at most, if that is a block of a head."""
 
 
-class KVCache:
+class KVCache(BlockTables):
     """The KV region and who holds which block of it.
 
     Parameters
@@ -48,8 +48,8 @@ class KVCache:
     """
 
     def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
+        super().__init__(BlockPool(plan.kv_blocks))
         self.plan = plan
-        self.pool = BlockPool(plan.kv_blocks)
         self.planes = planes_of(plan, region, stores)
         stored = plan.holes
         self._holes = region[stored.offset :][: stored.nbytes].reshape(-1, plan.kv_blocks, abi.BLOCK_TOKENS) \
@@ -60,93 +60,34 @@ class KVCache:
         """All that belongs to a block: each (layers or stages, KV heads or 1, blocks, bytes)."""
         self._by_row = [part for planes in self.planes for part in planes.by_row()]
         self._by_row.append(flags.reshape(*flags.shape[:3], abi.BLOCK_TOKENS // 4, 4))
-        self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._written = bytearray(plan.kv_blocks)
 
-    # Ctrl-C may come between any two of these lines. Their order sees to it that a block can then be lost, but never be
-    # free while a block table names it; what was lost comes back when the pool is empty.
-
     def new(self) -> Sequence:
-        """Return an empty sequence."""
-        table = np.zeros(-(-self.plan.request.ctx // abi.BLOCK_TOKENS), np.int32)
-        sequence = Sequence(table=table, address=table.ctypes.data)
-        self._living.add(sequence)
+        """Return an empty sequence, with a table that kernels read."""
+        sequence = super().new()
+        sequence.table = np.zeros(-(-self.plan.request.ctx // abi.BLOCK_TOKENS), np.int32)
+        sequence.address = sequence.table.ctypes.data
         return sequence
 
-    def check_own(self, sequence: Sequence) -> None:
-        """Refuse a sequence of another session: its numbers of blocks mean nothing here."""
-        if sequence not in self._living:
-            raise RequestError("The sequence belongs to another model that is open; a sequence is used where it was "
-                               "made (new_sequence, fork, load).")
-
-    def extend(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make room for n more tokens: a shared last block is copied, new blocks are taken.
-
-        Raises `RequestError` if all blocks are held.
-        """
-        sequence.reserved = 0
-        self.trim(sequence)
-        blocks, used = sequence.blocks, len(sequence.tokens)
-        if used % abi.BLOCK_TOKENS:
-            self._own(sequence, len(blocks) - 1)
-            if sequence.cut:
-                rows = np.arange(used % abi.BLOCK_TOKENS, abi.BLOCK_TOKENS)
-                for part in self._by_row:
-                    part[:, :, blocks[-1], ..., rows // 4, rows % 4] = 0
-        sequence.cut = True  # until whoever writes these rows takes all of them in
-        for _ in range(len(blocks), -(-(used + n_tokens) // abi.BLOCK_TOKENS)):
-            blocks.append(self._take())
-
-    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
-        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
-        needed = sum(-(-(len(sequence) + n_tokens) // abi.BLOCK_TOKENS) - len(sequence.blocks)
-                     + bool(sequence.blocks and self.pool.is_shared(sequence.blocks[-1])) for sequence in sequences)
-        return needed <= self.pool.n_free
-
-    def _own(self, sequence: Sequence, number: int) -> None:
-        """Copy a block of the sequence that others share."""
-        shared = sequence.blocks[number]
-        if self.pool.is_shared(shared):
-            copy = self._take()
-            for plane in self._by_block:
-                plane[:, :, copy] = plane[:, :, shared]
-            sequence.listed = min(sequence.listed, number)
-            sequence.blocks[number] = copy
-            self.pool.drop(shared)
-
-    def _take(self) -> int:
-        """A block of one's own; if none is free, those that no living sequence names are."""
-        if not self.pool.n_free:
-            self.pool.recount(sequence.blocks for sequence in self._living)
-        block = self.pool.take()
-        if self._written[block]:  # what overflowed there must not reach others: a weight of 0 times NaN is NaN
+    def take(self) -> int:
+        """A block of one's own, which holds nothing that overflowed: a weight of 0 times NaN is NaN."""
+        block = super().take()
+        if self._written[block]:
             for plane in self._by_block:
                 plane[:, :, block] = 0
         self._written[block] = 1
         return block
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
-        self.check_own(sequence)
-        self.trim(sequence)
-        copy = self.new()
-        for block in sequence.blocks:
-            self.pool.share(block)
-        copy.tokens, copy.blocks = list(sequence.tokens), list(sequence.blocks)
-        copy.decoded, copy.cut = sequence.decoded, sequence.cut
-        return copy
+    def copy(self, source: int, target: int) -> None:
+        """Copy K and V of a block to another, in all layers."""
+        for plane in self._by_block:
+            plane[:, :, target] = plane[:, :, source]
 
-    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n."""
-        self.check_own(sequence)
-        if not 0 <= n_tokens <= len(sequence.tokens):
-            raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {n_tokens}.")
-        sequence.reserved = 0
-        sequence.cut = sequence.cut or n_tokens < len(sequence.tokens)
-        del sequence.tokens[n_tokens:]
-        if sequence.decoded is not None and sequence.decoded >= n_tokens:
-            sequence.decoded = None
-        self.trim(sequence)
+    def clear(self, block: int, first: int) -> None:
+        """Zero the rows of a block from `first` on."""
+        rows = np.arange(first, abi.BLOCK_TOKENS)
+        for part in self._by_row:
+            part[:, :, block, ..., rows // 4, rows % 4] = 0
 
     def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Of the tokens behind the first n keep those of a path, and move their rows together; see `Runner.keep`."""
@@ -162,7 +103,7 @@ class KVCache:
         source = n_before + np.array(path[still:], np.int64)
         target = start + np.arange(len(source))
         for number in sorted(set((target // abi.BLOCK_TOKENS).tolist())):
-            self._own(sequence, number)
+            self.own(sequence, number)
         tokens = [sequence.tokens[row] for row in source.tolist()]
         if sequence.decoded is not None and sequence.decoded > start:
             sequence.decoded = start + int(np.searchsorted(source, sequence.decoded))
@@ -178,16 +119,6 @@ class KVCache:
                                       for rows in (target, source))
         for part in self._by_row:
             part[:, :, to, ..., here // 4, here % 4] = part[:, :, since, ..., there // 4, there % 4]
-
-    def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past the last token that is there or reserved (after a cancelled walk, too)."""
-        keep = -(-(len(sequence.tokens) + sequence.reserved) // abi.BLOCK_TOKENS)
-        if keep < len(sequence.blocks):
-            sequence.listed = min(sequence.listed, keep)
-            gone = sequence.blocks[keep:]
-            del sequence.blocks[keep:]
-            for block in gone:
-                self.pool.drop(block)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -1,4 +1,4 @@
-"""A model that copies one slot to another, so that a fork stays in the memory of its device."""
+"""A model that copies a slot or a page to another, so that forks stay in the memory of their device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def copy_proto(names: list[str], dtype: str) -> Any:
     """Return a model whose outputs are copies of its inputs, one pair for each name."""
     onnx = import_onnx()
     helper, kind = onnx.helper, {"f16": onnx.TensorProto.FLOAT16, "f32": onnx.TensorProto.FLOAT}[dtype]
-    shape = ["slots", "heads", "positions", "elements"]
+    shape = ["blocks", "rows", "columns", "elements"]
     nodes = [helper.make_node("Identity", [FROM + name], [TO + name], f"copy.{name}") for name in names]
     inputs, outputs = ([helper.make_tensor_value_info(end + name, kind, shape) for name in names] for end in (FROM, TO))
     graph = helper.make_graph(nodes, "copy", inputs, outputs)

@@ -37,6 +37,38 @@ class Provider(NamedTuple):
     """Types of the KV cache, and so of the model; the first where nothing is asked for."""
     graphs: bool = False
     """Whether decode steps are recorded and replayed."""
+    page_positions: int = 0
+    """Of a page of KV, as its kernels want them; 0 where it has no attention over pages."""
+
+    def open(self, model: str, threads: int) -> Any:
+        """Open a model, and see that all of it is there.
+
+        Returns
+        -------
+        onnxruntime.InferenceSession
+            Of which `io_binding` and `run_with_iobinding` are what runners use.
+
+        Raises
+        ------
+        UsageError
+            The provider does not start, or would leave a part of the model to another.
+        """
+        onnxruntime = import_onnxruntime()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 4  # what goes wrong is raised, and said once
+        for key, value in (*self.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
+            options.add_session_config_entry(key, value)
+        try:
+            session = onnxruntime.InferenceSession(model, options, providers=[(self.name, self.options)])
+        except Exception as error:  # pybind's own classes, and RuntimeError
+            raise UsageError(f"onnxruntime cannot open the model on {self.name}: {_first_line(error)} Nothing falls "
+                             "back to another device; choose one with --device.") from None
+        if (first := session.get_providers()[0]) != self.name:
+            raise UsageError(f"onnxruntime gave {first} instead of {self.name}, which did not start; see that CUDA's "
+                             "libraries are there: pip install 'edgeinfer[gpu]'.")
+        check_placement(session, self)
+        return session
 
 
 PROVIDERS = {
@@ -48,7 +80,7 @@ PROVIDERS = {
          "enable_cuda_graph": "1"},
         {"session.disable_cpu_ep_fallback": "1",  # else a broken installation gives a session on the CPU
          "session.use_device_allocator_for_initializers": "1", "ep.cuda.fpa_intb_gemm": "1"},
-        ("f16",), True),
+        ("f16",), True, 256),  # pages that all kernels of PagedAttention take (1.31.1)
 }
 
 
@@ -96,32 +128,6 @@ def check_cuda() -> None:
     if PROVIDERS[CUDA].name not in onnxruntime.get_available_providers():
         raise UsageError(f"This {wheel} was built without a CUDA provider; install it anew: pip install "
                          f"--force-reinstall {wheel}.")
-
-
-def open_session(model: str, provider: Provider, threads: int) -> Any:
-    """Open a model on a provider, and see that all of it is there.
-
-    Raises
-    ------
-    UsageError
-        The provider does not start, or would leave a part of the model to another.
-    """
-    onnxruntime = import_onnxruntime()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 4  # what goes wrong is raised, and said once
-    for key, value in (*provider.entries.items(), ("session.record_ep_graph_assignment_info", "1")):
-        options.add_session_config_entry(key, value)
-    try:
-        session = onnxruntime.InferenceSession(model, options, providers=[(provider.name, provider.options)])
-    except Exception as error:  # pybind's own classes, and RuntimeError
-        raise UsageError(f"onnxruntime cannot open the model on {provider.name}: {_first_line(error)} Nothing falls "
-                         "back to another device; choose one with --device.") from None
-    if (first := session.get_providers()[0]) != provider.name:
-        raise UsageError(f"onnxruntime gave {first} instead of {provider.name}, which did not start; see that CUDA's "
-                         "libraries are there: pip install 'edgeinfer[gpu]'.")
-    check_placement(session, provider)
-    return session
 
 
 def check_placement(session: Any, provider: Provider) -> None:

@@ -52,6 +52,8 @@ TARGETS = ("session", "genai")
 DTYPES = ("f16", "f32")
 ATTENTIONS = ("gqa", "paged")
 QK_NORMS = ("apart", "fused")
+ON_CPU = frozenset(("total_sequence_length", "attention_metadata"))
+"""Inputs that operators read in the memory of the process, on any device."""
 HEAD_STEP = 16
 """onnxruntime rotates heads whose dimension is a multiple of it; others are padded (GroupQueryAttention, 1.32)."""
 

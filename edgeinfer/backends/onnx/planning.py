@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from edgeinfer.config import CUDA, Recipe, RuntimeConfig
+from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import Graph
 from edgeinfer.memory_planner import (
@@ -31,7 +31,10 @@ from .devices import Provider
 from .driver import gpu_free_bytes
 from .flavour import Flavour, Heads
 from .lowering import Lowering
-from .slots import FLOATS, slot_bytes
+from .pages import LAYOUT as PAGE_LAYOUT
+from .pages import table_widths
+from .slabs import FLOATS, Layout, block_bytes
+from .slots import LAYOUT as SLOT_LAYOUT
 from .weights import Stored
 
 LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 600_000_000
@@ -39,7 +42,7 @@ LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 600_000_000
 CONTEXT_BYTES = 500_000_000
 """Of a GPU's memory: CUDA's context and the code of the libraries (an estimate)."""
 GRAPH_BYTES = 10_000_000
-"""Of the graph of a decode step, by number of slots (an estimate)."""
+"""Of the graph of a decode step (an estimate): by number of slots, or of sequences and width of the table of pages."""
 BLOCK = 16
 """Tokens in which contexts that fit are given."""
 
@@ -62,7 +65,11 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     for name, asked in (("--lazy", config.lazy), ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
         if asked:
             raise UsageError(f"{name} is not offered on device {device}; leave it out, or run with --device cpu.")
-    return replace(config, recipe=Recipe(()))
+    layout = config.kv_layout or SLOTS
+    if layout == PAGES and not provider.page_positions:
+        raise UsageError(f"--kv-layout pages is not offered on device {device}, for PagedAttention has no CPU kernel; "
+                         "choose slots, or run with --device cuda.")
+    return replace(config, recipe=Recipe(()), kv_layout=layout)
 
 
 class DevicePlanner:
@@ -73,22 +80,28 @@ class DevicePlanner:
     graph : Graph
         Without passes.
     provider : Provider
+    kv_layout : {"slots", "pages"}
     """
 
-    def __init__(self, graph: Graph, provider: Provider):
-        self.graph, self.provider = graph, provider
+    def __init__(self, graph: Graph, provider: Provider, kv_layout: str | None):
+        self.graph, self.provider, self.paged = graph, provider, kv_layout == PAGES
+        self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
         self._stored: dict[str, list[Stored]] = {}
 
     def flavour(self, kv: str) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context."""
-        return Flavour(dtype=kv).checked(self.graph.config)
+        return Flavour(dtype=kv, attention=self.layout.attention).checked(self.graph.config)
+
+    def positions(self, request: Request) -> int:
+        """Return the positions of a slot or of a page."""
+        return self.provider.page_positions if self.paged else request.ctx
 
     def plan(self, request: Request) -> MemoryPlan:
         """Give every region its bytes."""
-        blocks = request.sequences * (-(-request.ctx // BLOCK) + 1)  # what a pool of so many contexts would have
-        return MemoryPlan(request, tuple(self._regions(request)), {}, blocks, {}, 0, 0, 0)
+        blocks = request.blocks_of(self.positions(request)) if self.paged else request.sequences
+        return MemoryPlan(request, tuple(self._regions(request, blocks)), {}, blocks, {}, 0, 0, 0)
 
-    def _regions(self, request: Request) -> Iterator[Region]:
+    def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
         c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
         if kv not in self._stored:
             self._stored[kv] = list(Lowering(self.graph, self.flavour(kv)).run().stored.values())
@@ -98,15 +111,19 @@ class DevicePlanner:
         yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",
                      DEVICE if cuda else "mapped")
         yield Region("prepacked", codes, "onnxruntime's own copy of the quantised matrices", here)
-        slot = slot_bytes(c.num_hidden_layers, heads, request.ctx, kv)
-        yield Region("kv", request.sequences * slot,
-                     f"{kv}, {request.sequences} slots of {request.ctx} positions, {slot} bytes each", here)
+        positions = self.positions(request)
+        block = block_bytes(c.num_hidden_layers, heads, positions, kv)
+        held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" \
+            if self.paged and request.sequences > 1 and request.own_tokens is not None else ""
+        yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
+                                           f"positions, {block} bytes each", here)
         yield Region("arena", self._arena(request, cuda), f"activations of {request.tokens} tokens, at most", here)
         if cuda:
-            yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * request.sequences,
-                         f"CUDA's context and code, {request.sequences} graphs of decode steps, an estimate", DEVICE)
-            yield Region("staging", max(one.nbytes for one in stored) + slot * request.sequences
-                         // (2 * c.num_hidden_layers), "the largest tensor, and a layer's slots, on their way")
+            graphs = request.sequences * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
+            yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
+                         f"CUDA's context and code, {graphs} graphs of decode steps, an estimate", DEVICE)
+            yield Region("staging", max(one.nbytes for one in stored) + blocks * block // (2 * c.num_hidden_layers),
+                         "the largest tensor, and K of a layer, on their way")
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
         yield Region("onnxruntime", CUDA_LIBRARY_BYTES if cuda else LIBRARY_BYTES, "its libraries", "reserve")
         yield Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,

@@ -1,43 +1,35 @@
-"""The KV cache in slots, one for each sequence: who holds which, and their memory, which never moves."""
+"""The KV cache in slots, one for each sequence with room for a whole context; ragged decodes in one call."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 
 import numpy as np
 
-from edgeinfer.checks import shown
+from edgeinfer.block_tables import Sequences
 from edgeinfer.errors import RequestError
-from edgeinfer.runner import Sequence
+from edgeinfer.runner import Segment, Sequence
 
-from .devices import Provider
-from .flavour import Heads
+from .calls import Call, Calls, Inputs
+from .sessions import Sessions
+from .slabs import Layout, Slabs
 
-FLOATS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32}
+LAYOUT = Layout("gqa", ("past_key_values.{}.key", "past_key_values.{}.value"), ("present.{}.key", "present.{}.value"),
+                lambda positions, heads: (heads.kv, positions, heads.stored_dim))
+_Single = tuple[int, Segment, list[int]]
+"""Slot, a segment of one token, and the rows of the walk that its logits become."""
 
 
-class Pool:
-    """Which slot belongs to which sequence; a sequence without tokens holds none."""
+class SlotPool:
+    """Which slot belongs to which sequence."""
 
     def __init__(self, slots: int):
         self._owners: list[weakref.ref[Sequence] | None] = [None] * slots
-        self._living: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return len(self._owners)
-
-    def new(self) -> Sequence:
-        """Return an empty sequence."""
-        sequence = Sequence()
-        self._living.add(sequence)
-        return sequence
-
-    def check_own(self, sequence: Sequence) -> None:
-        """Refuse a sequence of another runner: its slot means nothing here."""
-        if sequence not in self._living:
-            raise RequestError("The sequence belongs to another model that is open; a sequence is used where it was "
-                               "made (new_sequence, fork, load).")
 
     def owner(self, slot: int) -> Sequence | None:
         """Who holds a slot."""
@@ -49,76 +41,120 @@ class Pool:
         """Slots that nobody holds, also those of sequences that are no more."""
         return sum(self.owner(slot) is None for slot in range(len(self)))
 
-    def hold(self, sequence: Sequence) -> int:
-        """Return the sequence's slot, the lowest free one where it has none yet; raises `RequestError` if all are held.
-        """
+    def take(self, sequence: Sequence) -> int:
+        """The lowest free slot; raises `RequestError` if all are held."""
+        free = next((slot for slot in range(len(self)) if self.owner(slot) is None), None)
+        if free is None:
+            raise RequestError(f"All {len(self)} slots for sequences are held; release one, or open the model with a "
+                               "larger max_sequences.")
+        self._owners[free] = weakref.ref(sequence)
+        return free
+
+    def drop(self, slot: int) -> None:
+        """Nobody holds the slot any more."""
+        self._owners[slot] = None
+
+
+class Slots(Sequences):
+    """Sequences that hold a slot each, unless they have no tokens.
+
+    Parameters
+    ----------
+    slots : int
+    copy : callable
+        Copies one slot to another.
+    """
+
+    def __init__(self, slots: int, copy: Callable[[int, int], None]):
+        super().__init__()
+        self.pool, self._copy = SlotPool(slots), copy
+
+    def extend(self, sequence: Sequence, n_tokens: int) -> None:
+        """Take a slot for a sequence that has none yet; raises `RequestError` if all are held."""
         if not sequence.blocks:
-            free = next((slot for slot in range(len(self)) if self.owner(slot) is None), None)
-            if free is None:
-                raise RequestError(f"All {len(self)} slots for sequences are held; release one, or open the model with "
-                                   "a larger max_sequences.")
-            self._owners[free] = weakref.ref(sequence)
-            sequence.blocks.append(free)
-        return sequence.blocks[0]
+            sequence.blocks.append(self.pool.take(sequence))
+
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Slots have room for a whole context."""
+        return True
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return a sequence with a slot of its own, which is copied at once."""
+        self.check_own(sequence)
+        copy = self.new()
+        if sequence.tokens:
+            self.extend(copy, 0)
+            self._copy(sequence.blocks[0], copy.blocks[0])
+            copy.tokens = list(sequence.tokens)
+        copy.decoded = sequence.decoded
+        return copy
 
     def trim(self, sequence: Sequence) -> None:
         """Give the slot of a sequence without tokens back."""
         if not sequence.tokens and sequence.blocks:
-            self._owners[sequence.blocks[0]] = None
+            self.pool.drop(sequence.blocks[0])
             sequence.blocks.clear()
 
-    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n."""
-        self.check_own(sequence)
-        if not 0 <= n_tokens <= len(sequence.tokens):
-            raise RequestError(f"Cannot cut a sequence of {len(sequence.tokens)} tokens to {shown(n_tokens)}.")
-        del sequence.tokens[n_tokens:]
-        if sequence.decoded is not None and sequence.decoded >= n_tokens:
-            sequence.decoded = None
-        self.trim(sequence)
+
+class SlotCalls(Calls):
+    """Behind a past attention takes several tokens of one slot, or one token of each of a range of slots."""
+
+    def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, pool: SlotPool):
+        super().__init__(sessions, slabs, outputs, vocab_size)
+        self._pool = pool
+
+    def of(self, segments: Items[Segment]) -> Iterator[Call]:
+        """Yield single tokens first: what their call writes into idle slots, others of this walk overwrite."""
+        row, single, several = 0, list[_Single](), list[tuple[Segment, list[int]]]()
+        for segment in segments:
+            targets = list(range(row, row := row + len(segment.outputs)))
+            if len(segment.ids) == 1:
+                single.append((segment.sequence.blocks[0], segment, targets))
+            else:
+                several.append((segment, targets))
+        for part in self._ranges(sorted(single, key=lambda item: item[0])):
+            yield self._together(part)
+        for segment, targets in several:
+            end = len(segment.sequence) + len(segment.ids)
+            inputs = {"input_ids": np.array([segment.ids], np.int64), **_lengths(np.array([end], np.int32))}
+            yield self._several(inputs, list(segment.outputs), targets, segment.sequence.blocks[0], 1)
+
+    def _ranges(self, single: list[_Single]) -> Iterator[list[_Single]]:
+        """Slots that decode together: one call takes a range, whose idle slots write a row behind their end, where they
+        have room for one."""
+        part: list[_Single] = []
+        for item in single:
+            if part and any(self._length(slot) >= self.slabs.positions for slot in range(part[-1][0] + 1, item[0])):
+                yield part
+                part = []
+            part.append(item)
+        if part:
+            yield part
+
+    def _length(self, slot: int) -> int:
+        owner = self._pool.owner(slot)
+        return len(owner.tokens) if owner else 0
+
+    def _together(self, part: list[_Single]) -> Call:
+        """The call of single tokens of a range of slots."""
+        first, count = part[0][0], part[-1][0] - part[0][0] + 1
+        ids = np.zeros((count, 1), np.int64)
+        lengths = _lengths(np.array([self._length(slot) + 1 for slot in range(first, first + count)], np.int32))
+        rows, targets = list[int](), list[int]()
+        for slot, segment, wanted in part:
+            ids[slot - first] = segment.ids[0]
+            rows += [slot - first] * len(wanted)
+            targets += wanted
+        longest = {"total_sequence_length": np.array([self.slabs.positions], np.int32)}
+
+        def bound() -> Inputs:
+            return {"input_ids": ids, **lengths, **longest, "output_rows": np.arange(count)}
+
+        if self.sessions.provider.graphs:  # recorded with the slots' length, which gives the same and costs more here
+            del lengths["total_sequence_length"]
+        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, bound, first, count)
 
 
-def slot_bytes(layers: int, heads: Heads, ctx: int, kv: str) -> int:
-    """Bytes of one slot in all layers."""
-    return 2 * layers * heads.kv * ctx * heads.stored_dim * np.dtype(FLOATS[kv]).itemsize
-
-
-class Slabs:
-    """The memory of all slots: for K and V of each layer one slab of (slots, KV heads, context, elements of a head).
-
-    A range of slots is a stretch of it, so that it can be bound as it lies there.
-    """
-
-    def __init__(self, layers: int, heads: Heads, slots: int, ctx: int, kv: str, provider: Provider):
-        self.dtype, self.memory = FLOATS[kv], provider.memory
-        self.shape = (slots, heads.kv, ctx, heads.stored_dim)
-        self.names = [f"{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
-        self._kept = [self._zeros() for _ in self.names]
-        self._stride = heads.kv * ctx * heads.stored_dim * np.dtype(self.dtype).itemsize
-
-    def _zeros(self) -> Any:
-        """Memory without NaNs: a weight of 0 times NaN is NaN."""
-        zeros = np.zeros(self.shape, self.dtype)
-        if self.memory == "cpu":
-            return zeros
-        import onnxruntime
-
-        return onnxruntime.OrtValue.ortvalue_from_numpy(zeros, self.memory, 0)
-
-    def address(self, number: int, slot: int) -> int:
-        """Where a slot begins in the slab of this number."""
-        slab = self._kept[number]
-        start = slab.ctypes.data if self.memory == "cpu" else slab.data_ptr()
-        return int(start) + slot * self._stride
-
-    def bind(self, binding: Any, first: int, count: int, inputs: str, outputs: str, target: int | None = None) -> None:
-        """Bind slots as inputs and as outputs; `target`, where given, is the first of the slots that are written."""
-        shape = [count, *self.shape[1:]]
-        for number, name in enumerate(self.names):
-            binding.bind_input(inputs + name, self.memory, 0, self.dtype, shape, self.address(number, first))
-            binding.bind_output(outputs + name, self.memory, 0, self.dtype, shape,
-                                self.address(number, first if target is None else target))
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._kept = []
+def _lengths(ends: np.ndarray) -> Inputs:
+    """From the positions of each slot, new tokens included."""
+    return {"seqlens_k": ends - 1, "total_sequence_length": ends.max(keepdims=True)}

@@ -33,7 +33,7 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: P
     flavour : Flavour
         As `Flavour.checked` returns it.
     names : list of str
-        Of the KV cache's parts.
+        Of the KV cache's slabs.
     progress : callable, optional
         As for `export`.
 

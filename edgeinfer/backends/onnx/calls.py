@@ -1,0 +1,90 @@
+"""Walks as calls of the model, whatever its attention is: those of a prompt, and steps that are bound once."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runner import Segment
+
+from .sessions import Sessions
+from .slabs import Slabs
+from .step import Step
+
+Inputs = dict[str, NDArray[Any]]
+
+
+class Call(NamedTuple):
+    """A run of the model that is ready."""
+
+    binding: Any
+    options: Any
+    targets: list[int]
+    """Rows of the walk whose logits it gives."""
+    logits: Callable[[], NDArray[np.float32]]
+    """Returns these rows, once it ran."""
+
+
+class Calls(abc.ABC):
+    """What a walk runs.
+
+    Parameters
+    ----------
+    sessions : Sessions
+    slabs : Slabs
+    outputs, vocab_size : most rows of logits of a walk, and their length
+    """
+
+    def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int):
+        self.sessions, self.slabs = sessions, slabs
+        self._staged = np.zeros((max(outputs, 1), vocab_size), np.float32)
+        self._bound: dict[int, Any] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
+        self._given: Inputs = {}
+
+    @abc.abstractmethod
+    def of(self, segments: Items[Segment]) -> Iterator[Call]:
+        """Yield the calls of a walk, each to be run before the next; its sequences have room for their tokens."""
+
+    def _several(self, inputs: Inputs, rows: list[int], targets: list[int], first: int = 0,
+                 count: int | None = None) -> Call:
+        """A call whose inputs have sizes of their own, over a range of blocks.
+
+        `rows` are those of its tokens whose logits become rows `targets` of the walk.
+        """
+        rows = rows or [inputs["input_ids"].size - 1]  # none at all would be a product without rows
+        binding = self._bound.get(first)
+        if binding is None:
+            binding = self._bound[first] = self.sessions.model.io_binding()
+            self.slabs.bind(binding, first, count)
+        self._given = {**inputs, "output_rows": np.array(rows, np.int64)}  # kept until they were read
+        for name, values in self._given.items():
+            binding.bind_cpu_input(name, values)
+        binding.bind_output("logits", "cpu", 0, np.float32, [len(rows), self._staged.shape[1]],
+                            self._staged.ctypes.data)
+        return Call(binding, self.sessions.options, targets, lambda: self._staged[: len(targets)])
+
+    def _one_each(self, key: tuple[int, int], inputs: Inputs, rows: list[int], targets: list[int],
+                  bound: Callable[[], Inputs], first: int = 0, count: int | None = None) -> Call:
+        """A step, one token of each of several sequences, whose inputs have the sizes of all steps of this key.
+
+        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound.
+        """
+        step = self._steps.get(key)
+        if step is None:
+            step = Step(self.sessions, bound(), self._staged.shape[1], len(self._steps) + 1)
+            self.slabs.bind(step.binding, first, count)
+            self._steps[key] = step
+        step.write(inputs)
+        return Call(step.binding, step.options, targets, lambda: step.logits()[rows])
+
+    def close(self) -> None:
+        """Let go of what is bound."""
+        self._bound.clear()
+        self._steps.clear()
+        self._staged = self._staged[:0]

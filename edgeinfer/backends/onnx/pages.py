@@ -1,0 +1,96 @@
+"""The KV cache in pages, which sequences take as they grow and share where they begin alike; a walk is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.block_tables import BlockTables
+from edgeinfer.memory_planner import BlockPool
+from edgeinfer.runner import Segment
+
+from .calls import Call, Calls, Inputs
+from .sessions import Sessions
+from .slabs import Layout, Slabs
+
+LAYOUT = Layout("paged", ("key_cache.{}", "value_cache.{}"), ("key_cache_out.{}", "value_cache_out.{}"),
+                lambda positions, heads: (positions, heads.kv, heads.stored_dim))
+
+
+class Pages(BlockTables):
+    """Sequences with block tables over the pages of a device.
+
+    Parameters
+    ----------
+    pages, positions : how many, and of how many positions each
+    copy : callable
+        Copies one page to another.
+    """
+
+    def __init__(self, pages: int, positions: int, copy: Callable[[int, int], None]):
+        super().__init__(BlockPool(pages, positions))
+        self._copy = copy
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page within the memory of its device."""
+        self._copy(source, target)
+
+    def clear(self, block: int, first: int) -> None:
+        """Nothing: attention reads no row behind a sequence's end."""
+
+
+class PageCalls(Calls):
+    """Prompts, guesses and single tokens of all sequences go through together, as one flat list of tokens."""
+
+    def __init__(self, sessions: Sessions, slabs: Slabs, outputs: int, vocab_size: int, ctx: int):
+        super().__init__(sessions, slabs, outputs, vocab_size)
+        self._most = -(-ctx // slabs.positions)
+
+    def of(self, segments: Items[Segment]) -> Iterator[Call]:
+        """Yield the one call of a walk."""
+        counts = [len(segment.ids) for segment in segments]
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        past = np.array([len(segment.sequence) for segment in segments], np.int32)
+        rows = [int(start) + row for start, segment in zip(ends, segments, strict=False) for row in segment.outputs]
+        targets, width = list(range(len(rows))), max(len(segment.sequence.blocks) for segment in segments)
+        ids = np.array([token for segment in segments for token in segment.ids], np.int64)
+        inputs: Inputs = {"input_ids": ids, "past_seqlens": past}
+        if max(counts) > 1:
+            fixed = _fixed(ends, max(counts), int((past + counts).max()))
+            yield self._several({**inputs, **fixed, "block_table": _table(segments, width)}, rows, targets)
+            return
+        width = table_width(width, self._most)
+        inputs["block_table"] = _table(segments, width)
+
+        def bound() -> Inputs:
+            return {**inputs, **_fixed(ends, 1, width * self.slabs.positions), "output_rows": np.arange(len(segments))}
+
+        yield self._one_each((len(segments), width), inputs, rows, targets, bound)
+
+
+def table_width(pages: int, most: int) -> int:
+    """Return how many pages the tables of a step have where a sequence holds so many: a power of two, or `most`, so
+    that few graphs serve all lengths."""
+    return min(1 << (pages - 1).bit_length(), most)
+
+
+def table_widths(most: int) -> int:
+    """Return how many widths `table_width` has."""
+    return 1 + (most - 1).bit_length()
+
+
+def _table(segments: Items[Segment], width: int) -> NDArray[np.int32]:
+    """Pages of each sequence; what is behind them is not read, and has to be some page."""
+    table = np.zeros((len(segments), width), np.int32)
+    for row, segment in zip(table, segments, strict=True):
+        row[: len(segment.sequence.blocks)] = segment.sequence.blocks
+    return table
+
+
+def _fixed(ends: NDArray[np.int32], tokens: int, positions: int) -> Inputs:
+    """What is the same in all steps of a graph: bounds must hold for each of them. No least number of positions is
+    given."""
+    return {"cumulative_sequence_length": ends, "attention_metadata": np.array([tokens, positions, 0], np.int32)}

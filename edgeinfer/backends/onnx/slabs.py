@@ -1,0 +1,96 @@
+"""The memory of a KV cache on a device: slabs of slots or pages, bound where they lie, which never move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .copying import FROM, TO
+from .devices import Provider
+from .flavour import Heads
+
+FLOATS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32}
+
+
+class Layout(NamedTuple):
+    """How K and V of all layers lie in memory."""
+
+    attention: str
+    """Of the model's flavour."""
+    past: tuple[str, str]
+    """Inputs of a model for K and V, but for the number of the layer."""
+    present: tuple[str, str]
+    """Its outputs, likewise."""
+    sizes: Callable[[int, Heads], tuple[int, int, int]]
+    """From positions of a block: how it is divided."""
+
+    def names(self, layers: int) -> list[tuple[str, str]]:
+        """Return names of inputs and outputs, one pair for each slab."""
+        return [(past.format(layer), present.format(layer)) for layer in range(layers)
+                for past, present in zip(self.past, self.present, strict=True)]
+
+
+def block_bytes(layers: int, heads: Heads, positions: int, kv: str) -> int:
+    """Bytes of a slot or a page in all layers."""
+    return 2 * layers * heads.kv * positions * heads.stored_dim * np.dtype(FLOATS[kv]).itemsize
+
+
+class Slabs:
+    """For K and V of each layer one slab of blocks, which are slots or pages.
+
+    A range of blocks is a stretch of it, so that it can be bound as it lies there.
+
+    Parameters
+    ----------
+    layout : Layout
+    layers : int
+    heads : Heads
+    blocks, positions : how many, and of how many positions each
+    kv : {"f16", "f32"}
+    provider : Provider
+    """
+
+    def __init__(self, layout: Layout, layers: int, heads: Heads, blocks: int, positions: int, kv: str,
+                 provider: Provider):
+        self.dtype, self.memory = FLOATS[kv], provider.memory
+        self.positions = positions
+        self.shape = (blocks, *layout.sizes(positions, heads))
+        self.names = layout.names(layers)
+        self._kept = [self._zeros() for _ in self.names]
+        self._stride = int(np.prod(self.shape[1:])) * np.dtype(self.dtype).itemsize
+
+    def _zeros(self) -> Any:
+        """Memory without NaNs: a weight of 0 times NaN is NaN."""
+        zeros = np.zeros(self.shape, self.dtype)
+        if self.memory == "cpu":
+            return zeros
+        import onnxruntime
+
+        return onnxruntime.OrtValue.ortvalue_from_numpy(zeros, self.memory, 0)
+
+    def _address(self, number: int, block: int) -> int:
+        """Where a block begins in the slab of this number."""
+        slab = self._kept[number]
+        start = slab.ctypes.data if self.memory == "cpu" else slab.data_ptr()
+        return int(start) + block * self._stride
+
+    def bind(self, binding: Any, first: int = 0, count: int | None = None) -> None:
+        """Bind a range of blocks, all of them unless it is said, as what a model reads and writes."""
+        for number, (past, present) in enumerate(self.names):
+            self._bind(binding, number, past, first, present, first, self.shape[0] if count is None else count)
+
+    def bind_copy(self, binding: Any, source: int, target: int) -> None:
+        """Bind a block as what is copied, and another as where to."""
+        for number, (name, _) in enumerate(self.names):
+            self._bind(binding, number, FROM + name, source, TO + name, target, 1)
+
+    def _bind(self, binding: Any, number: int, read: str, source: int, written: str, target: int, count: int) -> None:
+        like = self.memory, 0, self.dtype, [count, *self.shape[1:]]
+        binding.bind_input(read, *like, self._address(number, source))
+        binding.bind_output(written, *like, self._address(number, target))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._kept = []
