@@ -48,8 +48,7 @@ def _splits(view: RecordView, seen: Seen, t: int, h: int) -> list[Expected]:
             continue
         _k, v, v_scales = seen.stored.of(h, path.rows[mine - path.low])
         part = weigh(np.array([row[mine] for row in scores]), np.full(group, TOLERANCES["sums"]), v, v_scales)
-        sums = np.zeros((group, BLOCK_TOKENS))
-        np.add.at(sums, (slice(None), mine % BLOCK_TOKENS), part.weights)
+        sums = part.weights @ (mine[:, None] % BLOCK_TOKENS == np.arange(BLOCK_TOKENS))
         for g, row in enumerate(rows):
             m, total, acc, padding = partials(view, row, split)
             name = f"row {row}, split {split}: "
