@@ -82,9 +82,14 @@ def wanted_of_split(rec, row, choice, split):
 @outlined
 def _count(rec, row, low, high, least):
     """How many scores of the places low .. high are at least `least`, which is more than that of what is not there."""
-    n = 0
-    for split in range(low >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1):
-        if load_f32(split_sums(rec, row, split)) >= least:
+    n, begin, end = 0, low >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
+    for eight in range(begin & -8, end, 8):  # pairs of a largest score and a sum
+        splits = lanes_at_least(load_f32x16(split_sums(rec, row, eight)), least) & 0x5555
+        splits &= -1 << 2 * max(begin - eight, 0)
+        splits &= (1 << 2 * min(end - eight, 8)) - 1
+        while splits != 0:
+            split = eight + (trailing_zeros(splits) >> 1)
+            splits &= splits - 1
             blocks = lanes_at_least(load_f32x16(split_largest(rec, row, split)), least)
             while blocks != 0:
                 b = SPLIT_BLOCKS * split + trailing_zeros(blocks)
