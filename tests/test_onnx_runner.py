@@ -28,7 +28,7 @@ from edgeinfer.errors import (
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from tests.onnx_models import difference, expected
-from tests.sessions import TINY, WINDOWED, logits_of, scored, tokens, write_model
+from tests.sessions import TINY, WINDOWED, logits_of, running, scored, tokens, write_model
 
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -36,23 +36,12 @@ F32, F16 = 1e-5, 2e-2
 """Of the largest logit; f16 for these random models, whose attention is sharp (tests/test_onnx_graph.py)."""
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered models do not fill the developer's cache; those of a module are shared."""
-    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path_factory.getbasetemp() / "onnx-cache"))
-
-
 @contextmanager
 def runner(path: Path, **options: Any) -> Iterator[OnnxRunner]:
     """An open runner; one thread and a small chunk unless asked otherwise."""
-    config = RuntimeConfig(**{"threads": 1, "prefill_chunk": 16, "ctx": 96, "kv": "f32", **options})
-    provider = provider_of("onnx-cpu")
-    assert provider
-    opened = OnnxRunner(Bundle.open(path), config, provider)
-    try:
+    with running(path, "onnx-cpu", **{"prefill_chunk": 16, "ctx": 96, **options}) as opened:
+        assert isinstance(opened, OnnxRunner)
         yield opened
-    finally:
-        opened.close()
 
 
 def last(opened: OnnxRunner, ids: list[int]) -> np.ndarray:
