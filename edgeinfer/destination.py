@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypeVar
 
+from .checks import PATH, checked
 from .errors import DestinationError
 from .files import sync_directory
 from .lock import DestinationLock
@@ -40,8 +41,8 @@ class Destination(abc.ABC):
     Raises
     ------
     DestinationError
-        Its name is none. On entering: something is there that is not to be replaced, or another process writes it.
-        Later: it cannot be written.
+        It is no path, or has no name. On entering: something is there that is not to be replaced, or another process
+        writes it. Later: it cannot be written.
     """
 
     kind: ClassVar[str]
@@ -52,6 +53,7 @@ class Destination(abc.ABC):
     """How overwriting is asked for."""
 
     def __init__(self, path: str | Path, overwrite: bool, waiting: Callable[[], object] | None = None):
+        path = checked("The destination", path, PATH, DestinationError)
         self.path = Path(os.path.abspath(path))
         if overwrite and self.path.is_symlink() and self.path.exists():
             self.path = self.path.resolve()

@@ -43,6 +43,9 @@ class ExportDestination(Destination):
         self.is_folder = folder
         if not folder and (self.path.suffix != ".onnx" or not self.path.stem):
             raise DestinationError(f"{self.path} is no name for a model; it must end in .onnx.")
+        if not folder and any("\ud800" <= character <= "\udfff" for character in self.path.stem):
+            raise DestinationError(f"{self.path} has a name that is not UTF-8, which a model needs to name its data; "
+                                   "choose another name.")
         if folder and self.path.suffix == ".onnx":
             raise DestinationError(f"{self.path} is the name of a file; with --for genai name a folder that is to be "
                                    "made.")
