@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -57,14 +56,6 @@ def session(path: Path, **options: Any) -> Iterator[Session]:
 
 
 @contextmanager
-def lowered_elsewhere() -> Iterator[None]:
-    """Models that are lowered here do not fill the developer's cache: they are not needed once they are open."""
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, \
-            mock.patch("edgeinfer.backends.onnx.stored.cache_root", lambda: Path(folder)):
-        yield
-
-
-@contextmanager
 def on_device(name: str) -> Iterator[dict[str, Any]]:
     """Options of `LLM` for a device, where ``pages`` is what stands in for one that has them, while the model opens."""
     if name != "pages":
@@ -95,9 +86,8 @@ def running(path: Path, device: str = "cpu", **options: Any) -> Iterator[Runner]
     else:
         provider = provider_of(device)
         assert provider
-    with lowered_elsewhere():
-        opened = OnnxRunner(Bundle.open(path), RuntimeConfig(**{
-            "threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options}), provider)
+    config = RuntimeConfig(**{"threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options})
+    opened = OnnxRunner(Bundle.open(path), config, provider)
     try:
         yield opened
     finally:

@@ -14,7 +14,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["dataclass"], "-1"),
     **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files"], "0"),
     **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
-    **dict.fromkeys(["config"], "0c"),
+    **dict.fromkeys(["config", "destination"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
     **dict.fromkeys(["choosing"], "1b"),
     **dict.fromkeys(["graph"], "2a"),

@@ -18,7 +18,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from tests.checkpoints import make_checkpoint
-from tests.sessions import free_blocks, lowered_elsewhere, on_device
+from tests.sessions import free_blocks, on_device
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -32,7 +32,7 @@ TEMPLATE = (
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param != "cpu":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
-    with lowered_elsewhere(), on_device(request.param) as options:
+    with on_device(request.param) as options:
         model = LLM("demo", ctx=256, max_sequences=4, threads=1, **options)
     with model:
         yield model
@@ -175,7 +175,7 @@ def test_a_request_continues_the_last_one_and_gives_the_same_text(llm: LLM) -> N
 
 def test_a_prompt_cache_is_saved_loaded_and_outgrown(llm: LLM, tmp_path: Path) -> None:
     if llm.runner.isa.startswith("onnxruntime"):
-        pytest.skip("prompt caches are refused there (tests/test_device.py)")
+        pytest.skip("prompt caches are refused there (tests/test_device_requests.py)")
     file = tmp_path / "prompt.kv"
     first = llm.complete(PROMPT, prompt_cache=file, **GREEDY)
     written = file.read_bytes()

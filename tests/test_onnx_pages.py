@@ -24,14 +24,13 @@ from tests.sessions import (
     WINDOWED,
     free_blocks,
     logits_of,
-    lowered_elsewhere,
     on_device,
     running,
     scored,
     tokens,
     write_model,
 )
-from tests.test_device import agree
+from tests.test_device_requests import agree
 
 F32 = 1e-5
 """Of the largest logit."""
@@ -246,7 +245,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
     """A model in f32 on our own kernels, and in pages."""
     path = write_model(tmp_path_factory.mktemp("pages"), TINY, "f32")
     options: dict[str, Any] = {"ctx": 128, "threads": 1, "kv": "f32", "max_sequences": 4, "beams": 4}
-    with lowered_elsewhere(), on_device("pages") as device:
+    with on_device("pages") as device:
         ours, theirs = LLM(path, **options), LLM(path, **options, **device)
     with ours, theirs:
         yield ours, theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,10 @@ REFUSED: dict[str, tuple[Flavour, type[EdgeInferError], str]] = {
     "paged": (Flavour(target="genai", attention="paged"), UsageError, "use --attention gqa, whose inputs"),
     "ctx": (Flavour(ctx=1025), UsageError, "--ctx is 1025; it must be from 1 to 1024, the positions that the model"),
     "ctx 0": (Flavour(ctx=0), UsageError, "--ctx is 0; it must be from 1 to 1024"),
+    "ctx text": (Flavour(ctx="x"), UsageError, "--ctx is 'x'; it must be an integer, from 1 to 1024"),  # type: ignore[arg-type]
     "top_k": (Flavour(top_k=100), UsageError, "top_k is 100; it must be from 0 to 99"),
+    "top_k for genai": (Flavour("genai", top_k=1), UsageError, "top_k is 1; it must be from 0 to 99, and 0 for genai"),
+    "top_k nothing": (Flavour(top_k=None), UsageError, "top_k is None; it must be an integer"),  # type: ignore[arg-type]
 }
 
 
@@ -81,11 +85,16 @@ def test_destinations_that_are_none(bundle: Bundle, tmp_path: Path) -> None:
         ("m.onnx", "genai", "is the name of a file; with --for genai name a folder that is to be made."),
         ("dir.onnx", "session", "exists and is no file, so it is not overwritten; remove it first."),
         ("full", "genai", "exists and has no genai_config.json, so it is not overwritten; remove it first."),
+        ("\udcff.onnx", "session", "has a name that is not UTF-8, which a model needs to name its data"),
         ("mixed", "genai", "also holds the folder inner, which is no part of an export, so it is not overwritten"),
     ]:
         with pytest.raises(DestinationError) as caught:
             export(bundle, tmp_path / name, Flavour(target=target), overwrite=True)
         assert sentence in str(caught.value)
+    with pytest.raises(DestinationError, match=r"^/ is no place for an export; name a directory that is to be made\.$"):
+        export(bundle, "/", Flavour(target="genai"), overwrite=True)
+    with pytest.raises(DestinationError, match=r"^The destination is 3; it must be the path of a file or directory\.$"):
+        export(bundle, 3)  # type: ignore[arg-type]
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1e6)), \
             pytest.raises(DestinationError, match=r"needs .* MB, but its disk has only 1 MB free"):
         export(bundle, tmp_path / "m.onnx")
@@ -197,6 +206,10 @@ def test_another_models_tokenizer_is_named(tmp_path: Path) -> None:
     tokenizer.unlink()
     with pytest.raises(BundleError, match=r"its tokenizer\.json is missing; export it again\.$"):
         verify_export(tmp_path / "g")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tokenizer)  # reading it would wait for ever
+        with pytest.raises(BundleError, match=r"g: it is a fifo, not a plain file\.$"):
+            verify_export(tmp_path / "g")
 
 
 # -- the command line and the packages ---------------------------------------------------------------------------------
@@ -230,6 +243,14 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wheels_that_will_not_do(versions: dict[str, str], sentence: str) -> None:
     with mock.patch.object(packages, "installed", lambda name: versions.get(name, "")), \
             pytest.raises(UsageError, match="(?s)^" + sentence.split("'")[0].replace(".", r"\.")):
+        check_wheels()
+
+
+def test_a_python_that_onnxruntime_has_no_package_for() -> None:
+    """pip installs the extra there without it, as its marker says."""
+    with mock.patch.object(packages, "installed", lambda name: ""), \
+            mock.patch.object(packages.sys, "version_info", (3, 10, 14)), \
+            pytest.raises(UsageError, match=r"^onnxruntime is not installed, and has no package for Python 3\.10; run"):
         check_wheels()
 
 

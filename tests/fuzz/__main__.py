@@ -124,7 +124,7 @@ class Tally:
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    from .targets import TARGETS
+    from .targets import LEFT_OUT, TARGETS
 
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Run edgeinfer on damaged input.")
     parser.add_argument("--seconds", type=float, default=0, help="end after so many (default: when all cases have run)")
@@ -135,7 +135,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--replay", metavar="TARGET:NUMBER", help="run this case in the foreground")
     options = parser.parse_args()
     if unknown := set(options.targets.split(",")) - set(TARGETS):
-        parser.error(f"no target is named {', '.join(sorted(unknown))}")
+        reasons = "".join(f"; {name}: {LEFT_OUT[name]}" for name in sorted(unknown & set(LEFT_OUT)))
+        parser.error(f"no target is named {', '.join(sorted(unknown))}{reasons}")
+    for name, why in LEFT_OUT.items():
+        print(f"{name} was left out: {why}")
     options.cases = options.cases or (0 if options.seconds else 20_000)
     return options
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
+from edgeinfer.runner import Runner
 from edgeinfer.runtime import Session
 
 PROMPT = [5, 17, 80, 3, 42, 61, 12]
@@ -43,7 +44,7 @@ class Target:
         """Raise where a sound model no longer gives its own tokens."""
 
 
-def greedy(session: Session, prompt: list[int] | None = None, n: int = N_TOKENS) -> list[int]:
+def greedy(session: Runner, prompt: list[int] | None = None, n: int = N_TOKENS) -> list[int]:
     """Return the likeliest n tokens behind a prompt."""
     sequence = session.new_sequence()
     try:

@@ -41,6 +41,18 @@ OPTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 """Options by command; `warmup`, `bench`, `cache clear` and `--probe` measure, build or delete, and are not called."""
 
 
+def check_command(line: list[str], stdin: bytes) -> bool:
+    """Run a command; whether it succeeded. What ends in any other way than those that are documented is a finding."""
+    outcome = edgeinfer(*line, stdin=stdin)
+    told = outcome.err + outcome.out
+    if outcome.code not in (0, 1, 2, 3) or "Traceback" in told or "which is a bug" in told:
+        raise AssertionError(f"{line} ended with {outcome.code}: {told[-600:]}")
+    answered = "--json" in line and outcome.out.strip()  # such as a plan that does not fit
+    if outcome.code and not (outcome.err.strip() or answered):
+        raise AssertionError(f"{line} ended with {outcome.code} and said nothing")
+    return outcome.code == 0
+
+
 class CommandLine(Target):
     """A command with options and values that people and scripts type, and some that nobody does."""
 
@@ -58,17 +70,9 @@ class CommandLine(Target):
         before = Path.cwd()
         os.chdir(self.directory)
         try:
-            line = self.line(rng)
-            outcome = edgeinfer(*line, stdin=rng.choice((b"", b"Hello", b"\xff\0")))
+            return check_command(self.line(rng), rng.choice((b"", b"Hello", b"\xff\0")))
         finally:
             os.chdir(before)
-        told = outcome.err + outcome.out
-        if outcome.code not in (0, 1, 2, 3) or "Traceback" in told or "which is a bug" in told:
-            raise AssertionError(f"{line} ended with {outcome.code}: {told[-600:]}")
-        answered = "--json" in line and outcome.out.strip()  # such as a plan that does not fit
-        if outcome.code and not (outcome.err.strip() or answered):
-            raise AssertionError(f"{line} ended with {outcome.code} and said nothing")
-        return outcome.code == 0
 
     def line(self, rng: random.Random) -> list[str]:
         """Return the words of one command line."""

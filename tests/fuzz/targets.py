@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from .base import Target, WrongTokensError
 from .calls import Api, CommandLine
 from .checkpoints import Config, Conversion, Gguf, Safetensors, ShardIndex
 from .stored import BundleHeader, DeviceFile, PromptCache, StoredBytes
 from .texts import Template, TokenizerFiles
 
-__all__ = ["TARGETS", "Target", "WrongTokensError"]
+__all__ = ["LEFT_OUT", "TARGETS", "Target", "WrongTokensError"]
 
 TARGETS: dict[str, type[Target]] = {
     "config": Config,
@@ -25,3 +27,11 @@ TARGETS: dict[str, type[Target]] = {
     "command": CommandLine,
     "api": Api,
 }
+LEFT_OUT: dict[str, str] = {}
+"""Targets that cannot run here, and why."""
+if find_spec("onnx") and find_spec("onnxruntime"):
+    from .exports import Export
+
+    TARGETS["export"] = Export
+else:
+    LEFT_OUT["export"] = "onnx or onnxruntime is not installed (extra 'onnx')"

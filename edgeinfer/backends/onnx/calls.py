@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runner import Segment
 
+from .caller import NO_GRAPH
 from .sessions import Sessions
 from .slabs import Slabs
 from .step import Step
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     """A run of the model that is ready."""
 
     binding: Any
-    options: Any
+    graph: int
     targets: list[int]
     """Rows of the walk whose logits it gives."""
     logits: Callable[[], NDArray[np.float32]]
@@ -67,7 +68,7 @@ class Calls(abc.ABC):
             binding.bind_cpu_input(name, values)
         binding.bind_output("logits", "cpu", 0, np.float32, [len(rows), self._staged.shape[1]],
                             self._staged.ctypes.data)
-        return Call(binding, self.sessions.options, targets, lambda: self._staged[: len(targets)])
+        return Call(binding, NO_GRAPH, targets, lambda: self._staged[: len(targets)])
 
     def _one_each(self, key: tuple[int, int], inputs: Inputs, rows: list[int], targets: list[int],
                   bound: Callable[[], Inputs], first: int = 0, count: int | None = None) -> Call:
@@ -81,7 +82,7 @@ class Calls(abc.ABC):
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
-        return Call(step.binding, step.options, targets, lambda: step.logits()[rows])
+        return Call(step.binding, step.graph, targets, lambda: step.logits()[rows])
 
     def close(self) -> None:
         """Let go of what is bound."""

@@ -14,7 +14,7 @@ from edgeinfer.graph import NeuronDown, build_graph, expected_types
 from edgeinfer.sizes import format_size
 
 from .data import Data, Progress, data_bytes, write_data
-from .destination import MODEL_FILE, Destination, data_name
+from .destination import MODEL_FILE, ExportDestination, data_name
 from .flavour import Flavour
 from .genai import check_tokenizer, write_beside
 from .lowering import Lowering
@@ -92,7 +92,7 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
     import_onnx()
     flavour = (flavour or Flavour()).checked(bundle.config)
     genai = flavour.target == "genai"
-    place = Destination(Path(destination), genai, overwrite)
+    place = ExportDestination(destination, genai, overwrite)
     with place:
         if genai:
             check_tokenizer(bundle)
@@ -103,25 +103,25 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
         data, data_file = _write(bundle, graph, place, name, progress)
         if genai:
             with place.writing():
-                write_beside(bundle, flavour, place.partial)
+                write_beside(bundle, flavour, place.folder)
     folder, seconds = place.path if genai else place.path.parent, time.perf_counter() - began
     return ExportReport(place.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
                         len(graph.nodes), len(graph.stored), seconds, tuple(_remarks(bundle, graph)))
 
 
-def _write(bundle: Bundle, graph: Lowering, place: Destination, name: str,
+def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str,
            progress: Progress | None) -> tuple[Data, str]:
     """Write the data, whose name follows from their checksum, and the model that names them."""
     read = Reader(bundle)
     try:
         with place.writing():
-            unnamed = place.partial / "data"
+            unnamed = place.folder / "data"
             with open(unnamed, "wb") as file:
                 data = write_data(graph.stored.values(), read, file, progress)
             data_file = data_name(name, data.identity)
             unnamed.rename(unnamed.with_name(data_file))
             model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data))
-            (place.partial / name).write_bytes(model.SerializeToString(deterministic=True))
+            (place.folder / name).write_bytes(model.SerializeToString(deterministic=True))
     finally:
         read.close()
     return data, data_file

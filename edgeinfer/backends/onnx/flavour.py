@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from edgeinfer.checks import checked, choice, integer
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import ModelConfig
@@ -85,22 +86,20 @@ class Flavour:
 
     def checked(self, config: ModelConfig) -> Flavour:
         """Return it with what was left to the model; raise `UsageError` for what cannot be."""
+        norm = "apart" if self.qk_norm == "" else self.qk_norm
         for option, value, known in (("--for", self.target, TARGETS), ("--dtype", self.dtype, DTYPES),
-                                     ("--attention", self.attention, ATTENTIONS),
-                                     ("--qk-norm", self.qk_norm or "apart", QK_NORMS)):
-            if value not in known:
-                raise UsageError(f"{option} is {value!r}; choose one of {', '.join(known)}.")
+                                     ("--attention", self.attention, ATTENTIONS), ("--qk-norm", norm, QK_NORMS)):
+            checked(option, value, choice(known))
         if self.target == "genai" and self.attention == "paged":
             raise UsageError("--attention paged is for sessions, and --for genai is given; use --attention gqa, whose "
                              "inputs onnxruntime-genai feeds.")
-        most = config.max_position_embeddings
-        ctx = most if self.ctx is None else self.ctx
-        if not 1 <= ctx <= most:
-            raise UsageError(f"--ctx is {ctx}; it must be from 1 to {most}, the positions that the model knows.")
-        if not 0 <= self.top_k <= config.vocab_size or (self.top_k and self.target == "genai"):
-            raise UsageError(f"top_k is {self.top_k}; it must be from 0 to {config.vocab_size}, and 0 for genai.")
+        most, vocabulary = config.max_position_embeddings, config.vocab_size
+        ctx = checked("--ctx", most if self.ctx is None else self.ctx,
+                      integer(1, most, f"from 1 to {most}, the positions that the model knows"))
+        top_k = checked("top_k", self.top_k, integer(0, 0 if self.target == "genai" else vocabulary,
+                                                     f"from 0 to {vocabulary}, and 0 for genai"))
         norm = self.qk_norm or ("fused" if self.attention == "paged" else "apart")
-        return Flavour(self.target, self.dtype, self.attention, ctx, norm, self.top_k)
+        return Flavour(self.target, self.dtype, self.attention, ctx, norm, top_k)
 
 
 class Heads(NamedTuple):

@@ -6,6 +6,7 @@ what runs.
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,8 @@ from edgeinfer.errors import UsageError
 WHEELS = ("onnxruntime", "onnxruntime-gpu")
 LEAST = (1, 29)
 """Of onnxruntime: with RMSNormalization and PagedAttention as models use them here, and CUDA 13."""
+
+LEAST_PYTHON = (3, 11)
 
 
 def installed(name: str) -> str:
@@ -38,6 +41,10 @@ def check_wheels() -> str:
                          "and overwrite each other's files; uninstall both, then install one: "
                          "pip uninstall -y onnxruntime onnxruntime-gpu, pip install 'edgeinfer[gpu]' or "
                          "'edgeinfer[onnx]'.")
+    if not found and sys.version_info[:2] < LEAST_PYTHON:
+        have = ".".join(map(str, sys.version_info[:2]))
+        raise UsageError(f"onnxruntime is not installed, and has no package for Python {have}; run edgeinfer with "
+                         "Python 3.11 or newer.")
     if not found:
         raise UsageError("onnxruntime is not installed: pip install 'edgeinfer[gpu]' for CUDA, 'edgeinfer[onnx]' for "
                          "the CPU, never both.")

@@ -35,8 +35,7 @@ Logits = NDArray[np.float32]
 class OnnxRunner(Runner):
     """Runs a bundle on an execution provider of onnxruntime.
 
-    Sequences hold a slot each, or pages that they share; a walk is several calls over slots, and one over pages. It can
-    be cancelled before each of them.
+    Sequences hold a slot each, or pages that they share; a walk is several calls over slots, and one over pages.
 
     Parameters
     ----------
@@ -134,7 +133,7 @@ class OnnxRunner(Runner):
                     self.sessions.check_open()
                     if cancel is not None and cancel.asked:
                         raise CancelledError("The run was cancelled.")
-                    self.sessions.run(call.binding, call.options)
+                    self.sessions.run(call.binding, call.graph, cancel)
                     if call.targets:
                         self._logits[call.targets] = call.logits()
                 for segment in segments:

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import ClosedError, EdgeInferError
+from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
+from edgeinfer.runner import Cancellation
 
+from .caller import NO_GRAPH, Caller
 from .devices import Provider
 from .slabs import Slabs
 from .stored import COPY, MODEL
@@ -28,20 +30,7 @@ class Sessions:
         self.provider, self._closed, self._process = provider, False, os.getpid()
         self.model: Any = provider.open(str(folder / MODEL), threads)
         self._copies: Any = provider.open(str(folder / COPY), 1)
-        self._options: list[Any] = []
-        self.options = self.new_options()
-        """Of runs that are no graph's."""
-
-    def new_options(self, graph: int = -1) -> Any:
-        """Return options of a run: of the graph with this number where the provider has graphs, else of none."""
-        import onnxruntime
-
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = 4  # what goes wrong is raised, and said once
-        if self.provider.graphs:
-            options.add_run_config_entry("gpu_graph_id", str(graph))
-        self._options.append(options)
-        return options
+        self._caller = Caller(provider)
 
     def check_open(self) -> None:
         """Raise `ClosedError`, or what stands for it in a process that was forked."""
@@ -51,22 +40,27 @@ class Sessions:
             raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
                                  "inherited; open the model again in this process.")
 
-    def run(self, binding: Any, options: Any) -> None:
-        """Run the model."""
-        self._run(self.model, binding, options)
+    def run(self, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
+        """Run the model, until `cancel` is asked for."""
+        self._run(self.model, binding, graph, cancel)
 
     def copy(self, slabs: Slabs, source: int, target: int) -> None:
         """Copy a block of the KV cache within the memory of its device."""
         self.check_open()
         binding = self._copies.io_binding()
         slabs.bind_copy(binding, source, target)
-        self._run(self._copies, binding, self.options)
+        self._run(self._copies, binding)
 
-    def _run(self, session: Any, binding: Any, options: Any) -> None:
+    def _run(self, session: Any, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
+        def asked() -> bool:
+            return cancel is not None and cancel.asked
+
         try:
-            session.run_with_iobinding(binding, options)
+            self._caller.run(session, binding, lambda: self._closed or asked(), graph)
         except Exception as error:  # pybind's own classes, and RuntimeError
             self.check_open()
+            if asked():
+                raise CancelledError("The run was cancelled.") from None
             said = " ".join(str(error).split())[:300]
             raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: {said} If "
                                  "that goes on, open the model again.") from None
@@ -74,9 +68,9 @@ class Sessions:
     def terminate(self) -> None:
         """End a run of another thread, and refuse all that follow."""
         self._closed = True
-        for options in tuple(self._options):
-            options.terminate = True
+        self._caller.end()
 
     def close(self) -> None:
-        """Let go of the models."""
+        """Let go of the models, when the run that was ended is over."""
+        self._caller.close()
         self.model = self._copies = None

@@ -33,7 +33,7 @@ class Step:
         from onnxruntime import OrtValue
 
         memory = sessions.provider.memory
-        self.options = sessions.new_options(graph)
+        self.graph = graph
         self.binding = sessions.model.io_binding()
         self._inputs = {name: OrtValue.ortvalue_from_numpy(values, "cpu" if name in ON_CPU else memory, 0)
                         for name, values in inputs.items()}

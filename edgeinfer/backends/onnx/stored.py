@@ -11,6 +11,7 @@ from typing import Any
 from edgeinfer.bundle import Bundle
 from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError
+from edgeinfer.files import open_plain
 from edgeinfer.lock import DestinationLock
 from edgeinfer.process import say
 
@@ -21,7 +22,7 @@ from .flavour import Flavour
 from .model import PREFIX
 
 KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
-"""Folder of the cache; files of a model, of which the last says how long the others are."""
+"""Folder of the cache; files of a model, of which the last says what the others are like."""
 
 
 def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Progress | None = None) -> Path:
@@ -73,20 +74,24 @@ def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, pro
     make_directories(folder)
     export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
     (folder / COPY).write_bytes(copy_proto(names, flavour.dtype).SerializeToString(deterministic=True))
-    (folder / DONE).write_text(_sizes(folder), encoding="utf-8")
+    (folder / DONE).write_text(_states(folder), encoding="utf-8")
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a model was written to its end, and has the sizes that it had then."""
+    """Whether a model was written to its end, and nobody wrote to its files since then."""
     try:
-        return (folder / DONE).read_text(encoding="utf-8") == _sizes(folder) != ""
-    except (OSError, ValueError):
+        want = _states(folder).encode()
+        with open_plain(folder / DONE) as file:
+            return file.read(len(want) + 1) == want != b""
+    except OSError:
         return False
 
 
-def _sizes(folder: Path) -> str:
+def _states(folder: Path) -> str:
+    """Name, bytes and time of each file."""
     paths = sorted(path for path in folder.iterdir() if path.name != DONE and not path.name.startswith("."))
-    return "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
+    found = [(path.name, path.stat()) for path in paths]
+    return "\n".join(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in found)
 
 
 def _key(bundle: Bundle, flavour: Flavour) -> str:

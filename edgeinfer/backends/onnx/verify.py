@@ -144,9 +144,12 @@ def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
 
 
 def _check_tokenizer(folder: Path, sha256: str) -> None:
+    own = hashlib.sha256()
     try:
-        found = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        with open_plain(folder / "tokenizer.json") as file:
+            while part := file.read(READ_BYTES):
+                own.update(part)
     except FileNotFoundError:
         raise BundleError("its tokenizer.json is missing; export it again.") from None
-    if found != sha256:
+    if own.hexdigest() != sha256:
         raise BundleError("its tokenizer.json is another model's, or was altered; export it again.")
