@@ -34,7 +34,7 @@ KEYS_ALONE, VALUES_APART = 0.05, 0.6
 other: shares, fitted as `SCORES` to ratios of benchmarks/topn_speed.py (docs/long-context.md). How many blocks these
 are is an assumption of its own (edgeinfer.choosing). What attention computes is counted as if nothing were left out:
 the products with V are the cheaper ones."""
-SCORES, SCORES_OF_TOP = 0.3, 0.7
+SCORES, SCORES_OF_TOP = 0.3, 0.5
 """What part of the time of memory scores cost, most of which stay in a cache: for a share of the largest, and where a
 number of them is looked for, again and again."""
 CHOOSING_MS = 0.01
