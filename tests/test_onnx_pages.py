@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM, engine
+from edgeinfer.backends.onnx.step import Step
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError, CancelledError, ClosedError, EdgeInferError, RequestError, UsageError
 from edgeinfer.runner import DECODE, Cancellation, Segment
