@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
     from .device_classes import NO_CONSTANTS, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate
+    from .gpus import SERVED, gpu_profile, served
     from .learning import fit_errors, learn, may_learn, with_runs
     from .neurons import (
         DEFAULT_CURVES,
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE",
-    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "BreakEven", "Constants", "Curve", "DecodeRun", "DeviceProfile",
-    "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes", "constants_of",
-    "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "learn", "load_profile",
-    "local_path", "local_profile", "machine_name", "may_learn", "parse_profile", "processor_of", "profile_table",
-    "profiles", "relative_time", "save_profile", "smallest_row", "solve_constants", "with_runs",
+    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "SERVED", "BreakEven", "Constants", "Curve", "DecodeRun",
+    "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes",
+    "constants_of", "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile",
+    "learn", "load_profile", "local_path", "local_profile", "machine_name",
+    "may_learn", "parse_profile", "processor_of", "profile_table",
+    "profiles", "relative_time", "save_profile", "served", "smallest_row", "solve_constants", "with_runs",
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
@@ -55,6 +57,7 @@ __getattr__ = lazily(__name__, {
                "relative_time",
     "profile": "CLASSES CONSTANTS Curve DeviceProfile parse_profile",
     "random_reads": "BreakEven break_even smallest_row",
+    "gpus": "SERVED gpu_profile served",
     "store": "load_profile local_path local_profile machine_name processor_of profile_table profiles save_profile",
     "traffic": "Traffic",
 })

@@ -35,6 +35,8 @@ class Constants:
     """Fixed time of a token, for 32 layers."""
     token_ms: float = 0.0
     """Fixed time of a token beside that: what Python and the sampling of a token take, whatever the model."""
+    sequence_ms: float = 0.0
+    """The same for each sequence of a step."""
     f_kv: float = 1.0
     """Share of the bandwidth that attention reaches on keys and values."""
     attention_ms: float = 0.0
@@ -79,7 +81,8 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     known = profile.device_class in classes()
     table = table or classes()[profile.device_class if known else UNKNOWN]
     values = {name: float(table[name]) for name in ("f_w", "t0_ms", "f_kv", "mfu", "mfu_attention")}
-    values |= {name: float(table.get(name, 0.0)) for name in ("token_ms", "activation_cost", "attention_ms")}
+    rest = ("token_ms", "sequence_ms", "activation_cost", "attention_ms")
+    values |= {name: float(table.get(name, 0.0)) for name in rest}
     values["f_w"] *= profile.figures.get("ecc_share", 1.0)
     if clock := profile.figures.get("clock_ghz"):
         if issue := table.get("issue_bytes_per_clock"):

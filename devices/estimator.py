@@ -72,6 +72,8 @@ class Estimate:
     """Where the band comes from."""
     depth: int
     prompt: int
+    sequences: int
+    """That decode together; tokens per second are those of all."""
     program: str
     """Whose speed it is."""
     unit: str
@@ -84,7 +86,7 @@ class Estimate:
 
 def estimate(
     profile: DeviceProfile, traffic: Traffic, depth: int = 0, prompt: int = 512, accepted: float = 1.0,
-    draft_cost: float | None = None, computed: float = 1.0,
+    draft_cost: float | None = None, computed: float = 1.0, sequences: int = 1,
 ) -> Estimate:
     """Estimate the speed of a model on a device.
 
@@ -104,16 +106,20 @@ def estimate(
     computed : float
         Share of the prompt's tokens times layers that is computed, where prompts are pruned. A layer is assumed to take
         time as it has tokens, attention included, for blocks of keys are read whole; choosing tokens is left out.
+    sequences : int
+        That decode together, each after `depth` positions: weights are read once for all, keys and values of each.
 
     Raises
     ------
     UsageError
-        A negative depth or cost, an empty prompt, fewer than one accepted token, or a sparse or offloaded model on a
-        device whose random reads are not known.
+        A negative depth or cost, an empty prompt, fewer than one accepted token or sequence, or a sparse or offloaded
+        model on a device whose random reads are not known.
     """
     if depth < 0 or prompt < 1 or not (math.isfinite(accepted) and accepted >= 1):
         raise UsageError(f"Estimate of depth {depth}, prompt {prompt}, accepted {accepted}: the depth is 0 or more, "
                          "the prompt at least 1 token, and a pass yields at least 1 token.")
+    if sequences < 1:
+        raise UsageError(f"{sequences} sequences cannot decode; it must be 1 or more.")
     if not 0 < computed <= 1:
         raise UsageError(f"A share of {computed} of a prompt cannot be computed; it is above 0 and at most 1.")
     drafting = DRAFT_SHARE * (accepted - 1) if draft_cost is None else draft_cost
@@ -121,12 +127,13 @@ def estimate(
         raise UsageError(f"A draft cost of {drafting} is impossible; it is a share of a token's time, 0 or more.")
 
     def passing(profile: DeviceProfile) -> dict[str, float]:
-        terms = decode_terms(profile, traffic, constants_of(profile), depth)
+        terms = decode_terms(profile, traffic, constants_of(profile), depth, sequences)
         return {**terms, **({"draft": drafting * math.fsum(terms.values())} if drafting else {})}
 
     constants, terms = constants_of(profile), passing(profile)
-    speed = 1000 * accepted / math.fsum(terms.values())
-    others = {name: 1000 * accepted / math.fsum(passing(other).values()) for name, other in _others(profile)}
+    yielded = 1000 * accepted * sequences
+    speed = yielded / math.fsum(terms.values())
+    others = {name: yielded / math.fsum(passing(other).values()) for name, other in _others(profile)}
     low = min([speed * (1 - constants.error), *others.values()])
     high = max([speed * (1 + constants.error), *others.values()])
     prefill = prefill_terms(profile, traffic, constants, depth, prompt, computed)
@@ -135,12 +142,13 @@ def estimate(
     off = constants.prefill_error
     return Estimate(
         decode_tok_per_s=speed, low=low, high=high,
-        ceiling_tok_per_s=ceiling(profile, traffic, depth),
+        ceiling_tok_per_s=ceiling(profile, traffic, depth, sequences),
         prefill_tok_per_s=prefill_speed, prefill_low=prefill_speed * (1 - off) if prefill_speed else None,
         prefill_high=prefill_speed * (1 + off) if prefill_speed else None, ttft_ms=ttft,
-        bytes_per_token=read_bytes(traffic, depth), terms={**terms, **prefill}, basis=constants.basis,
+        bytes_per_token=read_bytes(traffic, depth, sequences), terms={**terms, **prefill}, basis=constants.basis,
         error=constants.error, error_source=_reaching(constants, speed, others), depth=depth, prompt=prompt,
-        program=constants.program, unit=unit_of(profile), unit_words=unit_in_words(profile), others=others,
+        sequences=sequences, program=constants.program, unit=unit_of(profile), unit_words=unit_in_words(profile),
+        others=others,
     )
 
 
@@ -178,16 +186,24 @@ def crossover(profile: DeviceProfile, traffic: Traffic, most: int) -> int | None
     return high
 
 
-def read_bytes(traffic: Traffic, depth: int) -> float:
-    """Bytes of memory that one token reads after `depth` positions."""
-    return traffic.weight_bytes - traffic.skipped_bytes + traffic.kv_bytes_at(depth)
+def read_bytes(traffic: Traffic, depth: int, sequences: int = 1) -> float:
+    """Bytes of memory that one token reads after `depth` positions, of weights its share."""
+    return (traffic.weight_bytes - traffic.skipped_bytes) / sequences + traffic.kv_bytes_at(depth)
 
 
-def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int) -> dict[str, float]:
-    """Milliseconds of one token by cause; causes that do not occur are left out."""
+def peak_of(profile: DeviceProfile, constants: Constants) -> float | None:
+    """Operations in 1e9 a second that mfu refers to."""
+    peaks = {"int8": profile.int8_peak_gops, "f32": profile.f32_peak_gflops, "f16": profile.f16_peak_gflops}
+    return peaks[constants.peak]
+
+
+def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants, depth: int,
+                 sequences: int = 1) -> dict[str, float]:
+    """Milliseconds of one token of each sequence by cause; causes that do not occur are left out."""
     weights_gbs, kv_gbs = constants.f_w * profile.bandwidth_gbs, constants.f_kv * profile.bandwidth_gbs
     dense = traffic.weight_bytes
-    terms = {"overhead": constants.token_ms + constants.t0_ms * traffic.layers / LAYERS}
+    fixed = constants.token_ms + constants.sequence_ms * sequences
+    terms = {"overhead": fixed + constants.t0_ms * traffic.layers / LAYERS}
     if traffic.neuron_layers:
         dense -= traffic.ffn_bytes
         times = math.fsum(relative_time(profile, *layer) for layer in traffic.neuron_layers)
@@ -197,15 +213,17 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
         efficiency = memory_efficiency(profile, traffic.row_bytes)
         terms["sparse_ffn"] = traffic.ffn_bytes * traffic.active_share / (weights_gbs * efficiency) / 1e6
     terms["weights"] = dense / weights_gbs / 1e6
+    if sequences > 1 and (peak := peak_of(profile, constants)):
+        terms["weights"] = max(terms["weights"], sequences * traffic.operations / (constants.mfu * peak) / 1e6)
     if depth:
         attention = constants.attention_ms * traffic.attention_operations_of(1, depth) / 1e9
-        terms["kv"] = traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention
+        terms["kv"] = sequences * (traffic.kv_bytes_at(depth) / kv_gbs / 1e6 + attention)
         if traffic.value_bytes:
             keys = traffic.value_bytes * depth  # as many as of V
             read = keys - traffic.left_out_at(depth)
             scores = SCORES_OF_TOP if traffic.choosing and traffic.choosing.top else SCORES
             more = KEYS_ALONE * keys + VALUES_APART * read + scores * traffic.score_bytes * depth
-            terms["choosing"] = more / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers
+            terms["choosing"] = sequences * (more / kv_gbs / 1e6 + CHOOSING_MS * traffic.layers)
     if traffic.flash_bytes:
         terms["flash"] = traffic.flash_bytes / storage_gbs(profile, traffic.flash_chunk_bytes) / 1e6
     if traffic.streamed_bytes:
@@ -219,7 +237,7 @@ def prefill_terms(
 ) -> dict[str, float]:
     """Milliseconds of a prompt of which a share is computed, by cause; empty where the device's peak or the model's
     operations are not known."""
-    peak = profile.f32_peak_gflops if constants.peak == "f32" else profile.int8_peak_gops
+    peak = peak_of(profile, constants)
     if not peak or not traffic.operations:
         return {}
     operations = (traffic.operations - traffic.head_operations) * prompt * computed + traffic.head_operations
@@ -233,7 +251,7 @@ def prefill_terms(
     }
 
 
-def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int) -> float | None:
+def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int, sequences: int = 1) -> float | None:
     """Tokens per second of pure bandwidth: the bits of their types for weights, keys and values, no scales.
 
     The bandwidth is what decoding was seen to draw from the device, else its peak.
@@ -242,5 +260,5 @@ def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int) -> float | Non
         return None
     seen = traffic.kv_bytes_at(depth) / traffic.kv_bytes_at(1) if depth and traffic.kv_bytes_at(1) else 0.0
     weights = min(traffic.parameters * traffic.pure_bits / 8, traffic.weight_bytes)  # rows of an embedding stay unread
-    nbytes = weights + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
+    nbytes = weights / sequences + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
     return (profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes

@@ -16,7 +16,7 @@ from edgeinfer.errors import ProfileError
 
 CLASSES = (
     "arm-sbc", "arm-phone", "arm-laptop", "arm-server", "x86-desktop", "x86-laptop", "apple-gpu", "cuda-consumer",
-    "cuda-datacentre", "cuda-embedded", "radeon", "igpu", "npu", "local",
+    "cuda-datacentre", "cuda-embedded", "cuda-onnxruntime", "radeon", "igpu", "npu", "local",
 )
 """Classes of the estimator."""
 ISAS = (
@@ -83,6 +83,8 @@ class DeviceProfile:
     """Multiplications and additions of int8, in 1e9 per second."""
     f32_peak_gflops: float | None = None
     """Multiplications and additions of f32, in 1e9 per second."""
+    f16_peak_gflops: float | None = None
+    """Multiplications and additions of f16 that are summed in f32, in 1e9 per second."""
     storage_sequential_gbs: float | None = None
     """Large reads in order."""
     storage_random: Curve | None = None
@@ -137,6 +139,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     numbers = {
         "bandwidth_gbs": MOST_GBS, "effective_gbs": MOST_GBS, "storage_sequential_gbs": MOST_GBS,
         "int8_peak_gops": MOST_OPERATIONS, "f32_peak_gflops": MOST_OPERATIONS,
+        "f16_peak_gflops": MOST_OPERATIONS,
     }
     values: dict[str, Any] = {
         key: check.number(key, table[key], most) for key, most in numbers.items() if key in table

@@ -86,7 +86,7 @@ class Segment(NamedTuple):
     draws: Items[int] = ()
     """How the token behind each output is to be chosen: addresses of DRAW_BYTES (kernels/abi.py), which must stay until
     the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
-    DRAW_TOKEN as it is."""
+    DRAW_TOKEN as it is. One that does may leave a row of DECODE out, all NaN, where the draw allows it (DRAW_ALONE)."""
 
     def check(self) -> None:
         """Raise `RequestError` for a role, outputs, draws or parents that make no sense."""

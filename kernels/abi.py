@@ -285,6 +285,8 @@ DRAW_ENDS, DRAW_N_ENDS = 88, 96
 """Address of the tokens (int64) that end the text, behind which no walk goes on by itself; and how many there are."""
 DRAW_SCREEN = 104
 """1 where of logits that cannot be the largest estimates are enough, else 0: nobody but the draw looks at the row."""
+DRAW_ALONE = 112
+"""1 where the row is not looked at once the token is chosen, so that a runner need not give it; else 0."""
 DRAW_CANDIDATES = 128
 """Most candidates that kernels sort; where more may be kept the cut is found by counting, in so many bins."""
 DRAW_BINS = 256

@@ -236,3 +236,30 @@ def draw(logits: Floats, ids: Ids | None, temperature: float, key: int, position
         chosen, scores, uniform = chosen[few], scores[few], uniform[few]
     scores += gumbels(uniform)
     return int(chosen[scores == scores.max()].min())
+
+
+def draw_rows(logits: Floats, ids: Ids, top_k: Ids, top_p: Floats, min_p: Floats, temperature: Floats, keys: Words,
+              positions: Ids) -> Ids:
+    """Draw from several rows at once: of each what `draw` gives for the first of its candidates that the filters keep.
+
+    Parameters
+    ----------
+    logits : float32 array of shape (rows, k), each row from best to worst
+    ids : int64 array of the same shape, their tokens, the lower id first among equals
+    top_k : candidates of each row that there are at all, from 1 to k
+    top_p, min_p, temperature, keys, positions : of each row
+    """
+    exact, columns = logits.astype(np.float64), np.arange(logits.shape[1])
+    exact -= exact[:, :1]
+    kept, within = exp(exact), columns < top_k[:, None]
+    sums = np.cumsum(kept, axis=1)
+    total = sums[np.arange(len(sums)), top_k - 1]
+    nucleus = ((sums < (top_p * total)[:, None]) & within).sum(1) + 1
+    likely = ((kept >= min_p[:, None]) & within).sum(1)
+    n = np.minimum(np.where(top_p < 1, np.minimum(nucleus, top_k), top_k), np.where(min_p > 0, likely, top_k))
+    bits = absorb(absorb(keys, positions)[:, None], ids) >> np.uint64(12)
+    with np.errstate(over="ignore"):
+        scores = exact / temperature[:, None] + gumbels((bits.astype(np.float64) + 0.5) * 2.0**-52)
+    scores[columns >= n[:, None]] = -np.inf
+    best = scores == scores.max(1, keepdims=True)
+    return np.asarray(np.where(best, ids, np.iinfo(np.int64).max).min(1))

@@ -52,6 +52,8 @@ MEANT = {
     "h100-pcie": "H100 PCIe 80GB",
     "h200": "H200 141GB",
     "l40s": "NVIDIA L40S",
+    "l4": "NVIDIA L4 24GB",
+    "a10": "A10, NVIDIA A10",
     "strix-halo": "Strix Halo 128GB, Ryzen AI Max+ 395, AMD Ryzen AI Max 395 64GB",
     "ryzen-8840u": "Ryzen 7 8840U, 7840U 32GB, AMD Ryzen 7 7840U",
     "ryzen-8840u-igpu": "Radeon 780M",
@@ -70,8 +72,8 @@ MEMORY = {
 }
 OTHERS = """rtx 4080, 4080, RTX 4060, rtx 4070 ti, RTX 4090 laptop, rtx 4090d, 4090 ti, rtx 3090 ti, rtx 3080, rtx 5080,
 rx 4090, RX 7900 XT, rx 7800 xt, rx 7600 xt, Raspberry Pi 3, Raspberry Pi Zero 2, Raspberry Pi 6, rpi 55,
-Pi, Orange Pi 4, Orange Pi 3, Rock 4, RK3566, RK3568, M6, M4 Ultra, M40, M14, M3 Max 30c, A10, A1000, RTX
-A100, H20, L40, L4, GB200, GB300, Orin, Jetson Xavier NX, Jetson Thor, Snapdragon 8 Gen 1, 8 Gen 5, 8s Gen
+Pi, Orange Pi 4, Orange Pi 3, Rock 4, RK3566, RK3568, M6, M4 Ultra, M40, M14, M3 Max 30c, A1000, RTX
+A100, H20, L40, GB200, GB300, Orin, Jetson Xavier NX, Jetson Thor, Snapdragon 8 Gen 1, 8 Gen 5, 8s Gen
 4, 8s Gen 3, 7 Gen 3, Snapdragon X Plus, 8 Elite Gen 5, N97, N200, i9-14900K, i9-13900, i7-8650U, Core Ultra
 7 155H, Ryzen 7 8840HS, Ryzen 9 7945HX, Graviton2, Graviton4, DDR3, DDR4-2400, Galaxy S24, Galaxy S26,
 OnePlus 13, Strix Point, Mac mini, MacBook Pro, 16GB, GPU""".replace("\n", " ").split(", ")

@@ -84,10 +84,13 @@ def test_the_largest_logits_with_their_ids(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     bundle, model = exported(path, ctx=32, top_k=5)
     ids = tokens(12)
-    values, chosen = model.feed([ids])
+    whole, values, chosen = model.feed([ids])
     logits = expected(bundle, ids)
+    assert np.array_equal(np.take_along_axis(whole, chosen, 1), values), "the same bits"
     assert np.array_equal(chosen, np.argsort(-logits, axis=1)[:, :5])
     assert difference(values, -np.sort(-logits, axis=1)[:, :5]) < F32
+    next(iter(model._past.values()))[..., 3, :] = np.nan
+    assert np.isnan(model.feed([[7]])[1]).all(), "a row that is not finite says so"
 
 
 def test_a_tied_head_is_one_initializer(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM, engine
+from edgeinfer.backends.onnx.step import Step
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import BudgetError, CancelledError, ClosedError, EdgeInferError, RequestError, UsageError
 from edgeinfer.runner import DECODE, Cancellation, Segment
@@ -266,6 +267,18 @@ def test_texts_are_those_of_our_kernels(options: dict[str, Any], both: tuple[LLM
             else:  # draws and sums of logarithms follow small differences: the beginning has none that matter
                 assert found.token_ids[:8] == want.token_ids[:8]
         assert free_blocks(both[1].runner) == both[1].plan.kv_blocks
+
+
+def test_the_best_logits_tell_the_same_tokens(both: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples at random are the same with whole rows and without, and without none crosses."""
+    rows = list[int]()
+    monkeypatch.setattr(Step, "logits", lambda step, plain=Step.logits: rows.append(1) or plain(step))
+    request: dict[str, Any] = {"seed": 3, "n": 3, "temperature": 2.0, "max_tokens": 30, "ignore_eos": True}
+    part = both[1].complete(tokens(9), speculate="off", **request)
+    assert not rows
+    monkeypatch.setattr("edgeinfer.backends.onnx.calls.choose", lambda *given: False)
+    whole = both[1].complete(tokens(9), speculate="off", **request)
+    assert rows and [choice.token_ids for choice in part.choices] == [choice.token_ids for choice in whole.choices]
 
 
 def test_samples_hold_their_prompt_once(both: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
     from .onnx.devices import PROVIDERS, Provider, provider_of
-    from .onnx.driver import gpu_free_bytes
+    from .onnx.driver import gpu_free_bytes, read_gpu
     from .onnx.export import ExportReport, export
     from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
     from .onnx.packages import check_wheels, import_onnxruntime
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
            "OnnxRunner", "Provider", "Verified", "check_wheels", "device_config", "export", "fit_device",
            "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences",
-           "provider_of", "verify_export"]
+           "provider_of", "read_gpu", "verify_export"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of",
-    "onnx.driver": "gpu_free_bytes",
+    "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",

@@ -80,7 +80,8 @@ JSON_FIELDS = {
         "device": "who ran the model, and `device_bytes` of its own memory that the plan has",
         "isa": "instruction set, or the provider; with `threads`, `kv`, `ctx`",
         "estimate": "after a probe: `rows` with `test`, `t_per_s`, `low`, `high` as predicted, `measured`, `miss`, "
-        "`at_the_moment` (with the bandwidth or peak beside the test); `basis`, `error`, `error_source`; else null",
+        "`at_the_moment` (with the bandwidth or peak beside the test; null on a GPU); `basis`, `error`, "
+        "`error_source`; else null",
         "speculation": "with --speculate: `walks`, milliseconds of a walk over 1, 2, ... tokens, and `ratios` to one; "
         "`draft_ms` and `self_ms` of a guessed token; `pays_from`, per drafter the least acceptance with which guesses "
         "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "

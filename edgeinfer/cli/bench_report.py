@@ -115,8 +115,9 @@ def _estimate_lines(estimate: dict[str, Any] | None) -> Iterator[str]:
     rows = [("test", "estimated", "80 % band", "measured", "miss", "with the bandwidth or peak of the moment")]
     for row in estimate["rows"]:
         if row["t_per_s"] is not None:
+            moment = row["at_the_moment"]
             rows.append((row["test"], f"{row['t_per_s']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}",
-                         f"{row['measured']:.2f}", f"{row['miss']:+.0%}", f"{row['at_the_moment']:.2f}"))
+                         f"{row['measured']:.2f}", f"{row['miss']:+.0%}", "" if moment is None else f"{moment:.2f}"))
     yield f"\nestimated before ({estimate['basis']}, ±{estimate['error']:.0%}: {estimate['error_source']})"
     yield from table(rows, right=[1, 3, 4, 5])
 

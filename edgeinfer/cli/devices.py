@@ -41,7 +41,7 @@ JSON_FIELDS = {
         "effective_gbs": "what decoding was seen to draw",
         "cores": "processor cores or a GPU's multiprocessors; of this machine, threads that were used",
         "isa": "instruction set, or what the device is programmed with",
-        "int8_peak_gops": "int8 operations, 1e9 a second; likewise `f32_peak_gflops`",
+        "int8_peak_gops": "int8 operations, 1e9 a second; likewise `f32_peak_gflops`, `f16_peak_gflops`",
         "storage_sequential_gbs": "large reads in order",
         "storage_random": "pairs of bytes and GB/s: scattered reads at the deepest queue",
         "memory_random": "pairs of bytes and GB/s: scattered pieces of memory, all threads",

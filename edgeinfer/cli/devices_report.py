@@ -17,12 +17,12 @@ MOST_TITLE = 38
 """Characters of a title in the list, which fits a terminal."""
 _UNITS = {
     "bandwidth_gbs": "GB/s", "effective_gbs": "GB/s", "storage_sequential_gbs": "GB/s", "int8_peak_gops": "GOPS",
-    "f32_peak_gflops": "GFLOPS",
+    "f32_peak_gflops": "GFLOPS", "f16_peak_gflops": "GFLOPS",
 }
 _NAMES = {
     "device_class": "class", "memory_bytes": "memory", "bandwidth_gbs": "memory bandwidth",
     "effective_gbs": "drawn by decoding", "cores": "cores", "isa": "instruction set", "int8_peak_gops": "int8 peak",
-    "f32_peak_gflops": "f32 peak", "storage_sequential_gbs": "storage, in order",
+    "f32_peak_gflops": "f32 peak", "f16_peak_gflops": "f16 peak", "storage_sequential_gbs": "storage, in order",
 }
 
 

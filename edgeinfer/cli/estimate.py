@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
+from ..config import CUDA, DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
 from . import decision, neurons
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
+from .on_gpu import served_as_asked
 from .options import (
     DEFAULT_RECIPE,
     LAZY_FIELDS,
@@ -26,9 +27,11 @@ from .options import (
     LazyLayers,
     MaxKld,
     Passes,
+    Samples,
     Sparse,
     Weights,
     from_environment,
+    kv_on,
     option,
     pruned,
 )
@@ -36,6 +39,7 @@ from .output import print_json
 
 DEFAULT_CTX, MOST_CTX = 4096, (1 << 24) - 1
 DEFAULT_PROMPT = 512
+MOST_SAMPLES = 64
 MOST_ACCEPTED = 64
 """Tokens of one sequence that a walk can check."""
 
@@ -44,6 +48,7 @@ JSON_FIELDS = {
         "model": "as given",
         "device": "name of the profile; with `device_title`, `device_class`, `bandwidth_gbs`",
         "ctx": "context in tokens; with `prompt`, `kv`, `weights`, `group_size`",
+        "sequences": "that decode together, each with a context of its own; tokens per second are those of all",
         "decode_tok_per_s": "tokens per second at the end of the context",
         "decode_empty_tok_per_s": "tokens per second in an empty context, as published speeds are mostly measured",
         "low": "with `high` the band that holds 80 % of measurements",
@@ -110,6 +115,7 @@ def estimate(
     max_kld: MaxKld = MAX_KLD,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
+    samples: Samples = 1,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
     ] = 1.0,
@@ -134,6 +140,7 @@ def estimate(
     Examples:
       edgeinfer estimate llama-2-7b --device rpi5
       edgeinfer estimate ./my-bundle --ctx 32768 --plot speed.svg
+      edgeinfer estimate llama-2-7b --device h200 --samples 32
       edgeinfer estimate qwen3-8b --weights int8 --all-devices
     """
     if all_devices and from_environment(command, "device"):
@@ -143,6 +150,8 @@ def estimate(
         raise UsageError(f"--accepted {accepted:g} is out of range; a pass yields 1 to {MOST_ACCEPTED} tokens.")
     if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise UsageError(f"--draft-cost {draft_cost:g} is out of range; it is a share of a token's time, 0 or more.")
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
     drafting, schedule = (accepted, draft_cost), pruned(command, lazy, lazy_layers)
     from ..describe import describe
     from ..devices import load_profile, profiles
@@ -150,17 +159,20 @@ def estimate(
     one = None if all_devices else load_profile("local" if device is None else device)
     passes, bound = Recipe.parse(recipe).sparse(sparse).head(head).attention(attention), \
         checked("max_kld", max_kld, NATS)
-    described, decided = describe(model, weights, group_size, passes, one), None
+    gpu = one and served_as_asked(one, RuntimeConfig(recipe=passes, lazy=schedule), kv_on(command, CUDA, kv))
+    described, decided = describe(model, weights, group_size, Recipe(()) if gpu else passes, one), None
+    if gpu and described.runnable:
+        one, kv = gpu, "f16"
     if device in (None, "local") and one is not None:
         described, _, decided = decision.described_as_run(described, RuntimeConfig(
             ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes, lazy=schedule), bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length, schedule = prompt or min(DEFAULT_PROMPT, ctx), schedule and schedule.placed(described.layers)
     if one is not None:
-        out = estimate_object(described, one, ctx, length, kv, drafting, schedule)
+        out = estimate_object(described, one, ctx, length, kv, drafting, schedule, samples)
         _report({**out, "decision": decided}, plot, json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule)
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule, samples)
     if json:
         print_json(out)
     else:

@@ -29,15 +29,15 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None,
+    lazy: Schedule | None = None, sequences: int = 1,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    shared = _model_object(model, ctx, prompt, kv, lazy)
-    curve = [estimate(profile, traffic, depth, prompt, *drafting, _computed(shared)) for depth in depths]
+    shared = _model_object(model, ctx, prompt, kv, _planned_bytes(model, ctx, kv, lazy, sequences, profile), lazy)
+    curve = [estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
     return {
@@ -49,15 +49,16 @@ def estimate_object(
 
 def all_devices_object(
     model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None,
+    lazy: Schedule | None = None, sequences: int = 1,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from ..devices import estimate
 
     traffic = model.traffic(kv)
-    shared, found = _model_object(model, ctx, prompt, kv, lazy), []
+    shared, found = _model_object(model, ctx, prompt, kv, _planned_bytes(model, ctx, kv, lazy, sequences), lazy), []
     for profile in profiles:
-        full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared)) for depth in (ctx, 0))
+        full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences)
+                       for depth in (ctx, 0))
         found.append(_device_object(profile, shared["total_bytes"], full, empty))
     return {**shared, "devices": found}
 
@@ -76,7 +77,7 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
 
 
 def _model_object(
-    model: ModelDescription, ctx: int, prompt: int, kv: str, lazy: Schedule | None
+    model: ModelDescription, ctx: int, prompt: int, kv: str, total_bytes: int, lazy: Schedule | None
 ) -> dict[str, Any]:
     """Return what does not depend on the device."""
     quantisation = model.quantisation
@@ -85,7 +86,7 @@ def _model_object(
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
         "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
         "weight_bytes_read": round(model.bytes_per_token), "kv_bytes": ctx * model.kv_bytes_per_position[kv],
-        "total_bytes": _planned_bytes(model, ctx, kv, lazy),
+        "total_bytes": total_bytes,
         "lazy": lazy and lazy.outlook(prompt, model.layers),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
                  "parameters": model.parameters},
@@ -94,12 +95,19 @@ def _model_object(
     }
 
 
-def _planned_bytes(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None) -> int:
-    """Return the total of the plan, so that an estimate fits where the plan does."""
-    from ..config import RuntimeConfig
+def _planned_bytes(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
+                   profile: DeviceProfile | None = None) -> int:
+    """Return the total of the plan, so that an estimate fits where the plan does; of a GPU what it takes there."""
+    from ..config import CUDA, RuntimeConfig
+    from ..devices import SERVED
     from ..memory_planner import Planner, to_request
 
-    request = to_request(RuntimeConfig(ctx, kv, 1, draft_tokens=DEFAULT_DRAFT_TOKENS, lazy=lazy))
+    request = to_request(RuntimeConfig(ctx, kv, 1, max_sequences=sequences, draft_tokens=DEFAULT_DRAFT_TOKENS,
+                                       lazy=lazy))
+    if profile is not None and profile.device_class == SERVED:
+        from ..backends import PROVIDERS, DevicePlanner
+
+        return DevicePlanner(model.graph, PROVIDERS[CUDA], None).plan(request).device_bytes
     return Planner(model.graph, model.weight_bytes).plan(request).total_bytes
 
 
@@ -123,7 +131,7 @@ def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: E
     return {
         "device": profile.name, "device_title": profile.title, "device_class": profile.device_class,
         "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
-        "memory_bytes": profile.memory_bytes, "fits": needed <= profile.memory_bytes,
+        "sequences": full.sequences, "memory_bytes": profile.memory_bytes, "fits": needed <= profile.memory_bytes,
         "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
         "decode_empty_tok_per_s": empty.decode_tok_per_s,
         "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
@@ -172,7 +180,8 @@ def print_estimate(out: dict[str, Any]) -> None:
 
 def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pure = out["pure"]
-    yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s at {out['ctx']} tokens of context "
+    together = f" of {out['sequences']} sequences" if out["sequences"] > 1 else ""
+    yield ("decode", f"{speed(out['decode_tok_per_s'])} tokens/s{together} at {out['ctx']} tokens of context "
                      f"({_band(out['low'], out['high'])}), {whose(out)}")
     for item in out["others"]:
         yield "", f"{speed(item['decode_tok_per_s'])} tokens/s {by(item['name'])}"
@@ -201,7 +210,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
         where = f"pays from {pays} positions on" if pays else f"does not pay within {read['longest_depth']} positions"
         yield "", f"choosing rows of V {where}; {read['assumed']}"
     token = {key: value for key, value in out["terms_ms"].items() if not key.startswith("prefill")}
-    yield "one token", ", ".join(f"{key.replace('_', ' ')} {value:.1f} ms" for key, value in token.items())
+    parts = ", ".join(f"{key.replace('_', ' ')} {value:.1f} ms" for key, value in token.items())
+    yield "one step" if together else "one token", parts
     yield "basis", f"{out['basis']}, ±{out['error']:.0%}: {out['error_source']}"
 
 

@@ -72,11 +72,17 @@ def by(name: str) -> str:
 
 
 def not_ours(found: dict[str, Any], profile: DeviceProfile) -> str:
-    """Return the sentence for units that edgeinfer cannot use; empty for processors."""
-    from ..devices import processor_of
+    """Return the sentence for units that edgeinfer cannot use, or was not measured on; empty for processors."""
+    from ..devices import SERVED, processor_of, served
 
     if found["unit"] == "cpu":
         return ""
+    if profile.device_class == SERVED:
+        return ("This rests on published figures of the GPU and on assumed shares of them: no run of edgeinfer on a "
+                "GPU has measured these yet.")
+    if served(profile):
+        return (f"This is the speed of {whose(found)}, not of edgeinfer, which runs models there exactly and with f16 "
+                "KV alone (run --device cuda).")
     processor = processor_of(profile)
     known = f"which --device {processor.name} estimates" if processor else "whose speed is not known here"
     return (f"This is the speed of {whose(found)}, not of edgeinfer, which cannot use {found['unit_words']}: its run "

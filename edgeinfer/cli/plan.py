@@ -25,7 +25,8 @@ from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
 from .decision import described_as_run
-from .output import alternative_object, not_ours, print_json, whose_object
+from .on_gpu import PROMPT, served_as_asked, speed_object
+from .output import alternative_object, not_ours, print_json
 from .plan_report import JSON_FIELDS, print_names, print_report
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ LONGEST_CTX = 1 << 27
 """No model has positions beyond; a larger context is a slip."""
 MOST_THREADS = 256
 MOST_SAMPLES = 64
-PROMPT = 512
 DEVICE_MEMORY = "memory of"
 
 
@@ -125,7 +125,8 @@ def plan(
         return _printed(report, json)
     check_own_layout(config)
     profile = None if device in (None, CPU) else load_profile(str(device))
-    report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft)
+    gpu = profile and served_as_asked(profile, config, options.kv_on(command, CUDA, kv))
+    report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft, gpu)
     return _printed(report, json)
 
 
@@ -139,8 +140,12 @@ def _printed(report: dict[str, Any], json: bool) -> int:
 
 
 def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
-             device: DeviceProfile | None, speculate: str, draft: str | None) -> dict[str, Any]:
-    """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine."""
+             device: DeviceProfile | None, speculate: str, draft: str | None,
+             gpu: DeviceProfile | None) -> dict[str, Any]:
+    """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine.
+
+    `gpu` is the device as `run --device cuda` uses it, where that takes what is asked for.
+    """
     from ..describe import describe
     from ..devices import local_profile
 
@@ -149,7 +154,8 @@ def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeCo
     if device is None:
         model, choice, decision = described_as_run(model, config, max_kld, beside)
     config = choice.way.config if choice else config
-    report = _Planned(model, config, device, device or local_profile(), choice, beside).report()
+    profile = (gpu if model.runnable else None) or device or local_profile()
+    report = _Planned(model, config, device, profile, choice, beside).report()
     return {**report, "decision": decision}
 
 
@@ -273,20 +279,14 @@ class _Planned:
 
     def _estimate(self) -> dict[str, Any] | None:
         """Return the speed with a full context, and with an empty one; None where this machine was not probed."""
-        from ..devices import estimate
+        from ..devices import SERVED
 
         if self.profile is None:
             return None
-        ctx, traffic = self.config.ctx or 0, self.model.traffic(self.config.kv)
-        prompt, lazy = min(PROMPT, ctx), self._pruned()
-        full, empty = (estimate(self.profile, traffic, depth, prompt, computed=lazy["share"] if lazy else 1.0)
-                       for depth in (ctx, 0))
-        return {
-            "device": self.profile.name, "depth": ctx, "decode_tok_per_s": full.decode_tok_per_s, "low": full.low,
-            "high": full.high, "decode_tok_per_s_empty": empty.decode_tok_per_s,
-            "prefill_tok_per_s": empty.prefill_tok_per_s, "prompt": empty.prompt, "ttft_ms": empty.ttft_ms,
-            "basis": full.basis, "error_source": full.error_source, **whose_object(full),
-        }
+        lazy, on_gpu = self._pruned(), self.profile.device_class == SERVED
+        traffic = self.model.traffic("f16" if on_gpu else self.config.kv)
+        return speed_object(self.profile, traffic, self.config.ctx or 0, self.config.max_sequences if on_gpu else 1,
+                            lazy["share"] if lazy else 1.0)
 
     def _pruned(self) -> dict[str, Any] | None:
         """Return what will become of a prompt; None where none is pruned."""

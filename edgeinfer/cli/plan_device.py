@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import CUDA, Recipe, RuntimeConfig
 from ..errors import BudgetError, UsageError
-from .output import alternative_object
+from .on_gpu import gpu_here, speed_object
+from .output import alternative_object, not_ours
 
 if TYPE_CHECKING:
     from ..memory_planner import MemoryPlan
@@ -40,6 +41,8 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
 
     longest = longest_ctx(planner, config, fits, own)
     options = [] if fits(plan) else list(planner.smaller(config, fits))
+    gpu = gpu_here() if device == CUDA else None
+    speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
     report = {
         "model": model.name, "source": model.source, "runnable": True, "fits": fits(plan),
         "parameters": model.parameters, "weights": model.quantisation.weights,
@@ -55,8 +58,9 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
         "model_ctx": own,
         "pure_weight_bytes": round(model.pure_weight_bytes(4)),
         "kv_bytes_per_position": plan.region("kv").nbytes // (plan.kv_blocks * planner.positions(plan.request)),
-        "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": None,
-        "notes": _notes(device, memory, config, own), "neurons": None, "lazy": None, "decision": None,
+        "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": speed,
+        "notes": [*_notes(device, memory, config, own), *([not_ours(speed, gpu)] if speed and gpu else [])],
+        "neurons": None, "lazy": None, "decision": None,
     }
     if not report["fits"]:
         report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}

@@ -43,8 +43,8 @@ JSON_FIELDS = {
         "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
         "each token and `decode_tok_per_s`, null where storage was not measured",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
-        "`decode_tok_per_s_empty`, `depth`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, and as in "
-        "`estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
+        "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, "
+        "and as in `estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
         "file_types": "of a GGUF file: bytes of its tensors by type; else null",
         "notes": "remarks",
         "neurons": neurons.FIELD,

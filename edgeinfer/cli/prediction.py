@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataclass import dataclass
 from ..errors import EdgeInferError
+from .on_gpu import gpu_here
 
 if TYPE_CHECKING:
     from ..bench import Measurement, Row
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ..engine import Completion
     from ..pruning import Schedule
 
+ON_CUDA = "onnxruntime CUDAExecutionProvider"
+"""What a runner says it runs on there."""
 LEAST_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
 MOST_SWITCHES = 20.0
@@ -39,11 +42,11 @@ class Predictor:
     lazy: Schedule | None = None
     """How prompts are pruned, its boundaries placed."""
 
-    def decode(self, depth: int, bandwidth_gbs: float | None = None) -> dict[str, Any]:
+    def decode(self, depth: int, bandwidth_gbs: float | None = None, sequences: int = 1) -> dict[str, Any]:
         """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
         from ..devices import estimate
 
-        found = estimate(self._at(bandwidth_gbs, None), self.traffic, depth)
+        found = estimate(self._at(bandwidth_gbs, None), self.traffic, depth, sequences=sequences)
         return {"t_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high}
 
     def prompt(self, depth: int, tokens: int, peak_gops: float | None = None) -> dict[str, Any] | None:
@@ -61,10 +64,17 @@ class Predictor:
         return lazy.share(lazy.tokens(tokens, depth), self.traffic.layers) if lazy else 1.0
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the profile is that of a GPU, and readings of this machine's memory say nothing of it."""
+        from ..devices import SERVED
+
+        return self.profile.device_class == SERVED
+
+    @property
     def teaches(self) -> bool:
         """Whether the profile learns from runs: not where FFNs go by neuron, V is chosen, or prompts are pruned, for
-        what is then read and computed is an assumption."""
-        return not (self.lazy or self.traffic.neuron_layers or self.traffic.value_bytes)
+        what is then read and computed is an assumption; nor from those on a GPU."""
+        return not (self.on_gpu or self.lazy or self.traffic.neuron_layers or self.traffic.value_bytes)
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -101,17 +111,14 @@ class Predictor:
 
 def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str,
                    streamed_bytes: int = 0) -> Predictor | None:
-    """Return a predictor, or None: this machine was not probed, or with other threads or instructions.
+    """Return a predictor, or None: this machine was not probed, or with other threads or instructions, or there is no
+    profile of its GPU where that runs the model.
 
     Nor is there one for a model whose layers are streamed, of which a profile is to learn nothing.
     """
     try:
-        from ..devices import local_path, local_profile
-
-        if streamed_bytes or not local_path().is_file():
-            return None
-        profile = local_profile()
-        if profile is None or profile.cores != threads or profile.isa != isa:
+        profile = gpu_here() if isa == ON_CUDA else None if streamed_bytes else _probed(threads, isa)
+        if profile is None:
             return None
         from ..describe import describe
 
@@ -120,6 +127,13 @@ def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa
         return Predictor(profile, described.traffic(config.kv), lazy)
     except (EdgeInferError, OSError):
         return None
+
+
+def _probed(threads: int | None, isa: str) -> DeviceProfile | None:
+    from ..devices import local_path, local_profile
+
+    profile = local_profile() if local_path().is_file() else None
+    return profile if profile and profile.cores == threads and profile.isa == isa else None
 
 
 def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[str, Any] | None:
@@ -131,6 +145,10 @@ def run_estimate(predictor: Predictor | None, completion: Completion) -> dict[st
     if completion.plain_tpot_ms and len(completion.choices) == 1 and completion.score is None:
         depth = completion.prompt_tokens + completion.completion_tokens // 2
         out["decode"] = _beside(predictor.decode(depth), 1000 / completion.plain_tpot_ms)
+    elif predictor.on_gpu and completion.score is None and completion.plain_tpot_ms and completion.tok_per_s:
+        depth, n = completion.prompt_tokens + len(completion.token_ids) // 2, len(completion.choices)
+        without_guesses = completion.tok_per_s * (completion.tpot_ms or 0) / completion.plain_tpot_ms
+        out["decode"] = _beside(predictor.decode(depth, sequences=n), without_guesses)
     if completion.ttft_ms and tokens > 0:
         out["prompt"] = _beside(predictor.prompt(cached, tokens), 1000 * tokens / completion.ttft_ms)
     return out
@@ -170,10 +188,12 @@ def _bench_row(predictor: Predictor, row: Row) -> dict[str, Any]:
     now: dict[str, Any] | None
     if case.kind == "tg":
         depth = case.depth + case.tokens // 2
-        before, now = predictor.decode(depth), predictor.decode(depth, statistics.median(row.bandwidth))
+        before = predictor.decode(depth)
+        now = None if predictor.on_gpu else predictor.decode(depth, statistics.median(row.bandwidth))
     else:
         peak = statistics.median(row.int8_peak) if row.int8_peak else None
-        before, now = predictor.prompt(case.depth, case.tokens), predictor.prompt(case.depth, case.tokens, peak)
+        before = predictor.prompt(case.depth, case.tokens)
+        now = None if predictor.on_gpu else predictor.prompt(case.depth, case.tokens, peak)
     found = _beside(before, speed) or {"t_per_s": None}
     return {"test": case.name, **found, "measured": speed, "at_the_moment": now and now["t_per_s"]}
 

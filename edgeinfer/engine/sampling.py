@@ -113,7 +113,8 @@ class Sampler:
         self.ends = frozenset(ends)
         self._ends = np.array(sorted(self.ends), np.int64)
         draw[abi.DRAW_ENDS >> 3], draw[abi.DRAW_N_ENDS >> 3] = self._ends.ctypes.data, len(self._ends)
-        draw[abi.DRAW_SCREEN >> 3] = config.logprobs is None and not bias and not self._penalises
+        draw[abi.DRAW_SCREEN >> 3] = draw[abi.DRAW_ALONE >> 3] = \
+            config.logprobs is None and not bias and not self._penalises
         draw[abi.DRAW_TOKEN >> 3], draw[_N_EDITS] = _NONE, len(bias)
         self._following: list[Sampler] = []
         self._keep(draw, edits)

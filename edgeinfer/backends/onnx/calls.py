@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runner import Segment
 
+from .best import choose
 from .caller import NO_GRAPH
 from .sessions import Sessions
 from .slabs import Slabs
@@ -28,7 +29,7 @@ class Call(NamedTuple):
     targets: list[int]
     """Rows of the walk whose logits it gives."""
     logits: Callable[[], NDArray[np.float32]]
-    """Returns these rows, once it ran."""
+    """Returns these rows, once it ran; NaN, in one column, where the tokens of all of them were chosen instead."""
 
 
 class Calls(abc.ABC):
@@ -71,10 +72,12 @@ class Calls(abc.ABC):
         return Call(binding, NO_GRAPH, targets, lambda: self._staged[: len(targets)])
 
     def _one_each(self, key: tuple[int, int], inputs: Inputs, rows: list[int], targets: list[int],
-                  bound: Callable[[], Inputs], first: int = 0, count: int | None = None) -> Call:
+                  draws: list[tuple[int, int]], bound: Callable[[], Inputs], first: int = 0,
+                  count: int | None = None) -> Call:
         """A step, one token of each of several sequences, whose inputs have the sizes of all steps of this key.
 
-        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound.
+        `inputs` are what differs from step to step; `bound` gives all of them when the first step is bound. `draws` are
+        those of the rows, as `drawn` returns them.
         """
         step = self._steps.get(key)
         if step is None:
@@ -82,10 +85,20 @@ class Calls(abc.ABC):
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
-        return Call(step.binding, step.graph, targets, lambda: step.logits()[rows])
+        return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, draws))
 
     def close(self) -> None:
         """Let go of what is bound."""
         self._bound.clear()
         self._steps.clear()
         self._staged = self._staged[:0]
+
+
+def _rows_of(step: Step, rows: list[int], draws: list[tuple[int, int]]) -> NDArray[np.float32]:
+    """Return rows of a step, unless their tokens can be chosen without."""
+    addresses, positions = zip(*draws, strict=True)
+    if any(addresses):
+        values, ids = step.best()
+        if choose(addresses, values[rows], ids[rows], np.array(positions)):
+            return np.full((len(rows), 1), np.nan, np.float32)
+    return step.logits()[rows]

@@ -16,8 +16,9 @@ output_rows                        int64 (R,)                 rows b S + s whose
 past_key_values.L.{key,value}      X (B, G, P, D)             the slots: bind one buffer as past and as present
 =================================  =========================  ======================================================
 
-Outputs are ``logits`` float32 (R, V), or with `top_k` ``top_logits`` float32 (R, k), falling, and ``top_ids`` int64
-(R, k); and ``present.L.{key,value}`` X (B, G, P, D). Positions follow from seqlens_k.
+Outputs are ``logits`` float32 (R, V) and ``present.L.{key,value}`` X (B, G, P, D); with `top_k` also ``top_logits``
+float32 (R, k), falling, and ``top_ids`` int64 (R, k): rows whose logits are not all finite are NaN there. Positions
+follow from seqlens_k.
 
 Target ``genai`` (onnxruntime-genai): input_ids int64 (B, S), attention_mask int64 (B, S + past), the same past and
 present, and logits X (B, S, V) of all tokens.
@@ -37,7 +38,7 @@ output_rows                        int64 (R,)                 tokens whose logit
 key_cache.L, value_cache.L         X (N, M, G, D)             the pages: bind one buffer as input and as output
 =================================  =========================  ======================================================
 
-Outputs are ``logits`` or ``top_logits`` and ``top_ids`` as above, and ``key_cache_out.L``, ``value_cache_out.L``.
+Outputs are ``logits``, ``top_logits`` and ``top_ids`` as above, and ``key_cache_out.L``, ``value_cache_out.L``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Flavour:
     """Norms of q and k heads ``apart``, as operations that every provider has, or ``fused`` into attention, which CUDA
     and WebGPU have; empty: apart with gqa, fused with paged."""
     top_k: int = 0
-    """Logits of a row that go out, the largest with their ids; 0 = all. Of target session."""
+    """Logits of a row that go out beside all of them, the largest with their ids; 0 = none. Of target session."""
 
     @property
     def positions(self) -> int:

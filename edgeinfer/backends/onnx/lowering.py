@@ -222,13 +222,14 @@ def _(op: Draw, at: Lowering) -> None:
     if at.flavour.target == "genai":
         at.outputs.insert(0, Value("logits", at.dtype, ("batch", "tokens", width)))
         at.node("Identity", logits, out="logits")
-    elif not top:
-        at.outputs.insert(0, Value("logits", "f32", ("rows", width)))
-        at.node("Cast", logits, out="logits", to="f32")
-    else:
-        at.outputs[:0] = [Value("top_logits", "f32", ("rows", top)), Value("top_ids", "i64", ("rows", top))]
-        values = at.node("TopK", logits, at.constant(top), axis=-1, out=("", "top_ids"))
-        at.node("Cast", values, out="top_logits", to="f32")
+        return
+    at.outputs.insert(0, Value("logits", "f32", ("rows", width)))
+    at.node("Cast", logits, out="logits", to="f32")
+    if top:
+        at.outputs[1:1] = [Value("top_logits", "f32", ("rows", top)), Value("top_ids", "i64", ("rows", top))]
+        values = at.node("TopK", "logits", at.constant(top), axis=-1, out=("", "top_ids"))
+        total = at.node("ReduceSum", "logits", at.constant(-1))  # what TopK makes of a NaN is nobody's promise
+        at.node("Add", values, at.node("Sub", total, total), out="top_logits")
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from edgeinfer.block_tables import BlockTables
 from edgeinfer.memory_planner import BlockPool
 from edgeinfer.runner import Segment
 
+from .best import drawn
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
@@ -68,7 +69,8 @@ class PageCalls(Calls):
         def bound() -> Inputs:
             return {**inputs, **_fixed(ends, 1, width * self.slabs.positions), "output_rows": np.arange(len(segments))}
 
-        yield self._one_each((len(segments), width), inputs, rows, targets, bound)
+        draws = [one for segment in segments for one in drawn(segment)]
+        yield self._one_each((len(segments), width), inputs, rows, targets, draws, bound)
 
 
 def table_width(pages: int, most: int) -> int:

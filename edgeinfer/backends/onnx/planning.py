@@ -26,6 +26,7 @@ from edgeinfer.memory_planner import (
 )
 from edgeinfer.sizes import format_size
 
+from .best import BEST
 from .data import data_bytes
 from .devices import Provider
 from .driver import gpu_free_bytes
@@ -90,7 +91,8 @@ class DevicePlanner:
 
     def flavour(self, kv: str) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context."""
-        return Flavour(dtype=kv, attention=self.layout.attention).checked(self.graph.config)
+        return Flavour(dtype=kv, attention=self.layout.attention,
+                       top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def positions(self, request: Request) -> int:
         """Return the positions of a slot or of a page."""
@@ -134,7 +136,7 @@ class DevicePlanner:
         c, size = self.graph.config, FLOATS[request.kv]().itemsize
         heads = Heads.of(c)
         row = 3 * c.intermediate_size + 4 * c.hidden_size + 2 * (heads.query + 2 * heads.kv) * heads.stored_dim
-        rows = request.tokens * row * size + request.outputs * c.vocab_size * (4 + size)
+        rows = request.tokens * row * size + request.outputs * (c.vocab_size * (4 + size) + BEST * 12)
         scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
         return rows + scores if cuda else 2 * (rows + scores)
 

@@ -12,6 +12,7 @@ from edgeinfer.block_tables import Sequences
 from edgeinfer.errors import RequestError
 from edgeinfer.runner import Segment, Sequence
 
+from .best import drawn
 from .calls import Call, Calls, Inputs
 from .sessions import Sessions
 from .slabs import Layout, Slabs
@@ -140,11 +141,12 @@ class SlotCalls(Calls):
         first, count = part[0][0], part[-1][0] - part[0][0] + 1
         ids = np.zeros((count, 1), np.int64)
         lengths = _lengths(np.array([self._length(slot) + 1 for slot in range(first, first + count)], np.int32))
-        rows, targets = list[int](), list[int]()
+        rows, targets, draws = list[int](), list[int](), list[tuple[int, int]]()
         for slot, segment, wanted in part:
             ids[slot - first] = segment.ids[0]
             rows += [slot - first] * len(wanted)
             targets += wanted
+            draws += drawn(segment)
         longest = {"total_sequence_length": np.array([self.slabs.positions], np.int32)}
 
         def bound() -> Inputs:
@@ -152,7 +154,8 @@ class SlotCalls(Calls):
 
         if self.sessions.provider.graphs:  # recorded with the slots' length, which gives the same and costs more here
             del lengths["total_sequence_length"]
-        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, bound, first, count)
+        return self._one_each((first, count), {"input_ids": ids, **lengths}, rows, targets, draws, bound, first,
+                              count)
 
 
 def _lengths(ends: np.ndarray) -> Inputs:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .best import BEST
 from .flavour import ON_CPU
 from .sessions import Sessions
 
@@ -16,7 +17,8 @@ class Step:
     """One token of each of several sequences.
 
     A graph replays the same addresses and counts, so inputs are written into buffers that stay, and logits come for all
-    sequences. The first run of a graph runs the model several times, which does no harm: what is written to the cache
+    sequences: the best of each row, and all of them where these are not enough; what is not asked for stays on the
+    device. The first run of a graph runs the model several times, which does no harm: what is written to the cache
     is the same each time.
 
     Parameters
@@ -38,10 +40,14 @@ class Step:
         self._inputs = {name: OrtValue.ortvalue_from_numpy(values, "cpu" if name in ON_CPU else memory, 0)
                         for name, values in inputs.items()}
         rows = len(inputs["output_rows"])
-        self._logits = OrtValue.ortvalue_from_shape_and_type([rows, vocab_size], np.float32, memory, 0)
+        best = min(BEST, vocab_size)
+        kinds = {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
+        self._outputs = {name: OrtValue.ortvalue_from_shape_and_type([rows, width], kind, memory, 0)
+                         for name, (width, kind) in kinds.items()}
         for name, value in self._inputs.items():
             self.binding.bind_ortvalue_input(name, value)
-        self.binding.bind_ortvalue_output("logits", self._logits)
+        for name, value in self._outputs.items():
+            self.binding.bind_ortvalue_output(name, value)
 
     def write(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Write what differs from step to step."""
@@ -50,4 +56,8 @@ class Step:
 
     def logits(self) -> NDArray[np.float32]:
         """Return those of the step, a row for each sequence."""
-        return np.asarray(self._logits.numpy())
+        return np.asarray(self._outputs["logits"].numpy())
+
+    def best(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the largest logits of each row and their tokens, (rows, best) both; NaN where some are not finite."""
+        return np.asarray(self._outputs["top_logits"].numpy()), np.asarray(self._outputs["top_ids"].numpy())

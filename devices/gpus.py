@@ -1,0 +1,31 @@
+"""GPUs as edgeinfer uses them, through onnxruntime's CUDA provider: published figures with constants of their own.
+
+The constants are assumptions until a GPU has measured them (classes.toml, docs/onnx.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgeinfer.errors import ProfileError, UsageError
+
+from .profile import DeviceProfile
+from .store import load_profile
+
+SERVED = "cuda-onnxruntime"
+"""Class of such a device."""
+
+
+def served(profile: DeviceProfile) -> DeviceProfile | None:
+    """Return a GPU as `run --device cuda` uses it; None for others, and where its f16 throughput is not known."""
+    if profile.device_class not in ("cuda-consumer", "cuda-datacentre") or not profile.f16_peak_gflops:
+        return None
+    return replace(profile, device_class=SERVED, effective_gbs=None, programs={}, constants={})
+
+
+def gpu_profile(name: str) -> DeviceProfile | None:
+    """Return the GPU that NVIDIA's driver calls so, as `served` does; None where there is no profile of it."""
+    try:
+        return served(load_profile(name))
+    except (UsageError, ProfileError):
+        return None
