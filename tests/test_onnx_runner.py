@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.backends import OnnxRunner, provider_of
+from edgeinfer.backends.onnx import stored
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import (
@@ -290,3 +291,11 @@ def test_a_lowered_model_is_made_once_and_again_where_it_was_written_to(tmp_path
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "no"))
     with pytest.raises(DestinationError, match=r"The cache .* cannot be written .*set EDGEINFER_CACHE to another"):
         opened()
+
+
+@pytest.mark.parametrize("name", ["lowering.py", "rope.py", "layouts.py", "llama.py"])
+def test_a_lowered_model_belongs_to_the_sources_that_made_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What RoPE's tables, an architecture or a layout of weights mean stands outside of the lowering itself."""
+    read, now = Path.read_bytes, stored.lowering_sources.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == name else b""))
+    assert stored.lowering_sources.__wrapped__() != now
