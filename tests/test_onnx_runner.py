@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.backends import OnnxRunner, provider_of
+from edgeinfer.backends import PROVIDERS, OnnxRunner, provider_of
 from edgeinfer.backends.onnx import stored
+from edgeinfer.backends.onnx.flavour import Heads
+from edgeinfer.backends.onnx.slabs import Slabs
+from edgeinfer.backends.onnx.slots import LAYOUT
+from edgeinfer.backends.onnx.step import Step
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import (
@@ -204,6 +208,27 @@ def test_a_failure_of_onnxruntime_is_one_sentence(tmp_path: Path) -> None:
         del opened.sessions.model.run_with_iobinding
         assert not sequence.tokens and opened.kv.pool.n_free == 1
         opened.prefill(sequence, ids)
+
+
+def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a GPU was lost: what a step copies fails before it runs; and memory that a device has not."""
+    with runner(write_model(tmp_path)) as opened:
+        sequence, ids = opened.new_sequence(), tokens(5)
+        opened.prefill(sequence, ids)
+        for part in ("write", "logits"):
+            def lost(*given: Any) -> None:
+                raise RuntimeError("CUDA failure 700")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Step, part, lost)
+                with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the "
+                                                         r"request ends here: CUDA failure 700 If that goes on, open"):
+                    opened.decode([sequence], [1])
+            assert sequence.tokens == ids
+        assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32
+    with pytest.raises(EdgeInferError, match=r"^onnxruntime cannot take 512 bytes of cuda's memory for a part of the "):
+        Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
 
 
 def test_sequences_of_others_and_bad_walks_are_refused(tmp_path: Path) -> None:
