@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.backends import PROVIDERS
-from edgeinfer.backends.onnx import driver
+from edgeinfer.backends.onnx import devices, driver
 from edgeinfer.errors import BudgetError
 from tests.command_line import edgeinfer
 from tests.fake_gpu import Driver, Management
@@ -31,7 +31,8 @@ def test_run(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edgeinfer(*given[:-1], "--device", "cuda").sentence.startswith("onnxruntime ")
 
 
-def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path) -> None:
+def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").write_text("Once upon a time, there was a little girl named Lily. She loved to play outside in "
                                 "the park. One day, she went to the park to play with her friends. " * 2)
     given = ("eval", "demo", "--text", tmp_path / "t", "-c", "64", "-t", "1", "--device", "onnx-cpu", "--json")
@@ -39,6 +40,8 @@ def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path
     assert 0 < report["kld_mean"] <= 1e-3
     same = edgeinfer(*given, "--reference", "demo", "--reference-device", "onnx-cpu").json
     assert same["kld_mean"] < 1e-12
+    monkeypatch.setitem(devices.PROVIDERS, "onnx-cpu", PROVIDERS["onnx-cpu"]._replace(kv=("f16",)))  # as cuda's
+    assert edgeinfer(*given, "--reference", "demo", "--reference-device", "onnx-cpu").json["kld_mean"] < 1e-12
     told = edgeinfer(*given[:-1], "--reference-device", "onnx-cpu")
     assert told.code == 2 and told.sentence.startswith("--reference-device onnx-cpu is about a reference; add")
 
@@ -59,6 +62,8 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = edgeinfer("run", given[0], PROMPT, "-n", "2", "--json", *given[1:]).json
     assert planned["total_bytes"] == ran["planned_bytes"] and planned["fits"] and planned["device_bytes"] == 0
     assert planned["max_ctx"] == 1024 and planned["max_sequences"] == 64
+    auto = edgeinfer("plan", *given[:-3], "auto", "--json")
+    assert "Device auto took cpu, our own kernels, because" in auto.err and auto.json["device"] is None
     small = edgeinfer("plan", "demo", "--device", "onnx-cpu", "--budget", "200MB", "-t", "1")
     assert small.code == 3 and "layers are not streamed on device onnx-cpu" in small.err
     seven = ("plan", "llama-2-7b", "--weights", "q4", "--device", "cuda", "--samples", "8")
