@@ -70,7 +70,7 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     out = edgeinfer(*seven, "--json").json
     kinds = {region["name"]: region["kind"] for region in out["regions"]}
     on_device = [name for name in kinds if kinds[name] == "device"]
-    assert on_device == ["weights", "prepacked", "kv", "arena", "context"]
+    assert on_device == ["weights", "prepacked", "kv", "arena", "steps", "context"]
     assert out["device_budget_bytes"] is None and out["max_sequences"] is None and out["kv"] == "f16"
     assert next(r["bytes"] for r in out["regions"] if r["name"] == "kv") == 8 * 4096 * 524288
     monkeypatch.setattr(driver, "load_driver", Driver)

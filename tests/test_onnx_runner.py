@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_forks_go_their_own_ways_and_slots_are_used_again(tmp_path: Path) -> Non
         del second  # as after an interruption: nobody released it
         opened.fork(third)
         assert not opened.fork(opened.new_sequence()).blocks
+
+
+def test_steps_take_no_more_than_the_plan_has(tmp_path: Path) -> None:
+    """Whichever slots decode: ranges of the same length have their logits in one place."""
+    with runner(write_model(tmp_path), max_sequences=4, ctx=64) as opened:
+        held = [opened.new_sequence() for _ in range(4)]
+        for sequence in held:
+            opened.prefill(sequence, tokens(3))
+        for first, end in combinations(range(5), 2):
+            opened.decode(held[first:end], tokens(end - first))
+        steps = opened._calls._steps.values()
+        assert len(steps) == 10
+        held_bytes = sum({id(step._logits): step._logits.numpy().nbytes for step in steps}.values())
+        assert held_bytes == opened.plan.region("steps").nbytes == (1 + 2 + 3 + 4) * 4 * TINY.vocab_size
 
 
 def test_trees_are_refused_and_chains_kept(tmp_path: Path) -> None:

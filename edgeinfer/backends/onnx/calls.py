@@ -46,6 +46,8 @@ class Calls(abc.ABC):
         self._staged = np.zeros((max(outputs, 1), vocab_size), np.float32)
         self._bound: dict[int, Any] = {}
         self._steps: dict[tuple[int, int], Step] = {}
+        self._rows: dict[int, Any] = {}
+        """Logits of steps, by their number: steps of as many sequences have them in common."""
         self._given: Inputs = {}
 
     @abc.abstractmethod
@@ -78,14 +80,25 @@ class Calls(abc.ABC):
         """
         step = self._steps.get(key)
         if step is None:
-            step = Step(self.sessions, bound(), self._staged.shape[1], len(self._steps) + 1)
+            given = bound()
+            step = Step(self.sessions, given, self._rows_of(len(given["output_rows"])), len(self._steps) + 1)
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
         return Call(step.binding, step.graph, targets, lambda: step.logits()[rows])
 
+    def _rows_of(self, count: int) -> Any:
+        """Memory of the device for so many rows of logits."""
+        from onnxruntime import OrtValue
+
+        if count not in self._rows:
+            shape, memory = [count, self._staged.shape[1]], self.sessions.provider.memory
+            self._rows[count] = OrtValue.ortvalue_from_shape_and_type(shape, np.float32, memory, 0)
+        return self._rows[count]
+
     def close(self) -> None:
         """Let go of what is bound."""
         self._bound.clear()
         self._steps.clear()
+        self._rows.clear()
         self._staged = self._staged[:0]

@@ -118,6 +118,9 @@ class DevicePlanner:
         yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
                                            f"positions, {block} bytes each", here)
         yield Region("arena", self._arena(request, cuda), f"activations of {request.tokens} tokens, at most", here)
+        most = request.sequences
+        yield Region("steps", most * (most + 1) // 2 * c.vocab_size * 4, f"logits of steps of 1 to {most} sequences",
+                     here)
         if cuda:
             graphs = request.sequences * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
             yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,

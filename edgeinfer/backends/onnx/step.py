@@ -23,22 +23,21 @@ class Step:
     ----------
     sessions : Sessions
     inputs : mapping of str to array
-        All inputs but those of the KV cache, with the sizes of every step; one row of logits for each of `output_rows`.
-    vocab_size : int
+        All inputs but those of the KV cache, with the sizes of every step.
+    logits : onnxruntime.OrtValue
+        Where a row for each of `output_rows` goes: what was read of one step, another may overwrite.
     graph : int
         A number of its own, from 1 on.
     """
 
-    def __init__(self, sessions: Sessions, inputs: Mapping[str, NDArray[Any]], vocab_size: int, graph: int):
+    def __init__(self, sessions: Sessions, inputs: Mapping[str, NDArray[Any]], logits: Any, graph: int):
         from onnxruntime import OrtValue
 
         memory = sessions.provider.memory
-        self.graph = graph
+        self.graph, self._logits = graph, logits
         self.binding = sessions.model.io_binding()
         self._inputs = {name: OrtValue.ortvalue_from_numpy(values, "cpu" if name in ON_CPU else memory, 0)
                         for name, values in inputs.items()}
-        rows = len(inputs["output_rows"])
-        self._logits = OrtValue.ortvalue_from_shape_and_type([rows, vocab_size], np.float32, memory, 0)
         for name, value in self._inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         self.binding.bind_ortvalue_output("logits", self._logits)
