@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from edgeinfer.backends import PROVIDERS, OnnxRunner, Provider, gpu_free_bytes, 
 from edgeinfer.bench import token_ids  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import KV_LAYOUTS, RuntimeConfig  # noqa: E402
-from edgeinfer.errors import EdgeInferError  # noqa: E402
+from edgeinfer.describe import describe  # noqa: E402
+from edgeinfer.devices import DeviceProfile, estimate, load_profile  # noqa: E402
+from edgeinfer.errors import BudgetError, EdgeInferError  # noqa: E402
 from edgeinfer.process import peak_rss_bytes  # noqa: E402
 from edgeinfer.runner import DECODE, Segment, Sequence  # noqa: E402
 
@@ -45,6 +48,8 @@ F16, MEMORY_SHARE, MEMORY_BYTES = 5e-3, 0.03, 200_000_000
 GUESSES = 4
 """Tokens of each sequence in walks that check guesses."""
 DEBUG = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1", "ORT_FPA_INTB_DEBUG": "1"}
+ESTIMATE_SHARE = 0.15
+"""Wanted: how far the estimate of one sequence may be from what is measured."""
 H200_SPEEDS = {("llama-2-7b", 1): 400.0, ("llama-2-7b", 32): 3000.0}
 """Tokens a second at depth 0 that are wanted on an H200, by model and sequences."""
 
@@ -82,6 +87,8 @@ class Check:
 
     def __init__(self, provider: Provider, sizes: Sizes, minutes: float):
         self.provider, self.sizes, self.rows = provider, sizes, list[Row]()
+        self.profile: DeviceProfile | None = None
+        """Whose bandwidth and estimates stand beside what is found."""
         self._until = time.monotonic() + 60 * minutes
 
     def add(self, what: str, found: str, wanted: str = "", good: bool | None = None) -> None:
@@ -92,15 +99,20 @@ class Check:
     def section(self, what: str, run: Callable[[], None]) -> None:
         """Run a part of the check; whatever goes wrong in it is a line, and the next part follows."""
         if time.monotonic() > self._until:
-            self.rows.append(Row(what, "out of time", verdict="not run"))
-            print_row(self.rows[-1])
+            self.failed(what, "out of time", "not run")
             return
         try:
             run()
-        except EdgeInferError as error:
-            self.rows.append(Row(what, str(error), verdict="missed"))
-            print_row(self.rows[-1])
+        except BudgetError as error:
+            self.failed(what, str(error), "not run")
+        except Exception as error:  # onnxruntime's own classes, too
+            self.failed(what, f"{type(error).__name__}: {error}")
         gc.collect()  # memory of a runner that failed
+
+    def failed(self, what: str, why: str, verdict: str = "missed") -> None:
+        """Add a line for what did not come to its end."""
+        self.rows.append(Row(what, " ".join(why.split()), verdict=verdict))
+        print_row(self.rows[-1])
 
 
 def print_row(row: Row) -> None:
@@ -154,6 +166,16 @@ def environment(check: Check) -> None:
         smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
                              capture_output=True, text=True, check=False)
         check.add("GPU", " ".join(smi.stdout.split()))
+        check.profile = check.profile or known(smi.stdout.split(",")[0])
+    check.add("profile for estimates", check.profile.title if check.profile else "none of this name; see --profile")
+
+
+def known(name: str) -> DeviceProfile | None:
+    """The profile of a GPU, by the name that its driver gives it."""
+    try:
+        return load_profile(name)
+    except EdgeInferError:
+        return None
 
 
 def kernels(check: Check, path: Path) -> None:
@@ -195,31 +217,49 @@ def numerics(check: Check, path: Path) -> None:
 
 
 def speeds(check: Check, name: str, path: Path, provider: Provider, how: str) -> None:
-    """Decode steps of several sequences behind each depth, and prompts."""
+    """Decode steps of several sequences behind each depth, and prompts; what does not fit stops no other."""
+    for depth, n in product(check.sizes.depths, check.sizes.sequences):
+        check.section(f"{name}: {n} sequences at depth {depth}{how}",
+                      lambda depth=depth, n=n: decoded(check, name, path, provider, how, n, depth))  # type: ignore
+    for length in check.sizes.prompts:
+        check.section(f"{name}: prompt of {length}{how}",
+                      lambda length=length: prompted(check, name, path, provider, how, length))  # type: ignore[misc]
+
+
+def decoded(check: Check, name: str, path: Path, provider: Provider, how: str, n: int, depth: int) -> None:
+    """Decode steps of n sequences behind a depth."""
     sizes = check.sizes
-    for depth in sizes.depths:
-        for n in sizes.sequences:
-            with opened(path, provider, ctx=max(depth, 1) + sizes.steps + 8, max_sequences=n) as runner:
-                held = filled(runner, n, depth)
-                each = list(steps(runner, held, sizes.steps))
-                speed = n / statistics.median(each)
-                read = (weights_of(runner) + kv_of(runner, depth)) / statistics.median(each) / 1e9
-                wanted = H200_SPEEDS.get((name, n)) if depth == 0 and provider.graphs else None
-                check.add(f"{name}: {n} sequences at depth {depth}{how}",
-                          f"{speed:.0f} tokens/s, {read:.0f} GB/s of weights and KV",
-                          f"{wanted:.0f} tokens/s on an H200" if wanted else "",
-                          None if wanted is None else speed >= wanted)
-    for length in sizes.prompts:
-        with opened(path, provider, ctx=length + 8) as runner:
-            ids = token_ids(runner.model.vocab_size)
-            times = []
-            for _ in range(3):
-                sequence, prompt = runner.new_sequence(), [next(ids) for _ in range(length)]
-                began = time.perf_counter()
-                runner.prefill(sequence, prompt)
-                times.append(time.perf_counter() - began)
-                runner.release(sequence)
-            check.add(f"{name}: prompt of {length}{how}", f"{length / min(times):.0f} tokens/s")
+    with opened(path, provider, ctx=max(depth, 1) + sizes.steps + 8, max_sequences=n) as runner:
+        step = statistics.median(steps(runner, filled(runner, n, depth), sizes.steps))
+        read = (weights_of(runner) + kv_of(runner, depth)) / step / 1e9
+    wanted = H200_SPEEDS.get((name, n)) if depth == 0 and provider.graphs else None
+    check.add(f"{name}: {n} sequences at depth {depth}{how}",
+              f"{n / step:.0f} tokens/s, {read:.0f} GB/s of weights and KV{share(check, read)}",
+              f"{wanted:.0f} tokens/s on an H200" if wanted else "", None if wanted is None else n / step >= wanted)
+    if n == 1 and check.profile and provider is check.provider:
+        predicted = estimate(check.profile, describe(path).traffic(provider.kv[0]), depth).decode_tok_per_s
+        off, judged = predicted * step - 1, provider.memory == "cuda"
+        check.add(f"{name}: estimate of 1 sequence at depth {depth}", f"{predicted:.0f} tokens/s, {off:+.0%}",
+                  f"within {ESTIMATE_SHARE:.0%}" if judged else "", abs(off) <= ESTIMATE_SHARE if judged else None)
+
+
+def share(check: Check, gbs: float) -> str:
+    """Of the device's bandwidth, in words that follow a figure."""
+    peak = check.profile.bandwidth_gbs if check.profile else None
+    return f", {gbs / peak:.0%} of {peak:.0f} GB/s" if peak else ""
+
+
+def prompted(check: Check, name: str, path: Path, provider: Provider, how: str, length: int) -> None:
+    """The best of three prompts of this length."""
+    with opened(path, provider, ctx=length + 8) as runner:
+        ids, times = token_ids(runner.model.vocab_size), list[float]()
+        for _ in range(3):
+            sequence, prompt = runner.new_sequence(), [next(ids) for _ in range(length)]
+            began = time.perf_counter()
+            runner.prefill(sequence, prompt)
+            times.append(time.perf_counter() - began)
+            runner.release(sequence)
+    check.add(f"{name}: prompt of {length}{how}", f"{length / min(times):.0f} tokens/s")
 
 
 def weights_of(runner: OnnxRunner) -> int:
@@ -246,12 +286,11 @@ def steps(runner: OnnxRunner, held: list[Sequence], n: int) -> Iterator[float]:
 def layouts(check: Check, name: str, path: Path) -> None:
     """KV in pages beside KV in slots: logits, decode steps, and guesses of all sequences, which are one call."""
     if not check.provider.page_positions:
-        check.rows.append(Row(f"{name}: pages beside slots", "PagedAttention has no CPU kernel", verdict="not run"))
-        print_row(check.rows[-1])
+        check.failed(f"{name}: pages beside slots", "PagedAttention has no CPU kernel", "not run")
         return
-    for depth in check.sizes.depths:
-        for n in check.sizes.sequences:
-            pages_beside_slots(check, name, path, n, depth)
+    for depth, n in product(check.sizes.depths, check.sizes.sequences):
+        check.section(f"{name}: {n} sequences at depth {depth}, pages beside slots",
+                      lambda depth=depth, n=n: pages_beside_slots(check, name, path, n, depth))  # type: ignore[misc]
 
 
 def pages_beside_slots(check: Check, name: str, path: Path, n: int, depth: int) -> None:
@@ -282,25 +321,31 @@ def walked(runner: OnnxRunner, held: list[Sequence], new: int) -> float:
 
 def arrivals(check: Check, name: str, path: Path) -> None:
     """Requests that come one after the other: one prompt between two steps of all others."""
+    for n in check.sizes.arrivals:
+        check.section(f"{name}: {n} arriving one after the other",
+                      lambda n=n: arriving(check, name, path, n))  # type: ignore[misc]
+
+
+def arriving(check: Check, name: str, path: Path, n: int) -> None:
+    """The row of `arrivals` for so many."""
     sizes = check.sizes
-    for n in sizes.arrivals:
-        with opened(path, check.provider, ctx=sizes.prompt + 2 * sizes.steps + n + 8, max_sequences=n) as runner:
-            ids, live, first, gaps = token_ids(runner.model.vocab_size), list[Sequence](), list[float](), list[float]()
-            tokens, began = 0, time.perf_counter()
-            while len(live) < n or len(gaps) < sizes.steps:
-                if len(live) < n:
-                    sequence, came = runner.new_sequence(), time.perf_counter()
-                    runner.prefill(sequence, [next(ids) for _ in range(sizes.prompt)])
-                    live.append(sequence)
-                    first.append(time.perf_counter() - came)
-                step = time.perf_counter()
-                runner.decode(live, [next(ids) for _ in live])
-                gaps.append(time.perf_counter() - step)
-                tokens += len(live)
-            seconds = time.perf_counter() - began
-            check.add(f"{name}: {n} arriving one after the other",
-                      f"TTFT {1000 * statistics.median(first):.1f} ms, TPOT {1000 * statistics.median(gaps):.2f} ms, "
-                      f"{tokens / seconds:.0f} tokens/s")
+    with opened(path, check.provider, ctx=sizes.prompt + 2 * sizes.steps + n + 8, max_sequences=n) as runner:
+        ids, live, first, gaps = token_ids(runner.model.vocab_size), list[Sequence](), list[float](), list[float]()
+        tokens, began = 0, time.perf_counter()
+        while len(live) < n or len(gaps) < sizes.steps:
+            if len(live) < n:
+                sequence, came = runner.new_sequence(), time.perf_counter()
+                runner.prefill(sequence, [next(ids) for _ in range(sizes.prompt)])
+                live.append(sequence)
+                first.append(time.perf_counter() - came)
+            step = time.perf_counter()
+            runner.decode(live, [next(ids) for _ in live])
+            gaps.append(time.perf_counter() - step)
+            tokens += len(live)
+        seconds = time.perf_counter() - began
+    check.add(f"{name}: {n} arriving one after the other",
+              f"TTFT {1000 * statistics.median(first):.1f} ms, TPOT {1000 * statistics.median(gaps):.2f} ms, "
+              f"{tokens / seconds:.0f} tokens/s")
 
 
 def memory(check: Check, name: str, path: Path) -> None:
@@ -357,6 +402,7 @@ def run(check: Check, names: list[str]) -> None:
 PARTS = ("placement of all nodes", "kernels that are chosen", "f16 beside the CPU provider",
          "decode at 1, 8 and 32 sequences, depth 0 and 4096, with and without graphs", "prompts of 512 and 4096",
          "KV in pages beside slots: logits, steps, guesses",
+         "share of memory bandwidth, and the estimate beside measured decode",
          "1, 8, 32 and 64 sequences arriving one after the other", "planned beside measured memory",
          "three minutes of load without growth")
 
@@ -367,6 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=list(PROVIDERS), default="cuda")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--profile", help="known device whose estimates are compared; by default the GPU's name")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--out", type=Path, help="also write the rows as JSON")
     given = parser.parse_args(arguments)
@@ -375,6 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
         provider = provider_of(given.device)
         assert provider
         check = Check(provider, QUICK if given.quick else Sizes(), given.minutes)
+        check.profile = load_profile(given.profile) if given.profile else None
         run(check, given.models)
         rows = check.rows
     except EdgeInferError as error:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.backends.onnx import driver
+from edgeinfer.backends import PROVIDERS
+from edgeinfer.backends.onnx import devices, driver
+from edgeinfer.errors import BudgetError
 from tests.command_line import edgeinfer
 from tests.fake_gpu import Driver, Management
 
@@ -29,7 +31,8 @@ def test_run(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edgeinfer(*given[:-1], "--device", "cuda").sentence.startswith("onnxruntime ")
 
 
-def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path) -> None:
+def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").write_text("Once upon a time, there was a little girl named Lily. She loved to play outside in "
                                 "the park. One day, she went to the park to play with her friends. " * 2)
     given = ("eval", "demo", "--text", tmp_path / "t", "-c", "64", "-t", "1", "--device", "onnx-cpu", "--json")
@@ -37,6 +40,8 @@ def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path
     assert 0 < report["kld_mean"] <= 1e-3
     same = edgeinfer(*given, "--reference", "demo", "--reference-device", "onnx-cpu").json
     assert same["kld_mean"] < 1e-12
+    monkeypatch.setitem(devices.PROVIDERS, "onnx-cpu", PROVIDERS["onnx-cpu"]._replace(kv=("f16",)))  # as cuda's
+    assert edgeinfer(*given, "--reference", "demo", "--reference-device", "onnx-cpu").json["kld_mean"] < 1e-12
     told = edgeinfer(*given[:-1], "--reference-device", "onnx-cpu")
     assert told.code == 2 and told.sentence.startswith("--reference-device onnx-cpu is about a reference; add")
 
@@ -57,13 +62,15 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = edgeinfer("run", given[0], PROMPT, "-n", "2", "--json", *given[1:]).json
     assert planned["total_bytes"] == ran["planned_bytes"] and planned["fits"] and planned["device_bytes"] == 0
     assert planned["max_ctx"] == 1024 and planned["max_sequences"] == 64
+    auto = edgeinfer("plan", *given[:-3], "auto", "--json")
+    assert "Device auto took cpu, our own kernels, because" in auto.err and auto.json["device"] is None
     small = edgeinfer("plan", "demo", "--device", "onnx-cpu", "--budget", "200MB", "-t", "1")
     assert small.code == 3 and "layers are not streamed on device onnx-cpu" in small.err
     seven = ("plan", "llama-2-7b", "--weights", "q4", "--device", "cuda", "--samples", "8")
     out = edgeinfer(*seven, "--json").json
     kinds = {region["name"]: region["kind"] for region in out["regions"]}
     on_device = [name for name in kinds if kinds[name] == "device"]
-    assert on_device == ["weights", "prepacked", "kv", "arena", "context"]
+    assert on_device == ["weights", "prepacked", "kv", "arena", "steps", "context"]
     assert out["device_budget_bytes"] is None and out["max_sequences"] is None and out["kv"] == "f16"
     assert next(r["bytes"] for r in out["regions"] if r["name"] == "kv") == 8 * 4096 * 524288
     monkeypatch.setattr(driver, "load_driver", Driver)
@@ -84,15 +91,33 @@ def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     quick = gpu_check.QUICK.__class__((1, 2), (0, 8), (16,), (1, 3), 4, 16, 0)
     monkeypatch.setattr(gpu_check, "QUICK", quick)
-    assert gpu_check.main(["--device", "onnx-cpu", "--models", "demo", "--quick", "--out", str(tmp_path / "o")]) == 0
+    quickly = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--out", str(tmp_path / "o")]
+    assert gpu_check.main([*quickly, "--profile", "NVIDIA H200"]) == 0
     rows = json.loads((tmp_path / "o").read_text())
     assert [row["verdict"] for row in rows if row["wanted"]] == ["ok"] * 3
     whats = " ".join(row["what"] for row in rows)
-    for part in ("f16 beside", "2 sequences at depth 8", "prompt of 16", "3 arriving", "growth"):
+    for part in ("f16 beside", "2 sequences at depth 8", "prompt of 16", "3 arriving", "growth",
+                 "estimate of 1 sequence at depth 8"):
         assert part in whats
+    assert " of 4800 GB/s" in next(row["found"] for row in rows if "1 sequences at depth 8" in row["what"])
     assert gpu_check.main(["--out", str(tmp_path / "o")]) == 0
     assert {row["verdict"] for row in json.loads((tmp_path / "o").read_text())} == {"not run"}
     assert capsys.readouterr().out.count("which has no CUDA provider") == len(gpu_check.PARTS)
-    late = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--minutes", "0", "--out", str(tmp_path / "o")]
-    assert gpu_check.main(late) == 0
+    assert gpu_check.main([*quickly, "--minutes", "0"]) == 0
     assert {row["found"] for row in json.loads((tmp_path / "o").read_text())} == {"out of time"}
+
+
+def test_what_goes_wrong_on_a_gpu_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A combination that does not fit was not run; whatever else is raised is a line of the table."""
+    from benchmarks import gpu_check
+
+    def fails(check: object, name: str, path: object, provider: object, how: str, n: int, depth: int) -> None:
+        raise BudgetError("The run needs more.") if n == 1 else RuntimeError("CUDA failure 2:\nout of memory")
+
+    monkeypatch.setattr(gpu_check, "decoded", fails)
+    monkeypatch.setattr(gpu_check, "prompted", lambda check, *given: check.add("prompt", "ran"))
+    check = gpu_check.Check(PROVIDERS["onnx-cpu"], gpu_check.QUICK, 1)
+    gpu_check.speeds(check, "m", Path("m"), check.provider, "")
+    assert [(row.found, row.verdict) for row in check.rows] == 2 * [
+        ("The run needs more.", "not run"), ("RuntimeError: CUDA failure 2: out of memory", "missed"),
+    ] + 2 * [("ran", "")]

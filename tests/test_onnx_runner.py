@@ -7,13 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgeinfer.backends import OnnxRunner, provider_of
+from edgeinfer.backends import PROVIDERS, OnnxRunner, provider_of
+from edgeinfer.backends.onnx import stored
+from edgeinfer.backends.onnx.flavour import Heads
+from edgeinfer.backends.onnx.slabs import Slabs
+from edgeinfer.backends.onnx.slots import LAYOUT
+from edgeinfer.backends.onnx.step import Step
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import (
@@ -131,6 +137,21 @@ def test_forks_go_their_own_ways_and_slots_are_used_again(tmp_path: Path) -> Non
         assert not opened.fork(opened.new_sequence()).blocks
 
 
+def test_steps_take_no_more_than_the_plan_has(tmp_path: Path) -> None:
+    """Whichever slots decode: ranges of the same length have their logits in one place."""
+    with runner(write_model(tmp_path), max_sequences=4, ctx=64) as opened:
+        held = [opened.new_sequence() for _ in range(4)]
+        for sequence in held:
+            opened.prefill(sequence, tokens(3))
+        for first, end in combinations(range(5), 2):
+            opened.decode(held[first:end], tokens(end - first))
+        steps = opened._calls._steps.values()
+        assert len(steps) == 10
+        held = {id(value): value.numpy().nbytes for step in steps for value in step._outputs.values()}
+        a_row = 4 * TINY.vocab_size + min(64, TINY.vocab_size) * (4 + 8)
+        assert sum(held.values()) == opened.plan.region("steps").nbytes == (1 + 2 + 3 + 4) * a_row
+
+
 def test_trees_are_refused_and_chains_kept(tmp_path: Path) -> None:
     with runner(write_model(tmp_path), outputs=4) as opened:
         ids, sequence = tokens(9), opened.new_sequence()
@@ -203,6 +224,27 @@ def test_a_failure_of_onnxruntime_is_one_sentence(tmp_path: Path) -> None:
         del opened.sessions.model.run_with_iobinding
         assert not sequence.tokens and opened.kv.pool.n_free == 1
         opened.prefill(sequence, ids)
+
+
+def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a GPU was lost: what a step copies fails before it runs; and memory that a device has not."""
+    with runner(write_model(tmp_path)) as opened:
+        sequence, ids = opened.new_sequence(), tokens(5)
+        opened.prefill(sequence, ids)
+        for part in ("write", "logits"):
+            def lost(*given: Any) -> None:
+                raise RuntimeError("CUDA failure 700")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Step, part, lost)
+                with pytest.raises(EdgeInferError, match=r"^onnxruntime failed on CPUExecutionProvider, and the "
+                                                         r"request ends here: CUDA failure 700 If that goes on, open"):
+                    opened.decode([sequence], [1])
+            assert sequence.tokens == ids
+        assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32
+    with pytest.raises(EdgeInferError, match=r"^onnxruntime cannot take 512 bytes of cuda's memory for a part of the "):
+        Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
 
 
 def test_sequences_of_others_and_bad_walks_are_refused(tmp_path: Path) -> None:
@@ -290,3 +332,11 @@ def test_a_lowered_model_is_made_once_and_again_where_it_was_written_to(tmp_path
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "no"))
     with pytest.raises(DestinationError, match=r"The cache .* cannot be written .*set EDGEINFER_CACHE to another"):
         opened()
+
+
+@pytest.mark.parametrize("name", ["lowering.py", "rope.py", "layouts.py", "llama.py"])
+def test_a_lowered_model_belongs_to_the_sources_that_made_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What RoPE's tables, an architecture or a layout of weights mean stands outside of the lowering itself."""
+    read, now = Path.read_bytes, stored.lowering_sources.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == name else b""))
+    assert stored.lowering_sources.__wrapped__() != now

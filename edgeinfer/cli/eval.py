@@ -92,8 +92,9 @@ def evaluate(
     ] = None,
     kv: Kv = "int8",
     reference_kv: Annotated[
-        str, typer.Option("--reference-kv", metavar="|".join(KV_TYPES), help="Type of the reference's KV cache.")
-    ] = "f32",
+        str | None, typer.Option("--reference-kv", metavar="|".join(KV_TYPES), show_default=False,
+                                 help="Type of the reference's KV cache.  [default: f32; on cuda f16]")
+    ] = None,
     threads: Threads = None,
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
@@ -154,7 +155,7 @@ def evaluate(
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
     setting, kept = None if decode is None else Setting.of_run(own), None
-    exact: dict[str, Any] = {"kv": reference_kv}
+    exact: dict[str, Any] = {"kv": reference_kv or (other_provider.kv[0] if other_provider else "f32")}
     if setting and not (setting.exact and lazy_target is None) and not reference:
         reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
         kept = setting

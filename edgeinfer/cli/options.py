@@ -65,8 +65,8 @@ Device = Annotated[str | None, option(
     help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]")]
 PlanOn = Annotated[str | None, option(
     "--device", metavar="NAME",
-    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them. Of this machine cuda and onnx-cpu, "
-         "as for run.  [default: this machine, probed]")]
+    help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them. Of this machine cuda, onnx-cpu "
+         "and auto, as for run.  [default: this machine, probed]")]
 RunOn = Annotated[str, typer.Option(
     "--device", metavar="|".join(DEVICES), show_default=False,
     help="Who runs the model: our own kernels, or onnxruntime's CUDA or CPU provider; auto takes cuda where it "

@@ -10,6 +10,7 @@ import typer
 
 from ..checks import NATS, checked
 from ..config import (
+    AUTO,
     BEAMS,
     CPU,
     CUDA,
@@ -97,6 +98,7 @@ def plan(
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
     """
+    from .. import opening
     from ..devices import load_profile
 
     if listed:
@@ -117,6 +119,8 @@ def plan(
                            lazy=options.pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
+    if device == AUTO:
+        device = CPU if (found := opening.provider(device)) is None else found.device
     if device in (CUDA, ONNX_CPU):
         from .plan_device import planned_on
 

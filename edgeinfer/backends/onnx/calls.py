@@ -16,7 +16,7 @@ from .best import choose
 from .caller import NO_GRAPH
 from .sessions import Sessions
 from .slabs import Slabs
-from .step import Step
+from .step import Step, step_outputs
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -47,6 +47,8 @@ class Calls(abc.ABC):
         self._staged = np.zeros((max(outputs, 1), vocab_size), np.float32)
         self._bound: dict[int, Any] = {}
         self._steps: dict[tuple[int, int], Step] = {}
+        self._outputs: dict[int, dict[str, Any]] = {}
+        """What steps give, by their number of sequences: steps of as many have it in common."""
         self._given: Inputs = {}
 
     @abc.abstractmethod
@@ -81,16 +83,28 @@ class Calls(abc.ABC):
         """
         step = self._steps.get(key)
         if step is None:
-            step = Step(self.sessions, bound(), self._staged.shape[1], len(self._steps) + 1)
+            given = bound()
+            step = Step(self.sessions, given, self._outputs_of(len(given["output_rows"])), len(self._steps) + 1)
             self.slabs.bind(step.binding, first, count)
             self._steps[key] = step
         step.write(inputs)
         return Call(step.binding, step.graph, targets, lambda: _rows_of(step, rows, draws))
 
+    def _outputs_of(self, count: int) -> dict[str, Any]:
+        """Memory of the device for what steps of so many sequences give."""
+        from onnxruntime import OrtValue
+
+        if count not in self._outputs:
+            make, memory = OrtValue.ortvalue_from_shape_and_type, self.sessions.provider.memory
+            self._outputs[count] = {name: make([count, width], kind, memory, 0)
+                                    for name, (width, kind) in step_outputs(self._staged.shape[1]).items()}
+        return self._outputs[count]
+
     def close(self) -> None:
         """Let go of what is bound."""
         self._bound.clear()
         self._steps.clear()
+        self._outputs.clear()
         self._staged = self._staged[:0]
 
 

@@ -139,5 +139,15 @@ def check_placement(session: Any, provider: Provider) -> None:
                          f"{elsewhere[0]}; choose another --device, or another version of onnxruntime.")
 
 
+def raised_by_onnxruntime(error: Exception) -> bool:
+    """Whether an error is one of its own classes, which have no common one, or what its bindings raise besides."""
+    return isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, on one line of bounded length."""
+    return " ".join(str(error).split())[:300]
+
+
 def _first_line(error: Exception) -> str:
     return " ".join(str(error).split("\n", 1)[0].split())[:300]

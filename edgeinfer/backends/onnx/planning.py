@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from edgeinfer.config import CUDA, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import Graph
@@ -36,6 +38,7 @@ from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
 from .slabs import FLOATS, Layout, block_bytes
 from .slots import LAYOUT as SLOT_LAYOUT
+from .step import step_outputs
 from .weights import Stored
 
 LIBRARY_BYTES, CUDA_LIBRARY_BYTES = 60_000_000, 600_000_000
@@ -120,6 +123,9 @@ class DevicePlanner:
         yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
                                            f"positions, {block} bytes each", here)
         yield Region("arena", self._arena(request, cuda), f"activations of {request.tokens} tokens, at most", here)
+        most = request.sequences
+        row = sum(width * np.dtype(kind).itemsize for width, kind in step_outputs(c.vocab_size).values())
+        yield Region("steps", most * (most + 1) // 2 * row, f"logits of steps of 1 to {most} sequences", here)
         if cuda:
             graphs = request.sequences * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
             yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,

@@ -129,13 +129,8 @@ class OnnxRunner(Runner):
             try:
                 for segment in segments:
                     self.kv.extend(segment.sequence, len(segment.ids))
-                for call in self._calls.of(segments):
-                    self.sessions.check_open()
-                    if cancel is not None and cancel.asked:
-                        raise CancelledError("The run was cancelled.")
-                    self.sessions.run(call.binding, call.graph, cancel)
-                    if call.targets:
-                        self._logits[call.targets] = call.logits()
+                with self.sessions.told(cancel):
+                    self._run(segments, cancel)
                 for segment in segments:
                     segment.sequence.tokens.extend(segment.ids)
                     segment.sequence.cut = False
@@ -160,6 +155,16 @@ class OnnxRunner(Runner):
         return self._free - gpu_free_bytes() if self.plan.device_bytes else None
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _run(self, segments: Items[Segment], cancel: Cancellation | None) -> None:
+        """Make the calls of a walk, and keep their logits."""
+        for call in self._calls.of(segments):
+            self.sessions.check_open()
+            if cancel is not None and cancel.asked:
+                raise CancelledError("The run was cancelled.")
+            self.sessions.run(call.binding, call.graph, cancel)
+            if call.targets:
+                self._logits[call.targets] = call.logits()
 
     def _admit(self, segments: Items[Segment]) -> None:
         """Refuse a walk that does not fit the plan or makes no sense."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
 from edgeinfer.runner import Cancellation
 
 from .caller import NO_GRAPH, Caller
-from .devices import Provider
+from .devices import Provider, one_line, raised_by_onnxruntime
 from .slabs import Slabs
 from .stored import COPY, MODEL
 
@@ -41,29 +43,34 @@ class Sessions:
                                  "inherited; open the model again in this process.")
 
     def run(self, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
-        """Run the model, until `cancel` is asked for."""
+        """Run the model, until `cancel` is asked for; raises whatever onnxruntime does, see `told`."""
         self._run(self.model, binding, graph, cancel)
 
     def copy(self, slabs: Slabs, source: int, target: int) -> None:
         """Copy a block of the KV cache within the memory of its device."""
         self.check_open()
-        binding = self._copies.io_binding()
-        slabs.bind_copy(binding, source, target)
-        self._run(self._copies, binding)
+        with self.told():
+            binding = self._copies.io_binding()
+            slabs.bind_copy(binding, source, target)
+            self._run(self._copies, binding)
+
+    @contextmanager
+    def told(self, cancel: Cancellation | None = None) -> Iterator[None]:
+        """Say in one sentence what onnxruntime raises, where it runs a model and where it copies to and from a device.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not raised_by_onnxruntime(error):
+                raise
+            self.check_open()
+            if cancel is not None and cancel.asked:
+                raise CancelledError("The run was cancelled.") from None
+            raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: "
+                                 f"{one_line(error)} If that goes on, open the model again.") from None
 
     def _run(self, session: Any, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
-        def asked() -> bool:
-            return cancel is not None and cancel.asked
-
-        try:
-            self._caller.run(session, binding, lambda: self._closed or asked(), graph)
-        except Exception as error:  # pybind's own classes, and RuntimeError
-            self.check_open()
-            if asked():
-                raise CancelledError("The run was cancelled.") from None
-            said = " ".join(str(error).split())[:300]
-            raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, and the request ends here: {said} If "
-                                 "that goes on, open the model again.") from None
+        self._caller.run(session, binding, lambda: self._closed or (cancel is not None and cancel.asked), graph)
 
     def terminate(self) -> None:
         """End a run of another thread, and refuse all that follow."""

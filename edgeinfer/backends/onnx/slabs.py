@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from edgeinfer.errors import EdgeInferError
+
 from .copying import FROM, TO
-from .devices import Provider
+from .devices import Provider, one_line, raised_by_onnxruntime
 from .flavour import Heads
 
 FLOATS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32}
@@ -68,7 +70,14 @@ class Slabs:
             return zeros
         import onnxruntime
 
-        return onnxruntime.OrtValue.ortvalue_from_numpy(zeros, self.memory, 0)
+        try:
+            return onnxruntime.OrtValue.ortvalue_from_numpy(zeros, self.memory, 0)
+        except Exception as error:
+            if not raised_by_onnxruntime(error):
+                raise
+            raise EdgeInferError(f"onnxruntime cannot take {zeros.nbytes} bytes of {self.memory}'s memory for a part "
+                                 f"of the KV cache: {one_line(error)} Lower --ctx or --samples, or see who else holds "
+                                 "memory there.") from None
 
     def _address(self, number: int, block: int) -> int:
         """Where a block begins in the slab of this number."""

@@ -13,6 +13,12 @@ from .flavour import ON_CPU
 from .sessions import Sessions
 
 
+def step_outputs(vocab_size: int) -> dict[str, tuple[int, type[Any]]]:
+    """What a step gives for each sequence: length of a row and its type, by name."""
+    best = min(BEST, vocab_size)
+    return {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
+
+
 class Step:
     """One token of each of several sequences.
 
@@ -25,25 +31,22 @@ class Step:
     ----------
     sessions : Sessions
     inputs : mapping of str to array
-        All inputs but those of the KV cache, with the sizes of every step; one row of logits for each of `output_rows`.
-    vocab_size : int
+        All inputs but those of the KV cache, with the sizes of every step.
+    outputs : mapping of str to onnxruntime.OrtValue
+        Where what `step_outputs` names goes, with a row for each of `output_rows`: what was read of one step, another
+        may overwrite.
     graph : int
         A number of its own, from 1 on.
     """
 
-    def __init__(self, sessions: Sessions, inputs: Mapping[str, NDArray[Any]], vocab_size: int, graph: int):
+    def __init__(self, sessions: Sessions, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, Any], graph: int):
         from onnxruntime import OrtValue
 
         memory = sessions.provider.memory
-        self.graph = graph
+        self.graph, self._outputs = graph, outputs
         self.binding = sessions.model.io_binding()
         self._inputs = {name: OrtValue.ortvalue_from_numpy(values, "cpu" if name in ON_CPU else memory, 0)
                         for name, values in inputs.items()}
-        rows = len(inputs["output_rows"])
-        best = min(BEST, vocab_size)
-        kinds = {"logits": (vocab_size, np.float32), "top_logits": (best, np.float32), "top_ids": (best, np.int64)}
-        self._outputs = {name: OrtValue.ortvalue_from_shape_and_type([rows, width], kind, memory, 0)
-                         for name, (width, kind) in kinds.items()}
         for name, value in self._inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         for name, value in self._outputs.items():

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import edgeinfer
 from edgeinfer.bundle import Bundle
 from edgeinfer.cache import cache_root, make_directories
 from edgeinfer.errors import DestinationError
@@ -19,10 +20,11 @@ from .copying import copy_proto
 from .data import Progress
 from .export import export
 from .flavour import Flavour
-from .model import PREFIX
 
 KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
 """Folder of the cache; files of a model, of which the last says what the others are like."""
+MADE_BY = ("backends/onnx", "graph", "quant")
+"""Folders of the package from which it follows what a bundle becomes."""
 
 
 def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Progress | None = None) -> Path:
@@ -95,13 +97,14 @@ def _states(folder: Path) -> str:
 
 
 def _key(bundle: Bundle, flavour: Flavour) -> str:
-    return hashlib.sha256(repr((bundle.identity, flavour, PREFIX, _lowering())).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((bundle.identity, flavour, lowering_sources())).encode()).hexdigest()[:16]
 
 
 @cache
-def _lowering() -> str:
-    """Checksum of what makes models here: another version makes others."""
+def lowering_sources() -> str:
+    """Return the checksum of what makes models here: another version makes others."""
     own: Any = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        own.update(path.read_bytes())
+    for folder in MADE_BY:
+        for path in sorted((Path(edgeinfer.__file__).parent / folder).rglob("*.py")):
+            own.update(path.read_bytes())
     return str(own.hexdigest())
