@@ -48,15 +48,17 @@ def sentencepiece_model(metadata: Mapping[str, Any], vocabulary: Vocabulary, uni
 def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, dict[str, Any]]:
     """Return the tokens that are cut out of a text before SentencePiece sees it, as tokenizer_config.json has them.
 
+    Control tokens are, without being named here; the unknown one is where special tokens of a text count as such.
+
     User-defined pieces are known to SentencePiece too; but where a text begins with a space of the tokenizer's own, so
     does what stands behind such a token, and that only a cut does.
     """
+    unknown = vocabulary.named["unk"]
+    added: dict[str, dict[str, Any]] = {str(unknown): {"content": vocabulary.tokens[unknown], "special": True}}
     if not flag(metadata, "add_space_prefix", True, vocabulary.source):
-        return {}
-    added: dict[str, dict[str, Any]] = {
-        str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)}
-    names = (metadata.get("general.architecture"), str(metadata.get("general.name", "")).lower()[:4])
-    if "phi3" in names or "phi-" in names:  # its templates put line breaks behind its tokens, which it never saw
+        return added
+    added |= {str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)}
+    if metadata.get("general.architecture") == "phi3":  # its templates put line breaks behind its tokens, which it never saw
         kept = {vocabulary.text("unk"), vocabulary.text("bos"), "<|endoftext|>"}
         for i, text in vocabulary.of_type(CONTROL, USER_DEFINED):
             added[str(i)] = {"content": text, "special": vocabulary.types[i] == CONTROL, "rstrip": text not in kept}

@@ -18,7 +18,7 @@ from .gguf_vocabulary import PREFIX, Vocabulary, damaged, flag, read_vocabulary
 from .gguf_words import words_of
 
 MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
-"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Gemma 4's, WordPiece, SentencePiece's Unigram."""
+"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Gemma 4's, WordPiece, and Unigram."""
 _TEMPLATE = "tokenizer.chat_template"
 _NO_PRE = "{source} does not say how its text is cut into words (tokenizer.ggml.pre); llama.cpp's default is taken."
 
@@ -75,8 +75,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokeniz
         files = {"tokenizer.json": bpe_json(metadata, vocabulary, words, add_bos, add_eos)}
     settings: dict[str, Any] = {f"{role}_token": vocabulary.text(role) for role in vocabulary.named}
     settings |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
-    if "tokenizer.model" in files and (added := added_tokens(metadata, vocabulary)):
-        settings["added_tokens_decoder"] = added
+    if "tokenizer.model" in files:
+        settings["added_tokens_decoder"] = added_tokens(metadata, vocabulary)
     if template := _chat_template(metadata, source):
         settings["chat_template"] = template
     bos = vocabulary.named.get("bos")

@@ -15,9 +15,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids", "fim_pad_token_id", "fim_rep_token_id",
             "fim_sep_token_id")
 END_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> "
-    "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[ "
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split())
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
+    "[e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
+    "<|file_sep|>".split())
 """Texts of tokens that end a text or a turn in some family, whatever their type is, as llama.cpp has them: files name
 one or two ids, and their models have learnt to end with others too."""
 _NAMED = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "sep": "seperator_token_id",
@@ -28,7 +29,7 @@ _PRESUMED: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unk": 0}, "t5": {"eos": 1, "unk": 2, "pad": 0},
     "bert": {"cls": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103},
 }
-"""Ids that llama.cpp presumes by tokenizer.ggml.model where a file does not say; here only of tokens that are no text."""
+"""Ids that llama.cpp presumes by tokenizer.ggml.model where a file does not say; here only for tokens without text."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ def _named(metadata: Mapping[str, Any], model: str, types: list[int], source: st
     named, untyped = {}, PREFIX + "token_type" not in metadata
     for role, key in _NAMED.items():
         presumed = _PRESUMED.get(model, {}).get(role, -1)
-        if PREFIX + key in metadata:
-            named[role] = -1 if metadata[PREFIX + key] in _NONE else _id(metadata[PREFIX + key], key, len(types), source)
+        value = metadata.get(PREFIX + key)
+        if value is not None:
+            named[role] = -1 if value in _NONE else _id(value, key, len(types), source)
         elif 0 <= presumed < len(types) and (types[presumed] in (CONTROL, UNKNOWN) or untyped):
             named[role] = presumed
     if model == "bert":  # a text begins with [CLS] whichever of the two keys a converter wrote
@@ -173,7 +175,7 @@ def _end_ids(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], ids: Mapping[str, int], source: str
 ) -> list[int]:
     found = {ids[text] for text in END_TEXTS if text in ids}
-    if "</s>" in ids and types[ids["</s>"]] == CONTROL:
+    if "</s>" in ids and types[ids["</s>"]] in (CONTROL, USER_DEFINED):  # else it is text, as in HTML
         found.add(ids["</s>"])
     texts = {tokens[i] for i in found}
     if {"<|return|>", "<|call|>"} <= texts or {"<|flush|>", "<|calls|>"} <= texts:

@@ -84,14 +84,14 @@ _NUMBERS = r"\d{1,3}(?=(?:\d{3})*\b)"
 _DEEPSEEK_SIGNS = "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
 _ASIAN = "[一-龥\u0800-一가-\ud7ff]+"
 _CASED_LETTERS = (  # of the alphabets that DeepSeek's first models knew, in hexadecimal
-    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 3a3-3f5 "
-    "3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 "
-    "1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc "
-    "1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d "
-    "212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d a680-a69b "
-    "a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb "
-    "10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943")
-_DEEPSEEK_LETTERS = r"\s?[" + re.sub("[0-9a-f]+", lambda found: chr(int(found[0], 16)), _CASED_LETTERS).replace(" ", "") + "]+"
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 "
+    "3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 "
+    "1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe "
+    "1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 "
+    "2126 2128 212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3 "
+    "a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a "
+    "10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943")
+_DEEPSEEK_LETTERS = rf"\s?[{re.sub('[0-9a-f]+', lambda code: chr(int(code[0], 16)), _CASED_LETTERS).replace(' ', '')}]+"
 _CHAMELEON = ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
               r"[\p{P}!-/:-@\[-`{-~]")
 
@@ -112,7 +112,7 @@ _FAMILIES: tuple[tuple[str, Words], ...] = (
      Words((r"\p{N}{1,3}", _CJK, _deepseek(_joined(r"[\r\n]*", _LINES))))),
     ("tekken", Words((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", Words((_cased(r"\p{N}{1,3}", _ENDINGS + "?"),))),
-    ("tiny_aya cohere2moe", Words((_NUMBERS, _cased(r"\p{N}", _ENDINGS + "?")))),
+    ("tiny_aya cohere2moe", Words((_NUMBERS, _cased(r"\p{N}{1,3}", _ENDINGS + "?")))),
     ("bloom poro-chat gpt3-finnish", Words((_BLOOM,))),
     ("viking", Words((_BLOOM, r"\p{N}"))),
     ("bailingmoe bailingmoe2 llada-moe", Words((_BAILING,))),
