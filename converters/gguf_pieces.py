@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, damaged, flag, items, scores_of
 
@@ -58,14 +59,14 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
     if not flag(metadata, "add_space_prefix", True, vocabulary.source):
         return added
     added |= {str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)}
-    if metadata.get("general.architecture") == "phi3":  # its templates put line breaks behind its tokens, which it never saw
+    if metadata.get("general.architecture") == "phi3":  # its templates break lines behind tokens, and it never saw that
         kept = {vocabulary.text("unk"), vocabulary.text("bos"), "<|endoftext|>"}
         for i, text in vocabulary.of_type(CONTROL, USER_DEFINED):
             added[str(i)] = {"content": text, "special": vocabulary.types[i] == CONTROL, "rstrip": text not in kept}
     return added
 
 
-def _pieces(vocabulary: Vocabulary, scores: np.ndarray) -> Iterator[bytes]:
+def _pieces(vocabulary: Vocabulary, scores: NDArray[np.float32]) -> Iterator[bytes]:
     """Yield the stored pieces; a user-defined one keeps its spaces as marks, as texts have them there."""
     stored, unknown = scores.tobytes(), vocabulary.named["unk"]
     kinds = [bytes((0x18, kind)) for kind in range(7)]
@@ -100,15 +101,20 @@ def _charsmap(metadata: Mapping[str, Any], source: str) -> bytes:
     except (TypeError, ValueError, OverflowError):
         raise damaged(source, "its table of replacements (precompiled_charsmap) is no array of bytes") from None
     length = int.from_bytes(data[:4], "little")
-    units, texts = np.frombuffer(data[4 : 4 + length - length % 4], "<u4").astype(np.int64), data[4 + length :]
-    at = np.arange(units.size)
-    base = at ^ ((units >> 10) << ((units & (1 << 9)) >> 6))
-    inner = (units & _LEAF) == 0
-    begin = units[base[inner & ((units & _HAS_LEAF) != 0)] % max(units.size, 1)] & (_LEAF - 1)
-    if not length or length % 4 or not texts.endswith(b"\0") or (base[inner] | 0xFF).max(initial=0) >= units.size or (
-            begin.max(initial=0) >= len(texts)):
+    if not 0 < length < len(data) - 4 or length % 4 or data[-1] or not _inside(
+            np.frombuffer(data, "<u4", length // 4, 4).astype(np.int64), len(data) - 4 - length):
         raise damaged(source, "its table of replacements (precompiled_charsmap) points outside of itself")
     return data
+
+
+def _inside(units: NDArray[np.int64], n_texts: int) -> bool:
+    """Whether no unit of a double array has children outside of it, and no leaf a text outside of the texts."""
+    base = np.arange(units.size) ^ ((units >> 10) << ((units & (1 << 9)) >> 6))
+    inner = (units & _LEAF) == 0
+    if (base[inner] | 0xFF).max(initial=0) >= units.size:
+        return False
+    leaves = units[base[inner & ((units & _HAS_LEAF) != 0)]]
+    return bool((leaves & (_LEAF - 1)).max(initial=0) < n_texts)
 
 
 def _varint(value: int) -> bytes:
