@@ -68,11 +68,7 @@ def _document(
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None,
         "post_processor": _template(vocabulary, front, back), "decoder": decoder, "model": model}
-    try:
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError as error:
-        raise damaged(vocabulary.source, f"a token holds half of a surrogate pair ({error.object[error.start]!r})"
-                      ) from None
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _template(vocabulary: Vocabulary, front: list[int], back: list[int]) -> dict[str, Any] | None:
@@ -91,19 +87,32 @@ def _template(vocabulary: Vocabulary, front: list[int], back: list[int]) -> dict
             "pair": [*before, texts[0], *behind, texts[1], *behind], "special_tokens": around}
 
 
-def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], source: str) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], source: str) -> list[str] | list[tuple[str, str]]:
+    """Return the merges as lines of two pieces, or as pairs where lines would not tell the pieces apart."""
     lines = items(metadata, "merges", source)
     if lines is None:
         raise TokenizerError(f"{source} has a BPE vocabulary without merges ({PREFIX}merges), which say how its pieces "
                              "are made; take a file that a newer converter wrote.")
-    merges = []
-    for rank, line in enumerate(lines):
-        at = line.find(" ", 1) if isinstance(line, str) else -1
-        if at < 0:
-            raise damaged(source, f"merge {rank} is {line!r:.60}, which is no pair of pieces")
-        left, right = line[:at], line[at + 1 :]
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            missing = next(piece for piece in (left, right, left + right) if piece not in vocab)
-            raise damaged(source, f"merge {rank} ({line!r:.60}) needs the piece {missing!r:.60}, which is no token")
-        merges.append((left, right))
-    return merges
+    return lines if _are_lines(lines, vocab) else [_pair(line, rank, vocab, source) for rank, line in enumerate(lines)]
+
+
+def _are_lines(lines: list[Any], vocab: Mapping[str, int]) -> bool:
+    """Whether each is two tokens that make a third, with the only space between; there are some 300,000."""
+    for line in lines:
+        if type(line) is not str or line.startswith("#version"):  # which begins a file of merges: passed over there
+            return False
+        left, _, right = line.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab or " " in right:
+            return False
+    return True
+
+
+def _pair(line: Any, rank: int, vocab: Mapping[str, int], source: str) -> tuple[str, str]:
+    at = line.find(" ", 1) if isinstance(line, str) else -1
+    if at < 0:
+        raise damaged(source, f"merge {rank} is {line!r:.60}, which is no pair of pieces")
+    left, right = line[:at], line[at + 1 :]
+    missing = next((piece for piece in (left, right, left + right) if piece not in vocab), None)
+    if missing is not None:
+        raise damaged(source, f"merge {rank} ({line!r:.60}) needs the piece {missing!r:.60}, which is no token")
+    return left, right

@@ -31,7 +31,7 @@ def sentencepiece_model(metadata: Mapping[str, Any], vocabulary: Vocabulary, uni
     source, named = vocabulary.source, vocabulary.named
     if "unk" not in named:
         raise damaged(source, "it has no token for what is unknown")
-    scores = np.asarray(scores_of(metadata, len(vocabulary.tokens), source), "<f4")
+    scores = scores_of(metadata, len(vocabulary.tokens), source)
     byte_fallback = _byte_fallback(vocabulary)
     trainer = _number(_MODEL_TYPE, _UNIGRAM if unigram else _BPE) + _number(_VOCAB_SIZE, len(vocabulary.tokens))
     trainer += _number(_BYTE_FALLBACK, int(byte_fallback))
@@ -71,7 +71,7 @@ def _pieces(vocabulary: Vocabulary, scores: NDArray[np.float32]) -> Iterator[byt
     stored, unknown = scores.tobytes(), vocabulary.named["unk"]
     kinds = [bytes((0x18, kind)) for kind in range(7)]
     for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        data = text.replace(" ", "\u2581").encode() if kind == USER_DEFINED else text.encode("utf-8", "replace")
+        data = text.replace(" ", "\u2581").encode() if kind == USER_DEFINED else text.encode()
         body = b"\x0a" + _varint(len(data)) + data + b"\x15" + stored[4 * i : 4 * i + 4]
         body += kinds[UNKNOWN if i == unknown else kind]
         yield b"\x0a" + _varint(len(body)) + body

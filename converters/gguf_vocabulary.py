@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import TokenizerError
@@ -93,7 +96,7 @@ def items(metadata: Mapping[str, Any], key: str, source: str) -> list[Any] | Non
 def flag(metadata: Mapping[str, Any], key: str, presumed: bool, source: str) -> bool:
     """Return the truth value under a key."""
     value = metadata.get(PREFIX + key, presumed)
-    if value not in (True, False):
+    if not isinstance(value, Hashable) or value not in (True, False):
         raise damaged(source, f"{PREFIX}{key} is {value!r:.60} instead of true or false")
     return bool(value)
 
@@ -103,17 +106,21 @@ def damaged(source: str, why: str) -> TokenizerError:
     return TokenizerError(f"The vocabulary in {source} is damaged: {why}; download the file again.")
 
 
-def scores_of(metadata: Mapping[str, Any], n: int, source: str) -> list[float]:
+def scores_of(metadata: Mapping[str, Any], n: int, source: str) -> NDArray[np.float32]:
     """Return the score of each token, which must be numbers."""
     scores = items(metadata, "scores", source)
     if scores is None:
         raise damaged(source, f"it has no scores ({PREFIX}scores), which say what is merged first")
     if len(scores) != n:
         raise damaged(source, f"it has {n} tokens but {len(scores)} scores")
-    bad = next((i for i, x in enumerate(scores) if not isinstance(x, (int, float)) or not math.isfinite(x)), None)
-    if bad is not None:
+    try:
+        found = np.array(scores, "<f4")
+    except (TypeError, ValueError, OverflowError):
+        raise damaged(source, "its scores are no numbers") from None
+    if not np.isfinite(found).all():
+        bad = int(np.argmin(np.isfinite(found)))
         raise damaged(source, f"the score of token {bad} is {scores[bad]!r:.60}")
-    return scores
+    return found
 
 
 def _texts(metadata: Mapping[str, Any], source: str) -> list[str]:
@@ -121,14 +128,13 @@ def _texts(metadata: Mapping[str, Any], source: str) -> list[str]:
     if not tokens:
         raise damaged(source, f"it has no tokens ({PREFIX}tokens)")
     for i, text in enumerate(tokens):
-        if type(text) is str:
-            continue
         try:
-            tokens[i] = bytes(text).decode() if isinstance(text, (bytes, bytearray)) else None
-        except UnicodeDecodeError:
-            tokens[i] = None
-        if tokens[i] is None:
-            raise damaged(source, f"token {i} is {text!r:.60}, which is no text in UTF-8")
+            if type(text) is not str:
+                tokens[i] = str(text) if isinstance(text, str) else text.decode()
+            elif not text.isascii():
+                text.encode()
+        except (AttributeError, UnicodeError):
+            raise damaged(source, f"token {i} is {text!r:.60}, which is no text in UTF-8") from None
     return tokens
 
 
@@ -150,25 +156,28 @@ def _named(metadata: Mapping[str, Any], model: str, types: list[int], source: st
     named, untyped = {}, PREFIX + "token_type" not in metadata
     for role, key in _NAMED.items():
         presumed = _PRESUMED.get(model, {}).get(role, -1)
-        value = metadata.get(PREFIX + key)
-        if value is not None:
-            named[role] = -1 if value in _NONE else _id(value, key, len(types), source)
+        if metadata.get(PREFIX + key) is not None:
+            named[role] = _id(metadata[PREFIX + key], key, len(types), source)
         elif 0 <= presumed < len(types) and (types[presumed] in (CONTROL, UNKNOWN) or untyped):
             named[role] = presumed
     if model == "bert":  # a text begins with [CLS] whichever of the two keys a converter wrote
         named.setdefault("bos", named.get("cls", -1))
     named = {role: token_id for role, token_id in named.items() if token_id >= 0}
-    if untyped:
-        for token_id in named.values():
+    for token_id in named.values():
+        if untyped or types[token_id] == UNUSED:
             types[token_id] = CONTROL
     return named
 
 
 def _id(value: Any, key: str, n: int, source: str) -> int:
-    """Return a token id that lies inside."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < n:
+    """Return a token id that lies inside, or -1 for none."""
+    try:
+        token_id = index(value)
+    except TypeError:
+        token_id = n
+    if token_id not in _NONE and not 0 <= token_id < n:
         raise damaged(source, f"{PREFIX}{key} is {value!r:.60}, but its ids are 0 to {n - 1}")
-    return int(value)
+    return -1 if token_id in _NONE else token_id
 
 
 def _end_ids(
@@ -185,5 +194,5 @@ def _end_ids(
     for key in END_KEYS:
         value = metadata.get(PREFIX + key)
         many = items(metadata, key, source) if key == "eos_token_ids" else [value]
-        found |= {_id(one, key, len(tokens), source) for one in many or [] if one is not None and one not in _NONE}
-    return sorted(found)
+        found |= {_id(one, key, len(tokens), source) for one in many or [] if one is not None}
+    return sorted(found - {-1})
