@@ -56,9 +56,9 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
     """
     unknown = vocabulary.named["unk"]
     added: dict[str, dict[str, Any]] = {str(unknown): {"content": vocabulary.tokens[unknown], "special": True}}
-    if not flag(metadata, "add_space_prefix", True, vocabulary.source):
-        return added
-    added |= {str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)}
+    cut = flag(metadata, "add_space_prefix", True, vocabulary.source)
+    added |= {str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)
+              if cut or " " in _marked(text, vocabulary)}
     if metadata.get("general.architecture") == "phi3":  # its templates break lines behind tokens, and it never saw that
         kept = {vocabulary.text("unk"), vocabulary.text("bos"), "<|endoftext|>"}
         for i, text in vocabulary.of_type(CONTROL, USER_DEFINED):
@@ -67,14 +67,20 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
 
 
 def _pieces(vocabulary: Vocabulary, scores: NDArray[np.float32]) -> Iterator[bytes]:
-    """Yield the stored pieces; a user-defined one keeps its spaces as marks, as texts have them there."""
+    """Yield the stored pieces."""
     stored, unknown = scores.tobytes(), vocabulary.named["unk"]
     kinds = [bytes((0x18, kind)) for kind in range(7)]
     for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        data = text.replace(" ", "\u2581").encode() if kind == USER_DEFINED else text.encode()
+        data = (_marked(text, vocabulary) if kind == USER_DEFINED else text).encode()
         body = b"\x0a" + _varint(len(data)) + data + b"\x15" + stored[4 * i : 4 * i + 4]
         body += kinds[UNKNOWN if i == unknown else kind]
         yield b"\x0a" + _varint(len(body)) + body
+
+
+def _marked(text: str, vocabulary: Vocabulary) -> str:
+    """Return a user-defined piece with its spaces as marks, as texts have them there, unless that is another piece."""
+    marked = text.replace(" ", "\u2581")
+    return text if marked in vocabulary.ids else marked
 
 
 def _byte_fallback(vocabulary: Vocabulary) -> bool:

@@ -123,6 +123,17 @@ def test_user_defined_pieces_as_sentencepiece_has_them(tmp_path: Path) -> None:
     assert processor.encode("  ") == [3]
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_spaces_that_are_two_tokens(spm: tuple[Any, dict[str, Any]], tmp_path: Path, prefix: bool) -> None:
+    """One that is user-defined, and a piece with marks, which SentencePiece would take for the same."""
+    _, metadata = spm
+    n = len(metadata[P + "tokens"])
+    more = {P + "tokens": [*metadata[P + "tokens"], "\u2581\u2581", "  "], P + "add_space_prefix": prefix,
+            P + "token_type": [*metadata[P + "token_type"], 1, 4], P + "scores": [*metadata[P + "scores"], -9.0, -9.0]}
+    tokenizer = opened(metadata | more, tmp_path)
+    assert tokenizer.encode("a  b").count(n + 1) == 1 and n not in tokenizer.encode("a  b")
+
+
 def test_what_stands_behind_user_defined_tokens_begins_a_text(spm: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     processor, metadata = spm
     n = len(metadata[P + "tokens"])
