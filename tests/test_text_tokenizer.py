@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import shutil
@@ -16,6 +15,7 @@ import pytest
 
 from edgeinfer.errors import EdgeInferError, RequestError, TokenizerError
 from edgeinfer.text import Tokenizer
+from tests.vocabularies import cases, llama3_ranks
 
 TEXTS = [
     "", " ", "  ", "a", " a", "Once upon a time, there was a fox.", "two  spaces\n\nlines\t tab", "日本語のテキスト。",
@@ -70,17 +70,8 @@ def sentencepiece_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cases(inputs: Path, outputs: Path) -> list[tuple[str, list[int]]]:
-    """The cases of llama.cpp's vocabulary tests."""
-    texts = inputs.read_bytes().decode("utf-8").split("\n__ggml_vocab_test__\n")
-    ids = [[int(word) for word in line.split()] for line in outputs.read_text().split("\n")]
-    assert len(texts) <= len(ids) <= len(texts) + 2
-    return list(zip(texts, ids, strict=False))
-
-
 def check_cases(tokenizer: Tokenizer, shared_data: Shared, name: str) -> None:
-    folder = shared_data("tokenizers/gguf-vocab")
-    pairs = cases(folder / f"ggml-vocab-{name}.gguf.inp", folder / f"ggml-vocab-{name}.gguf.out")
+    pairs = cases(shared_data("tokenizers/gguf-vocab"), name)
     assert len(pairs) > 40
     for text, ids in pairs:
         assert tokenizer.encode(text, add_bos=False) == ids, repr(text)
@@ -237,17 +228,8 @@ def test_vocab_and_merges_cases(shared_data: Shared, tmp_path: Path, folder: str
 def test_llama3_cases(shared_data: Shared, tmp_path: Path) -> None:
     from tokenizers import Regex, Tokenizer as Library, decoders, models, pre_tokenizers  # noqa: I001
 
-    lines = shared_data("tokenizers/llama3/tokenizer.model").read_bytes().split(b"\n")
-    ranks = {base64.b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    text = {word: "".join(names[byte] for byte in word) for word in ranks}
-    merges = []
-    for word in sorted(ranks, key=ranks.__getitem__):
-        splits = [(word[:i], word[i:]) for i in range(1, len(word)) if word[:i] in ranks and word[i:] in ranks]
-        merges += [(text[a], text[b]) for a, b in sorted(splits, key=lambda ab: (ranks[ab[0]], ranks[ab[1]]))]
-    library = Library(models.BPE(vocab={text[w]: r for w, r in ranks.items()}, merges=merges, ignore_merges=True))
+    vocab, merges = llama3_ranks(shared_data("tokenizers/llama3/tokenizer.model"))
+    library = Library(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])

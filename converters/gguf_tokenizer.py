@@ -1,0 +1,116 @@
+"""The tokenizer of a GGUF file as the files that a bundle holds: behind a bundle nobody knows of GGUF.
+
+Which names and kinds there are, and what was compared with what, stands in docs/tokenizers.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from edgeinfer.dataclass import dataclass
+from edgeinfer.errors import TokenizerError
+
+from .gguf_fast import bpe_json, wordpiece_json
+from .gguf_pieces import added_tokens, sentencepiece_model
+from .gguf_vocabulary import PREFIX, Vocabulary, damaged, flag, read_vocabulary
+from .gguf_words import words_of
+
+MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
+"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Gemma 4's, WordPiece, and Unigram."""
+_TEMPLATE = "tokenizer.chat_template"
+_NO_PRE = "{source} does not say how its text is cut into words (tokenizer.ggml.pre); llama.cpp's default is taken."
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """What a bundle stores of a GGUF file's tokenizer."""
+
+    files: dict[str, bytes]
+    """Content by file name: tokenizer.json or tokenizer.model, tokenizer_config.json, generation_config.json."""
+    n_tokens: int
+    """Length of the vocabulary; the embedding has as many rows or more."""
+    bos_id: int | None
+    end_ids: tuple[int, ...]
+    """All tokens that end a text or a turn."""
+    remarks: tuple[str, ...]
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokenizer | None:
+    """Return the tokenizer that a GGUF file's metadata hold, None where they hold none.
+
+    Parameters
+    ----------
+    metadata : mapping
+        Values by the keys of GGUF; arrays are lists or NumPy arrays.
+    source : str
+        The file, for messages.
+
+    Raises
+    ------
+    TokenizerError
+        The kind of tokenizer or its pre-tokenizer is not known, or the vocabulary contradicts itself.
+    """
+    model = metadata.get(PREFIX + "model")
+    if model in (None, "none", "no_vocab"):
+        return None
+    if model not in MODELS:
+        raise TokenizerError(f"{source} has a tokenizer of the kind {model!r:.60} (tokenizer.ggml.model), which "
+                             f"edgeinfer does not know; known are {', '.join(MODELS)}.")
+    vocabulary = read_vocabulary(metadata, model, source)
+    remarks: list[str] = []
+    if model in ("llama", "t5"):
+        add_bos, add_eos = _around(metadata, vocabulary, model == "llama", model == "t5", remarks)
+        files = {"tokenizer.model": sentencepiece_model(metadata, vocabulary, model == "t5")}
+    elif model == "bert":
+        add_bos, add_eos = "bos" in vocabulary.named, False
+        files = {"tokenizer.json": wordpiece_json(metadata, vocabulary)}
+    else:
+        name = metadata.get(PREFIX + "pre") or ""
+        if not name and model == "gpt2":
+            remarks.append(_NO_PRE.format(source=source))
+        words = words_of("gemma4" if model == "gemma4" else str(name or "default"), source)
+        add_bos, add_eos = _around(metadata, vocabulary, words.add_bos, False, remarks, always=not words.byte_level)
+        files = {"tokenizer.json": bpe_json(metadata, vocabulary, words, add_bos, add_eos)}
+    settings: dict[str, Any] = {f"{role}_token": vocabulary.text(role) for role in vocabulary.named}
+    settings |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
+    if "tokenizer.model" in files:
+        settings["added_tokens_decoder"] = added_tokens(metadata, vocabulary)
+    if template := _chat_template(metadata, source):
+        settings["chat_template"] = template
+    bos = vocabulary.named.get("bos")
+    ends = {"eos_token_id": list(vocabulary.end_ids), **({} if bos is None else {"bos_token_id": bos})}
+    files |= {"tokenizer_config.json": _json(settings), "generation_config.json": _json(ends)}
+    return GgufTokenizer(files, len(vocabulary.tokens), bos, vocabulary.end_ids, tuple(remarks))
+
+
+def _around(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary, bos: bool, eos: bool, remarks: list[str], always: bool = False
+) -> tuple[bool, bool]:
+    """Return whether the beginning-of-text and the end-of-text token stand around a text; `bos`, `eos`: presumed so."""
+    found = []
+    for role, presumed in (("bos", bos), ("eos", eos)):
+        wanted = flag(metadata, f"add_{role}_token", presumed, vocabulary.source) or (always and role == "bos")
+        if wanted and role not in vocabulary.named and PREFIX + f"add_{role}_token" in metadata:
+            remarks.append(f"{vocabulary.source} wants its {role} token added to texts but names none; none is added.")
+        found.append(wanted and role in vocabulary.named)
+    return found[0], found[1]
+
+
+def _chat_template(metadata: Mapping[str, Any], source: str) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or all of them with their names where there are several."""
+    named = {key.removeprefix(_TEMPLATE + "."): text for key, text in metadata.items()
+             if key.startswith(_TEMPLATE + ".")}
+    default = metadata.get(_TEMPLATE)
+    for name, text in (*named.items(), ("default", default)):
+        if not isinstance(text, str) and (text is not None or name != "default"):
+            raise damaged(source, f"its chat template {name!r:.60} is a {type(text).__name__} instead of text")
+    if not named:
+        return default or None
+    named |= {"default": default} if default else {}
+    return [{"name": name, "template": text} for name, text in named.items()]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode()
