@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from .errors import EdgeInferError
+
 reports_json = False
 """Whether the command's answer, and so its failure, is an object on standard output."""
 
@@ -14,6 +16,13 @@ def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, where there is one."""
     if sys.stderr is not None:  # print would take standard output instead
         print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
+
+
+def check_process(opened: int) -> None:
+    """Raise `EdgeInferError` in a process other than that with this id, which opened a model and was forked."""
+    if opened != os.getpid():
+        raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
+                             "inherited; open the model again in this process.")
 
 
 _RUN = ("import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, fill
-from tests.kernel_bench import ISAS
+from tests.kernel_bench import ISAS, function
 from tests.test_kernels_attention import GROUPS, KV, Sequence, walk
 from tests.test_kernels_holes import PATTERNS, Holed
 from tests.test_kernels_scores import Scored
@@ -133,6 +133,23 @@ def test_a_number_is_met_among_close_and_negative_scores() -> None:
         for most in (1, 2, 100, 511):
             for isa in ISAS:
                 layer.select(isa, 1, most=most)
+
+
+@pytest.mark.parametrize("most", [3, 256])
+def test_scores_that_are_nan_choose_no_block_that_is_not_there(most: int) -> None:
+    """What is chosen then means nothing; below LOWEST, blocks behind the context would be read."""
+    layer = Selected("f32", (2, 1, 16), [Sequence(256, 1)])
+    for isa in ISAS:
+        layer.store(isa)
+        layer.bench.array(layer.places[0], np.float32, (16,))[:] = np.nan
+        layer.bench.counts[abi.COUNT_DECODED] = 1
+        parameters = layer.parameters()
+        parameters[ATTENTION.rows], parameters[ATTENTION.most] = abi.COUNT_DECODED, most
+        record = layer.bench._record(layer.places, parameters, layer.attention_flags)
+        for name in ("scores_f32", "select"):
+            layer.bench._call(function(isa, f"attention_{name}"), record, layer.bench._ctx(), 1)
+        choice = layer.places[5] + layer.splits * (1024 + 64 + 8)
+        assert layer.bench.array(choice, np.float32, (1,))[0] > -1e30
 
 
 class HoledSelection(Holed, Selected):

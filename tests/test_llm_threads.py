@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -176,6 +177,43 @@ def test_closing_ends_the_threads_and_gives_memory_back(tmp_path: Path) -> None:
             llm.complete([7, 8, 9], max_tokens=2, ignore_eos=True)
     if peak is not None:
         assert (peak_rss_bytes() or 0) - peak < llm.plan.region("kv").bytes  # not one pool was left behind
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from edgeinfer import EdgeInferError, LLM
+with LLM("demo", ctx=256, threads=1, device=sys.argv[1]) as llm:
+    stop = threading.Event()
+    def requests():
+        while not stop.is_set():
+            llm.generate("Once upon a time", max_tokens=100, ignore_eos=True)
+    thread = threading.Thread(target=requests)
+    thread.start()
+    time.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            llm.generate("Once", max_tokens=2)
+        except EdgeInferError as error:
+            llm.close()
+            os._exit(0 if "was forked" in str(error) else 3)
+        os._exit(4)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    stop.set()
+    thread.join()
+    sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("device", ["cpu", "onnx-cpu"])
+def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None:
+    """Another thread has its turn when the process forks: neither a request nor closing waits for that."""
+    if device != "cpu":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    run = subprocess.run([sys.executable, "-c", FORKED, device], timeout=60, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_thousand_late_cancels_end_nothing() -> None:

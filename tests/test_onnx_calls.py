@@ -173,6 +173,24 @@ def test_a_handler_that_closes_the_model_ends_the_walk(opened: OnnxRunner, monke
         opened.prefill(opened.new_sequence(), BEFORE)
 
 
+@pytest.mark.parametrize("n", [9, 1])
+def test_a_handler_that_closes_the_model_behind_a_call(n: int, opened: OnnxRunner,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its logits are read: those of several tokens have gone, those of a step are there or have gone."""
+    run = opened.sessions._caller.run
+
+    def closing(*given: Any) -> None:
+        run(*given)
+        opened.close()
+
+    monkeypatch.setattr(opened.sessions._caller, "run", closing)
+    try:
+        assert opened.prefill(opened.new_sequence(), BEFORE[:n]).shape == (WIDE.vocab_size,)
+        assert n == 1
+    except ClosedError as error:
+        assert "The model was closed" in str(error)
+
+
 def test_the_thread_ends_with_a_runner_that_nobody_closed(path: Path) -> None:
     with running(path, "onnx-cpu", ctx=64) as runner:
         assert isinstance(runner, OnnxRunner)

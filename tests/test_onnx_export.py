@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edgeinfer.backends import Flavour, export, verify_export
+from edgeinfer.backends import Flavour, export, is_export, verify_export
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
@@ -70,6 +70,13 @@ def test_data_are_aligned_described_and_no_larger_than_they_must_be(bundle: Bund
             assert tensor.data_type == onnx.TensorProto.INT64 and tensor.dims[0] <= 4
     assert end == data_of(model).stat().st_size
     assert model.stat().st_size < 40_000
+
+
+def test_a_bundle_whose_name_ends_like_an_exports_is_a_bundle(bundle: Bundle, tmp_path: Path) -> None:
+    named = tmp_path / "named.onnx"
+    shutil.copytree(bundle.path, named)
+    assert not is_export(named)
+    assert is_export(tmp_path / "absent.onnx")
 
 
 def test_it_opens_from_another_directory(bundle: Bundle, model: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ClosedError, RequestError
+from ..process import check_process
 from .completion import Completion
 from .generation import Generation
 
@@ -28,6 +29,7 @@ class RequestQueue:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.closed = False
+        self._process = os.getpid()
         self._turn = threading.Lock()  # taken by a request from its first step to its end
         self.step = threading.RLock()  # held by whoever touches the runner
         self._owner: int | None = None
@@ -35,9 +37,10 @@ class RequestQueue:
         self._kept: Sequence | None = None
 
     def check_open(self) -> None:
-        """Raise `ClosedError` once the queue is closed."""
+        """Raise `ClosedError` once the queue is closed, and `EdgeInferError` in a process that was forked."""
         if self.closed:
             raise ClosedError("The model was closed; open it again.")
+        check_process(self._process)
 
     def cancel(self) -> None:
         """End the running request, if there is one; from any thread or a signal handler."""
@@ -49,6 +52,9 @@ class RequestQueue:
         """End the running request and close the runner; requests that wait raise `ClosedError`."""
         self.closed = True
         self.cancel()
+        if self._process != os.getpid():  # forked: whoever is in a step is not here
+            self.runner.close()
+            return
         with self.step:  # a step that runs in another thread has ended
             if self._active is not None:
                 self._active.end()
@@ -70,6 +76,7 @@ class RequestQueue:
                 "A stream of this model is still open in this thread; read it to its end or close it before the next "
                 "request."
             )
+        self.check_open()
         self._turn.acquire()
         if self.closed:
             self._turn.release()

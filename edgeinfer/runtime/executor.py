@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError, KernelError, UsageError
 from edgeinfer.kernels import Kernels, abi
+from edgeinfer.process import check_process
 from edgeinfer.runner import Cancellation
 
 from .pace import Pace
@@ -137,9 +138,7 @@ class Executor:
         EdgeInferError
             If data that a record waits for did not come.
         """
-        if self._process != os.getpid():
-            raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
-                                 "inherited; open the model again in this process.")
+        check_process(self._process)
         with self.pool.turn:
             if not self.ended(cancel):
                 words, stop = self.pool.words, len(self.program.records) if stop is None else stop

@@ -169,7 +169,7 @@ def attention_select(rec, ctx, tid, n_threads):
         low, m, total = first_visible(rec, high), never, splat_f32(0.0)
         begin, end = low >> SPLIT_SHIFT, (high >> SPLIT_SHIFT) + 1
         for split in range(begin, end):
-            m = max_f32(m, load_f32(split_sums(rec, row, split)))
+            m = max_f32(load_f32(split_sums(rec, row, split)), m)  # stays where that is NaN
         for split in range(begin, end):
             sums = split_sums(rec, row, split)
             share = exp_below(splat_f32(load_f32(sums)) - splat_f32(m))

@@ -126,6 +126,7 @@ class OnnxRunner(Runner):
         self._admit(segments)
         with self._turn:
             self.sessions.check_open()
+            logits = self._logits
             try:
                 for segment in segments:
                     self.kv.extend(segment.sequence, len(segment.ids))
@@ -134,14 +135,19 @@ class OnnxRunner(Runner):
                 for segment in segments:
                     segment.sequence.tokens.extend(segment.ids)
                     segment.sequence.cut = False
+            except Exception:  # of any kind where a signal handler closed the model between two of these lines
+                self.sessions.check_open()
+                raise
             finally:  # a walk that failed leaves room behind the last token
                 for segment in segments:
                     self.kv.trim(segment.sequence)
-            return self._logits[: sum(len(segment.outputs) for segment in segments)]
+            return logits[: sum(len(segment.outputs) for segment in segments)]
 
     def close(self) -> None:
         """End a walk that runs and let go of all memory; callable twice, and from any thread."""
         self.sessions.terminate()
+        if self.sessions.forked:  # whoever holds the turn is not here
+            return
         with self._turn:
             self._calls.close()
             self.sessions.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
+from edgeinfer.process import check_process
 from edgeinfer.runner import Cancellation
 
 from .caller import NO_GRAPH, Caller
@@ -34,13 +35,16 @@ class Sessions:
         self._copies: Any = provider.open(str(folder / COPY), 1)
         self._caller = Caller(provider)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that opened the models."""
+        return self._process != os.getpid()
+
     def check_open(self) -> None:
         """Raise `ClosedError`, or what stands for it in a process that was forked."""
         if self._closed:
             raise ClosedError("The model was closed; open it again.")
-        if self._process != os.getpid():
-            raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
-                                 "inherited; open the model again in this process.")
+        check_process(self._process)
 
     def run(self, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
         """Run the model, until `cancel` is asked for; raises whatever onnxruntime does, see `told`."""
