@@ -31,7 +31,7 @@ STOP_SECONDS = 10.0
 
 
 def convert_apart(
-    source: str | Path, destination: Path, weights: str, group_size: int, *, hub: bool = False,
+    source: str | Path, destination: Path, weights: str | None, group_size: int | None, *, hub: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Convert a checkpoint as `convert` does, over a bundle that is there; `hub`: `source` is an id, fetched first.

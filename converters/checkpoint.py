@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle import Quantisation
+from edgeinfer.config import GROUP_SIZES
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Graph, ModelConfig, Source, Weight, read_config
+from edgeinfer.graph import Graph, ModelConfig, Source, TypeOf, Weight, build_graph, read_config, requested_types
+from edgeinfer.quant import WeightType
 from edgeinfer.text import FOLDER
 
 from .folder import checkpoint_file
-from .gguf_header import gguf_refusal, is_gguf
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
 from .uses import Use, check_uses
@@ -33,8 +36,31 @@ TRAVELLING = re.compile(
 TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
 """Further chat templates, in a folder; the names of those that a bundle takes along."""
 HEAD = "lm_head.weight"
+WEIGHTS = "q4"
+"""Type of the matrices where nothing is asked for."""
 COMPARED = 1 << 20
 """Elements of two tensors that are compared at a time."""
+
+
+def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group_size: int) -> Quantisation:
+    """The request as the bundle's header states it."""
+    embedding, head = (type_of(Weight(kind, (1, 1), kind)).dtype for kind in ("embedding", "head"))
+    return Quantisation(weights, group_size, embedding, head)
+
+
+class TensorFile(Protocol):
+    """A file with tensors, of whichever format."""
+
+    path: Path
+    tensors: dict[str, SourceTensor]
+    aliases: dict[str, str]
+    """Further names of its tensors."""
+
+    def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
+        """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 @dataclass
@@ -43,10 +69,12 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    files: dict[str, SafetensorsFile]
-    """The safetensors file of each stored tensor, by the tensor's name."""
+    files: dict[str, TensorFile]
+    """The file of each stored tensor, by the tensor's name."""
     aliases: dict[str, str]
     """Further names of stored tensors."""
+    says: ClassVar[str] = CONFIG_FILE
+    """What of the checkpoint says how large its tensors are."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -62,8 +90,6 @@ class Checkpoint:
         path = Path(path)
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
-        if path.is_file() and is_gguf(path):
-            raise CheckpointError(gguf_refusal(path))
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
         config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
@@ -108,6 +134,46 @@ class Checkpoint:
                   if TEMPLATE.fullmatch(p.name) and not p.is_dir()}
         return {name: path for name, where in sorted(names.items()) if (path := checkpoint_file(self.path, where))}
 
+    @property
+    def label(self) -> str:
+        """What a bundle says it was made of, for people."""
+        return self.path.resolve().name
+
+    @property
+    def made_files(self) -> dict[str, bytes]:
+        """Further files of the bundle that no file of the checkpoint is; their content by name."""
+        return {}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences for whoever converts it."""
+        return ()
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Tensors that are no weights."""
+        return frozenset()
+
+    def file_types(self, weight: Weight) -> tuple[str, ...]:
+        """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""
+        return ()
+
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
+              ) -> Iterator[NDArray[np.uint8]] | None:
+        """The stored bytes of a weight that needs no calculation; None where values must be read."""
+        return None
+
+    def graph(self, type_of: TypeOf) -> Graph:
+        """The forward pass, its weights' sources by the checkpoint's names."""
+        return build_graph(self.config, type_of)
+
+    def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
+                ffn_layout: str) -> tuple[TypeOf, Quantisation]:
+        """How weights are stored, by request, and what the bundle's header says of it."""
+        weights, group_size = weights or WEIGHTS, GROUP_SIZES[0] if group_size is None else group_size
+        type_of = requested_types(weights, group_size, embedding, head, ffn_layout)
+        return type_of, quantisation_of(type_of, weights, group_size)
+
     def check(self, graph: Graph) -> list[str]:
         """Compare the tensors with what the graph needs.
 
@@ -132,7 +198,7 @@ class Checkpoint:
         for name, found in uses.items():
             check_uses(found, self.files[self.stored(name)].path, self.config.model_type)
         remarks = []
-        for name in sorted(set(self.files) - set(map(self.stored, uses))):
+        for name in sorted(set(self.files) - set(map(self.stored, uses)) - self.ignored):
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the config says
                 continue
             if name == HEAD and self.config.tie_word_embeddings:
@@ -142,7 +208,7 @@ class Checkpoint:
                 continue
             raise CheckpointError(
                 f"The tensor {name} in {self.files[name].path} belongs to no part of a {self.config.model_type} model; "
-                f"{CONFIG_FILE} and the weights do not fit together."
+                f"{self.says} and the weights do not fit together."
             )
         return remarks
 
@@ -155,18 +221,18 @@ class Checkpoint:
     def _check_shape(self, weight: Weight, source: Source) -> None:
         name, shape = source.name, source.stored
         if self.stored(name) not in self.files:
-            tie = name == HEAD and "; if the head is the embedding, set tie_word_embeddings to true in " + CONFIG_FILE
+            tie = name == HEAD and "; if the head is the embedding, set tie_word_embeddings to true in " + self.says
             raise CheckpointError(f"{self.path} lacks the tensor {name}{self._missing_alias(name) or tie or ''}.")
         have, file = self.tensor(name).shape, self.files[self.stored(name)]
         if have == shape:
             return
         if weight.kind in ("embedding", "head") and len(have) == 2 and have[1] == shape[1]:
             raise CheckpointError(
-                f"{CONFIG_FILE} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; they must "
+                f"{self.says} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; they must "
                 "agree."
             )
         raise CheckpointError(
-            f"The tensor {name} in {file.path} has shape {list(have)}, but {CONFIG_FILE} needs {list(shape)}."
+            f"The tensor {name} in {file.path} has shape {list(have)}, but {self.says} needs {list(shape)}."
         )
 
     def _missing_alias(self, name: str) -> str:
@@ -187,7 +253,7 @@ class Checkpoint:
         return True
 
 
-def open_shards(path: Path) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
+def open_shards(path: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     """Open model.safetensors, or all files that the index names; each tensor's file by name, and further names."""
     if checkpoint_file(path, INDEX_FILE):
         index = shard_index(path)
@@ -198,7 +264,7 @@ def open_shards(path: Path) -> tuple[dict[str, SafetensorsFile], dict[str, str]]
         raise no_weights(path)
     if missing := [name for name in names if checkpoint_file(path, name, anywhere=True) is None]:
         raise CheckpointError(f"{path / INDEX_FILE} names the file {missing[0]}, which is missing; download it again.")
-    files: dict[str, SafetensorsFile] = {}
+    files: dict[str, TensorFile] = {}
     opened: list[SafetensorsFile] = []
     try:
         for name in names:
@@ -220,7 +286,7 @@ def open_shards(path: Path) -> tuple[dict[str, SafetensorsFile], dict[str, str]]
         raise
 
 
-def further_names(files: dict[str, SafetensorsFile]) -> dict[str, str]:
+def further_names(files: dict[str, TensorFile]) -> dict[str, str]:
     """Names that the files' metadata give to stored tensors; one that is stored itself keeps its own elements.
 
     Tensors that share their elements are saved once, and the metadata say which name stands for which

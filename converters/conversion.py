@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import BundleWriter, Quantisation, weights_file_bytes
+from edgeinfer.bundle import BundleWriter, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
-from edgeinfer.graph import Graph, Weight, WeightType, build_graph, requested_types
+from edgeinfer.graph import Graph, Weight, WeightType, requested_types
 from edgeinfer.process import say
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.text import ChatTemplate, Tokenizer
 
+from .assembly import assembled
 from .checkpoint import Checkpoint
+from .gguf_checkpoint import GgufCheckpoint
+from .gguf_file import is_gguf
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
@@ -30,28 +33,30 @@ def convert(
     source: str | Path,
     destination: str | Path,
     *,
-    weights: str = "q4",
-    group_size: int = 32,
+    weights: str | None = None,
+    group_size: int | None = None,
     embedding: str | None = None,
     head: str | None = None,
     ffn_layout: str = "tile16",
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Hugging Face checkpoint directory to a bundle.
+    """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
 
-    Peak memory does not depend on the model's size (60 to 100 MB with the interpreter, by the tokenizer's).
+    Peak memory does not depend on the model's size (60 to 100 MB with the interpreter, by the tokenizer's; a few MB
+    more for each core with a GGUF file).
 
     Parameters
     ----------
     source : str or Path
-        Directory with config.json, safetensors and tokenizer files.
+        Directory with config.json, safetensors and tokenizer files; or a GGUF file, of a split one the first.
     destination : str or Path
         The bundle to make; nothing is left there if the conversion fails or is interrupted.
-    weights : str
-        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`.
-    group_size : int
-        Columns that share one scale (quantised types).
+    weights : str, optional
+        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file each
+        weight as it is, with its codes and scales; a type asks to quantise what is not stored so.
+    group_size : int, optional
+        Columns that share one scale (quantised types); by default 32.
     embedding, head : str, optional
         Type of the embedding and of the output head; by default int8, or as `weights` if that is f16 or f32.
     ffn_layout : {'tile16', 'neuron'}
@@ -77,31 +82,41 @@ def convert(
         For an unknown type or group size.
     """
     began = time.perf_counter()
-    type_of = requested_types(weights, group_size, embedding, head, ffn_layout)
-    with Checkpoint.open(source) as checkpoint:
-        graph = build_graph(checkpoint.config, type_of)
-        remarks = checkpoint.check(graph)
-        files = checkpoint.travelling_files
+    requested_types(weights or "q4", group_size or 32, embedding, head, ffn_layout)  # or it is refused
+    with open_checkpoint(source) as checkpoint:
+        type_of, asked = checkpoint.storage(weights, group_size, embedding, head, ffn_layout)
+        graph = checkpoint.graph(type_of)
+        remarks = [*checkpoint.check(graph), *checkpoint.remarks]
+        files, made = checkpoint.travelling_files, checkpoint.made_files
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []
-        asked = quantisation_of(type_of, weights, group_size)
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
-                          source=Path(source).resolve().name, waiting=_told_once(destination)) as writer:
-            writer.reserve(bundle_bytes(graph, list(files.values())))
+                          source=checkpoint.label, waiting=_told_once(destination)) as writer:
+            writer.reserve(bundle_bytes(graph, list(files.values())) + sum(map(len, made.values())))
             for name, path in files.items():
                 writer.copy_file(path, name)
-            if not open_texts(writer.folder, files, checkpoint):
+            for name, content in made.items():
+                writer.add_file(name, content)
+            if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
             for weight in graph.weights:
                 stored = graph.types[weight.name]
                 sums: list[quantise.ErrorSums] = []
-                entry = writer.add(weight.name, stored, weight.shape, packed(reading, weight, stored, sums))
+                data = checkpoint.moved(weight, stored, reading.count) or packed(reading, weight, stored, sums)
+                entry = writer.add(weight.name, stored, weight.shape, data)
                 errors = sum(sums, quantise.ErrorSums())
-                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors))
+                types = checkpoint.file_types(weight)
+                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors, types, not sums))
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
     )
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open what holds a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
+    path = Path(path)
+    return GgufCheckpoint.open(path) if path.is_file() and is_gguf(path) else Checkpoint.open(path)
 
 
 def _told_once(destination: str | Path) -> Callable[[], None]:
@@ -114,12 +129,6 @@ def _told_once(destination: str | Path) -> Callable[[], None]:
             say(told[0])
 
     return waiting
-
-
-def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group_size: int) -> Quantisation:
-    """The request as the bundle's header states it."""
-    embedding, head = (type_of(Weight(kind, (1, 1), kind)).dtype for kind in ("embedding", "head"))
-    return Quantisation(weights, group_size, embedding, head)
 
 
 def graph_bytes(graph: Graph) -> int:
@@ -159,12 +168,7 @@ class _Reading(SourceReader):
     def blocks(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """The stored rows as float32 (rows, cols), in blocks whose rows are a multiple of 16 up to the last one."""
         cols = prod(weight.shape[1:])
-        interleaved = weight.combine == "interleave16"
-        step = 16 * (len(weight.sources) if interleaved else 1)
-        step *= max(1, BLOCK_WEIGHTS // (cols * step))
-        read = self._interleaved if interleaved else self._concatenated
-        for start in range(0, weight.shape[0], step):
-            yield read(weight, start, min(start + step, weight.shape[0]), cols)
+        return assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS)
 
     def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
         """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ..."""
@@ -178,28 +182,6 @@ class _Reading(SourceReader):
             block = np.empty((stop - start, 2, hidden), np.float32)
             block[:, 0], block[:, 1] = self.rows(up, start, stop), self.columns(down, start, stop).T
             yield block.reshape(-1, hidden)
-
-    def _concatenated(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
-        out = np.empty((stop - start, cols), np.float32)
-        first = 0
-        for source in weight.sources:
-            rows = source.shape[0]
-            a, b = max(start, first), min(stop, first + rows)
-            if a < b:
-                out[a - start : b - start] = self.rows(source, a - first, b - first)
-            first += rows
-        return out
-
-    def _interleaved(self, weight: Weight, start: int, stop: int, cols: int) -> NDArray[np.float32]:
-        """Tiles of 16 rows of each source in turn; a source that ends early is followed by zeros."""
-        n = len(weight.sources)
-        a, b = start // n, stop // n
-        out = np.zeros((n, b - a, cols), np.float32)
-        for part, source in zip(out, weight.sources, strict=True):
-            end = min(b, source.shape[0])
-            if a < end:
-                part[: end - a] = self.rows(source, a, end)
-        return np.ascontiguousarray(out.reshape(n, -1, 16, cols).transpose(1, 0, 2, 3)).reshape(stop - start, cols)
 
 
 def packed(

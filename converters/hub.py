@@ -57,9 +57,9 @@ def fetch(repo_id: str, revision: str | None = None, progress: Progress | None =
     """
     import huggingface_hub
 
-    with _asking(repo_id, revision) as cached:
+    with asking(repo_id, revision) as cached:
         folder = Path(huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=_reporter(progress, repo_id),
+            repo_id, revision=revision, allow_patterns=PATTERNS, tqdm_class=reporter(progress, repo_id),
             local_files_only=cached, etag_timeout=ATTEMPT_SECONDS,
         ))
     if not (folder / CONFIG_FILE).is_file():
@@ -71,14 +71,14 @@ def fetch_config(repo_id: str, revision: str | None = None) -> Path:
     """Download only the config.json of a model of the hub, or find it in the hub's cache; raises as `fetch`."""
     import huggingface_hub
 
-    with _asking(repo_id, revision) as cached:
+    with asking(repo_id, revision) as cached:
         return Path(huggingface_hub.hf_hub_download(
             repo_id, CONFIG_FILE, revision=revision, local_files_only=cached, etag_timeout=ATTEMPT_SECONDS
         ))
 
 
 @contextmanager
-def _asking(repo_id: str, revision: str | None) -> Iterator[bool]:
+def asking(repo_id: str, revision: str | None) -> Iterator[bool]:
     """Say in one sentence what the hub refuses; gives whether its cache is all there is."""
     from huggingface_hub import constants, errors
 
@@ -157,7 +157,7 @@ def _no_config(repo_id: str) -> CheckpointError:
     return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
 
 
-def _reporter(progress: Progress | None, repo_id: str) -> Any:
+def reporter(progress: Progress | None, repo_id: str) -> Any:
     """A silent stand-in for the hub's progress bars that passes the count of bytes on."""
     from huggingface_hub.utils import tqdm
 

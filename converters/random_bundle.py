@@ -32,7 +32,8 @@ from edgeinfer.graph import (
 )
 from edgeinfer.quant import layouts
 
-from .conversion import BLOCK_WEIGHTS, graph_bytes, quantisation_of
+from .checkpoint import quantisation_of
+from .conversion import BLOCK_WEIGHTS, graph_bytes
 from .random_neurons import APART, Neurons, Sparsity, random_codes
 
 SHAPES: dict[str, ModelConfig] = {

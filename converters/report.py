@@ -7,6 +7,8 @@ from pathlib import Path
 from edgeinfer.dataclass import dataclass
 from edgeinfer.quant import TYPES, quantise
 
+from .gguf_types import OWN_ERROR
+
 
 @dataclass(frozen=True)
 class TensorReport:
@@ -17,6 +19,11 @@ class TensorReport:
     nbytes: int
     """Bytes in the bundle."""
     errors: quantise.ErrorSums
+    """Of what conversion itself rounded."""
+    file_types: tuple[str, ...] = ()
+    """Of a GGUF file: the types of the tensors that it is made of."""
+    exact: bool = False
+    """Whether every value is that of the file."""
 
     @property
     def relative_error(self) -> float:
@@ -45,8 +52,22 @@ class ConversionReport:
 
     @property
     def rounded(self) -> tuple[TensorReport, ...]:
-        """The tensors that lost precision: all but those stored as f32."""
-        return tuple(tensor for tensor in self.tensors if tensor.dtype != "f32")
+        """The tensors that lost precision: all but those stored as f32, or as their file has them."""
+        return tuple(tensor for tensor in self.tensors if not tensor.exact)
+
+    @property
+    def anew(self) -> str:
+        """A sentence on quantised tensors that were quantised again, with the error of both steps; empty for none."""
+        again = [t for t in self.rounded if any(kind in OWN_ERROR or "Q" in kind for kind in t.file_types)]
+        if not again:
+            return ""
+        kinds = sorted({kind for tensor in again for kind in tensor.file_types})
+        own = ", ".join(f"{kind} {OWN_ERROR[kind]:.1e}" if kind in OWN_ERROR else f"{kind} unknown" for kind in kinds)
+        first = max(OWN_ERROR.get(kind, 0.0) for kind in kinds)
+        second = max(tensor.relative_error for tensor in again)
+        return (f"{len(again)} of {len(self.tensors)} tensors were quantised anew: what the file's own types lose is "
+                f"typically ({own}), this step added up to {second:.1e}, which together is about {first + second:.1e}; "
+                f"{sum(tensor.exact for tensor in self.tensors)} are as in the file.")
 
     @property
     def worst(self) -> TensorReport | None:

@@ -84,14 +84,14 @@ class SourceReader:
             return [int(i) for i in np.unravel_index(element, shape if len(shape) > 1 else (*shape, 1))]
 
         quantise.check_finite(values, name, place)
-        self._count(name, values.size)
+        self.count(name, values.size)
         return values
 
-    def _count(self, name: str, elements: int) -> None:
+    def count(self, name: str, elements: int) -> None:
         """Elements of a tensor were read, perhaps not for the first time."""
         name = self._checkpoint.stored(name)
         tensor = self._checkpoint.tensor(name)
-        new = min(elements * (tensor.nbytes // prod(tensor.shape)), self._left[name])
+        new = min(elements * tensor.nbytes // prod(tensor.shape), self._left[name])
         self._left[name] -= new
         self._done += new
         if self._progress:

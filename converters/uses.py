@@ -22,6 +22,8 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
 
     Raises `CheckpointError`.
     """
+    if len(uses) == 1 and not uses[0][1].steps and not uses[0][1].index:
+        return  # the whole tensor belongs to one weight
     stored = uses[0][1].stored
     shape = stored if len(stored) > 1 else (*stored, 1)
     taken = [_places(source, shape) for _, source, _ in uses]

@@ -29,7 +29,7 @@ from .graph import (
     requested_types,
     supported_architectures,
 )
-from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, is_hub_id, unknown_model
+from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, gguf_path, is_hub_id, unknown_model
 from .quant import KV_TYPES as STORED_KV
 from .quant import TYPES, embedding_type
 from .sizes import format_size
@@ -69,7 +69,9 @@ class ModelDescription:
     bundle: Path | None = None
     """Where it lies, for a bundle as it is stored."""
     file_types: dict[str, int] = field(default_factory=dict)
-    """Of a GGUF file: bytes of its tensors by their type. The other figures are those of converting the original."""
+    """Of a GGUF file: bytes of its tensors by their type."""
+    file_says: str = ""
+    """What becomes of them; the end of a sentence."""
 
     @property
     def file_note(self) -> str:
@@ -77,9 +79,8 @@ class ModelDescription:
         if not self.file_types:
             return ""
         types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
-        made = f"a bundle of {format_size(self.weight_bytes)} with weights {self.quantisation.weights}"
-        return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); edgeinfer does not "
-                f"run or convert GGUF files, yet. These figures are those of converting the original: {made}.")
+        return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); {self.file_says}: "
+                f"a bundle of {format_size(self.weight_bytes)}.")
 
     @property
     def runnable(self) -> bool:
@@ -191,8 +192,9 @@ def describe(
     Parameters
     ----------
     model : str or Path
-        A bundle; a checkpoint directory or its config.json alone; a GGUF file; ``demo``; the name of a built-in shape
-        (see `builtin_shapes`) in any case; or an id on the hub, of which only config.json is fetched.
+        A bundle; a checkpoint directory or its config.json alone; a GGUF file, also ``ollama:NAME``; ``demo``; the name
+        of a built-in shape (see `builtin_shapes`) in any case; or an id on the hub, of which only config.json is
+        fetched.
     weights : str, optional
         Storage of the matrices, with the defaults of converting for embedding and head. By default a bundle's own, else
         that of checkpoints which are converted on the way.
@@ -216,25 +218,39 @@ def describe(
     name = os.fspath(model)
     if not name:
         raise ModelNotFoundError("The name of the model is empty.")
-    path = Path(name).expanduser()
+    path = gguf_path(name, download=False) or Path(name).expanduser()
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
         return _from_bundle(name, path, weights, group_size, recipe, profile)
     try:
         if path.is_file() and path.stat().st_size:
-            from .converters import is_gguf, read_gguf
+            from .converters import is_gguf
 
             if is_gguf(path):
-                config, types = read_gguf(path)
-                described = describe_config(config, name, f"GGUF file {path}", weights, group_size, recipe)
-                return replace(described, file_types=types)
+                return _from_gguf(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
             raise type(error)(f"{path}, as a {error}") from None
         raise
+
+
+def _from_gguf(
+    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None
+) -> ModelDescription:
+    from .converters import describe_gguf
+
+    found, source = describe_gguf(path, weights, group_size), f"GGUF file {path}"
+    if found.model is None or found.type_of is None or found.quantisation is None:
+        described = describe_config(found.fields, name, source, weights, group_size, recipe)
+    else:
+        graph = build_graph(found.model, found.type_of, recipe or Recipe())
+        nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+        described = ModelDescription(name, source, found.model, found.quantisation, graph, nbytes,
+                                     recipe=recipe or Recipe())
+    return replace(described, file_types=found.file_types, file_says=found.note)
 
 
 def describe_config(

@@ -39,7 +39,8 @@ class LLM:
     Parameters
     ----------
     model : str or Path
-        A bundle or checkpoint directory, a known name (``demo``), or an id on the hub. A checkpoint is converted once
+        A bundle or checkpoint directory, a GGUF file (also ``ollama:NAME`` or ``hf:OWNER/REPO:TYPE``), a known name
+        (``demo``), or an id on the hub. A checkpoint or GGUF file is converted once
         into the user's cache.
     ctx : int, optional
         Most tokens of a prompt and its continuation; by default min(the model's, 4096).

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a bundle on disk: a directory, a known name, or a model of the hub."""
+"""From what a user calls a model to a bundle on disk: a directory, a GGUF file, a known name, a model of the hub."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from . import cache
 from .bundle import FORMAT_VERSION, Bundle, is_bundle
-from .errors import BundleError, CheckpointError, DestinationError, ModelNotFoundError
+from .errors import BundleError, DestinationError, ModelNotFoundError
 from .lock import DestinationLock
 from .process import say
+from .sizes import format_size
 
 if TYPE_CHECKING:
     from .graph import Shape
@@ -33,6 +34,10 @@ KNOWN_NAMES = {
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
 """Short names of models on the hub."""
+OLLAMA, HUB_FILE = "ollama:", "hf:"
+"""Beginnings of the names of GGUF files that lie in ollama's store, and on the hub."""
+IMPORT_BYTES_PER_S = 250e6
+"""At least, of a file that is taken as it is; for what is said before."""
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
 """The command that lists all names, and how many a message has."""
 WEIGHTS, GROUP_SIZE = "q4", 32
@@ -54,7 +59,8 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
 
     Parameters
     ----------
-    model : a bundle directory, a checkpoint directory, a known name (``demo``), or an id on the hub (``owner/name``)
+    model : a bundle directory, a checkpoint directory, a GGUF file (also ``ollama:NAME[:TAG]`` and
+        ``hf:OWNER/REPO[:TYPE]``), a known name (``demo``), or an id on the hub (``owner/name``)
     progress : told of downloads and conversions
     convert : whether a checkpoint may be converted now; False finds bundles and earlier conversions only
 
@@ -66,6 +72,8 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
         A checkpoint cannot be converted.
     """
     name = os.fspath(model)
+    if file := gguf_path(name, progress, download=convert):
+        return _from_gguf(file, name, progress, convert)
     path = Path(name).expanduser()
     known = name == DEMO or name in KNOWN_NAMES
     if path.exists() and not (known and not _is_model(path)):
@@ -80,7 +88,7 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
 
 
 def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Path:
-    """Return the checkpoint directory that a user means: a directory, a known name, or a model of the hub.
+    """Return the checkpoint that a user means: a directory, a GGUF file, a known name, or a model of the hub.
 
     Raises
     ------
@@ -88,6 +96,8 @@ def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Pat
         There is no such checkpoint, or it cannot be downloaded.
     """
     name = os.fspath(source)
+    if file := gguf_path(name, progress):
+        return file
     path = Path(name).expanduser()
     repo_id = KNOWN_NAMES.get(name, name)
     if path.exists() and not (name in KNOWN_NAMES and not _is_model(path)):
@@ -97,6 +107,27 @@ def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Pat
     from .converters import fetch
 
     return fetch(repo_id, progress=progress and partial(progress, "download"))
+
+
+def gguf_path(name: str, progress: Progress | None = None, download: bool = True) -> Path | None:
+    """Return the GGUF file that a name in a store stands for; None where the name means something else.
+
+    ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be.
+
+    Raises
+    ------
+    ModelNotFoundError, CheckpointError
+        The store has no such model, or it cannot be read or downloaded.
+    """
+    if Path(name).exists() or not name.startswith((OLLAMA, HUB_FILE)):
+        return None
+    from .converters import cached_gguf, fetch_gguf, ollama_file
+
+    if name.startswith(OLLAMA):
+        return ollama_file(name[len(OLLAMA) :])
+    if not download:
+        return cached_gguf(name[len(HUB_FILE) :])
+    return fetch_gguf(name[len(HUB_FILE) :], progress=progress and partial(progress, "download"))
 
 
 def is_hub_id(name: str) -> bool:
@@ -111,12 +142,13 @@ def _is_model(path: Path) -> bool:
 
 def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
     if path.is_file():
-        from .converters import gguf_refusal, is_gguf
+        from .converters import is_gguf
 
         if is_gguf(path):
-            raise CheckpointError(gguf_refusal(path))
+            return _from_gguf(path, str(path), progress, convert)
     if not path.is_dir():
-        raise ModelNotFoundError(f"{path} is a file; MODEL is the directory of a bundle or of a checkpoint.")
+        raise ModelNotFoundError(f"{path} is a file; MODEL is the directory of a bundle or of a checkpoint, or a GGUF "
+                                 "file.")
     if is_bundle(path):
         return path
     if not _is_model(path):
@@ -125,14 +157,38 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
         )
     path = path.resolve()
     if not convert:  # what cannot be converted is said here, for there is nothing to find
-        from .converters import Checkpoint
+        from .converters import open_checkpoint
 
-        Checkpoint.open(path).close()
+        open_checkpoint(path).close()
     origin, stamps = _digest(str(path), WEIGHTS, str(GROUP_SIZE)), _digest(*_file_stamps(path))
     of_format_1, name = _digest(str(path), WEIGHTS, str(GROUP_SIZE), "1"), _plain_name(path.name)
     changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]
     return cached_bundle(str(path), f"{name}-{origin}-{stamps}", lambda target: _convert(path, target, progress),
                          convert, f"{name}-{of_format_1}-{stamps}", changed, progress)
+
+
+def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool) -> Path:
+    """Find or make the bundle of a GGUF file, in which each weight is as the file has it."""
+    from .converters import gguf_parts, open_checkpoint
+
+    path, label = path.resolve(), model.rpartition("/")[2].removesuffix(".gguf")
+    parts = [(part, part.stat()) for part in gguf_parts(path) if part.exists()]
+    origin, stamps = _digest(str(path), "gguf"), _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
+    nbytes = sum(status.st_size for _, status in parts)
+
+    if not convert:  # what cannot be converted is said here, for there is nothing to find
+        open_checkpoint(path).close()
+
+    def make(target: Path) -> None:
+        with open_checkpoint(path) as checkpoint:  # what cannot be converted is said before anything else is
+            checkpoint.storage(None, None, None, None, "tile16")
+        say(f"{model} ({format_size(nbytes)}) is converted once, to a bundle of about that size in {target.parent}; "
+            f"this takes {max(1, round(nbytes / IMPORT_BYTES_PER_S))} s or so.")
+        _convert(path, target, progress, as_stored=True)
+
+    return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}", make, convert,
+                         changed=[f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)],
+                         progress=progress)
 
 
 def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
@@ -229,10 +285,12 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False) -> None:
+def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False,
+             as_stored: bool = False) -> None:
     from .converters import convert_apart
 
-    convert_apart(source, target, WEIGHTS, GROUP_SIZE, hub=hub, progress=progress)
+    asked = (None, None) if as_stored else (WEIGHTS, GROUP_SIZE)
+    convert_apart(source, target, *asked, hub=hub, progress=progress)
 
 
 def _file_stamps(directory: Path) -> list[str]:

@@ -31,7 +31,8 @@ JSON_FIELDS = {
         "error_worst_tensor": "its tensor; null if nothing was rounded",
         "gain": "share of the squared error of scales by the largest weight that searching removed",
         "remarks": "sentences about what was left out or missing",
-        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`",
+        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file, those that it "
+        "is made of), `exact` (whether every value is that of the source)",
     },
 }
 """Fields of the JSON object, by command."""
@@ -39,17 +40,19 @@ JSON_FIELDS = {
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Checkpoint directory, known name, or hub id.", show_default=False)
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file, known name, or hub id.",
+                            show_default=False)
     ],
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="The bundle to make, a new directory.", show_default=False)
     ],
     weights: Annotated[
-        str, typer.Option(metavar=WEIGHTS, help="Type of the layers' matrices.")
-    ] = "q4",
+        str | None,
+        typer.Option(metavar=WEIGHTS, help="Type of the layers' matrices.  [default: q4; of GGUF each as it is]"),
+    ] = None,
     group_size: Annotated[
-        int, typer.Option(metavar=GROUPS, help=f"Weights that share a scale ({QUANTISED}).")
-    ] = 32,
+        int | None, typer.Option(metavar=GROUPS, help=f"Weights that share a scale ({QUANTISED}).  [default: 32]")
+    ] = None,
     embedding: Annotated[
         str | None,
         typer.Option(metavar="TYPE", help="Type of the embedding.  [default: int8; f16 or f32 with such weights]"),
@@ -68,13 +71,17 @@ def convert(
 ) -> None:
     """Convert a checkpoint to a bundle, the form that runs.
 
-    SRC has config.json, safetensors and tokenizer files. Nothing is left at DST if the conversion fails or is
-    interrupted. The error of a tensor is the squared error of its stored weights divided by their squared norm.
+    SRC has config.json, safetensors and tokenizer files, or is a GGUF file (of a split one the first; ollama:NAME[:TAG]
+    finds one in ollama's store, hf:OWNER/REPO:TYPE on the hub). Weights of a GGUF file keep their codes and scales;
+    --weights quantises anew what is stored otherwise, and tells the error of both steps. Nothing is left at DST if the
+    conversion fails or is interrupted. The error of a tensor is the squared error of its stored weights divided by
+    their squared norm.
 
     \b
     Examples:
       edgeinfer convert ./TinyLlama-1.1B-Chat ./tinyllama
       edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct ./smollm2 --weights int8
+      edgeinfer convert model-Q8_0.gguf ./model
     """
     from ..converters import convert as convert_checkpoint
     from ..models import checkpoint_path
@@ -89,7 +96,7 @@ def convert(
         return
     if tensors:
         _print_tensors(report)
-    for remark in report.remarks:
+    for remark in filter(None, (*report.remarks, report.anew)):
         say(remark)
     print(_summary(report))
 
@@ -101,9 +108,10 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "destination": str(report.destination), "source_bytes": report.source_bytes,
         "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
-        "gain": report.gain, "remarks": report.remarks,
+        "gain": report.gain, "remarks": [*report.remarks, *filter(None, [report.anew])],
         "tensors": [
-            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain}
+            {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
+             "file_types": t.file_types, "exact": t.exact}
             for t in report.tensors
         ],
     }

@@ -28,7 +28,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Bundle or checkpoint directory (a checkpoint is converted once into the cache), known name, or hub id.",
+        help="Bundle, checkpoint directory or GGUF file (these are converted once into the cache), ollama:NAME, known "
+        "name, or hub id.",
         show_default=False,
     ),
 ]

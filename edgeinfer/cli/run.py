@@ -40,7 +40,8 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Bundle or checkpoint directory (converted once into the cache), known name, or hub id.",
+            help="Bundle, checkpoint directory or GGUF file (converted once into the cache), ollama:NAME, known name, "
+            "or hub id.",
         ),
     ] = "demo",
     prompt: Annotated[

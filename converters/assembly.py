@@ -1,0 +1,77 @@
+"""A weight's rows in stored order, from those of its sources, block by block: whatever a row consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.graph import Source, Weight
+
+Rows = NDArray[Any]
+Read = Callable[[Source, int, int], Rows]
+"""Rows a to b of a source."""
+
+
+def assembled(weight: Weight, width: int, dtype: type, read: Read, block_items: int) -> Iterator[Rows]:
+    """The stored rows (rows, width), in blocks whose rows are a multiple of 16 up to the last one.
+
+    Parameters
+    ----------
+    weight : Weight
+        A concatenation of its sources, or their tiles of 16 rows in turn.
+    width : int
+        Items of a row.
+    dtype : type
+        Of an item; rows of padding are zeros.
+    read : callable
+        Reads rows of a source.
+    block_items : int
+        Items of a block, about.
+    """
+    for start, stop in block_ranges(weight, width, block_items):
+        yield block_of(weight, start, stop, width, dtype, read)
+
+
+def block_ranges(weight: Weight, width: int, block_items: int) -> Iterator[tuple[int, int]]:
+    """First and last row (not included) of each block."""
+    step = 16 * (len(weight.sources) if weight.combine == "interleave16" else 1)
+    step *= max(1, block_items // (width * step))
+    return ((start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step))
+
+
+def block_of(weight: Weight, start: int, stop: int, width: int, dtype: type, read: Read) -> Rows:
+    """Stored rows start to stop."""
+    interleaved = weight.combine == "interleave16"
+    if len(weight.sources) == 1 and not interleaved:
+        return read(weight.sources[0], start, stop)
+    out: Rows = np.zeros((stop - start, width), dtype)
+    (_interleave if interleaved else _concatenate)(out, weight, start, read)
+    return out
+
+
+def _concatenate(out: Rows, weight: Weight, start: int, read: Read) -> None:
+    first = 0
+    for source in weight.sources:
+        rows = source.shape[0]
+        a, b = max(start, first), min(start + len(out), first + rows)
+        if a < b:
+            out[a - start : b - start] = read(source, a - first, b - first)
+        first += rows
+
+
+def _interleave(out: Rows, weight: Weight, start: int, read: Read) -> None:
+    """A source that ends early is followed by zeros."""
+    n = len(weight.sources)
+    a, b = start // n, (start + len(out)) // n
+    tiles = out.reshape(-1, n, 16, out.shape[1])
+    for i, source in enumerate(weight.sources):
+        end = min(b, source.shape[0])
+        if a < end:
+            rows = read(source, a, end)
+            whole = (end - a) // 16
+            tiles[:whole, i] = rows[: whole * 16].reshape(whole, 16, out.shape[1])
+            if rest := rows[whole * 16 :].shape[0]:
+                tiles[whole, i, :rest] = rows[whole * 16 :]

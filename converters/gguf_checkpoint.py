@@ -1,0 +1,187 @@
+"""A GGUF file, or the parts of a split one, as a checkpoint: config from metadata, tensors by the file's names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import field, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Quantisation
+from edgeinfer.dataclass import dataclass
+from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
+from edgeinfer.graph import Graph, ModelConfig, TypeOf, Weight, WeightType, build_graph, expected_types, requested_types
+from edgeinfer.quant import TYPES
+
+from .checkpoint import Checkpoint
+from .gguf_config import ROPE_FACTORS, read_gguf_model
+from .gguf_file import GgufHeader, GgufTensor, read_headers
+from .gguf_import import moved
+from .gguf_names import with_gguf_names
+from .gguf_tensors import GgufFile
+from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+from .gguf_types import EXACT, smallest_exact
+
+SPARE_GROUP = 32
+"""Group size that a header states where all weights are floats."""
+Kinds = dict[str, str]
+"""Names of the types of tensors, by the tensors' names."""
+
+
+@dataclass
+class GgufCheckpoint(Checkpoint):
+    """An open GGUF model; use `GgufCheckpoint.open`. A context manager."""
+
+    headers: tuple[GgufHeader, ...] = ()
+    parts: dict[str, GgufFile] = field(default_factory=dict)
+    """`files` by what they are."""
+    tokenizer: GgufTokenizer | None = None
+    says: ClassVar[str] = "its metadata"
+
+    @classmethod
+    def open(cls, path: str | Path, data: bool = True) -> GgufCheckpoint:
+        """Read the headers of all parts; of the tensors only the factors of the rotation.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file, of a split model the first.
+        data : bool
+            Refuse a file without all bytes of its tensors; else the header is enough, and the factors are passed over
+            where they are missing.
+
+        Raises
+        ------
+        CheckpointError
+            If a part is missing, foreign or damaged.
+        UnsupportedModelError
+            If the model's mathematics is not implemented.
+        """
+        path = Path(path)
+        headers = read_headers(path)
+        files: dict[str, GgufFile] = {}
+        try:
+            for header in headers:
+                file = GgufFile(header, data)
+                if twice := next((name for name in file.tensors if name in files), None):
+                    file.close()
+                    raise CheckpointError(f"The tensor {twice:.60} is both in {files[twice].path} and in {file.path}.")
+                files |= dict.fromkeys(file.tensors, file)
+            if not files:
+                raise CheckpointError(f"{path} has no tensors: it is a vocabulary, not a model; give the model's file.")
+            factors = None
+            if ROPE_FACTORS in files and (data or files[ROPE_FACTORS].has(ROPE_FACTORS)):
+                n = files[ROPE_FACTORS].tensors[ROPE_FACTORS].shape[-1]
+                factors = files[ROPE_FACTORS].read(ROPE_FACTORS, [0], n)[0].tolist()
+            config = read_gguf_model(headers[0], all_tensors(headers), factors)
+            tokenizer = read_gguf_tokenizer(headers[0].fields, str(path)) if data else None
+            if tokenizer:
+                config = replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.end_ids)
+            return cls(path, config, dict(files), {}, tuple(headers), files, tokenizer)
+        except BaseException:
+            for file in set(files.values()):
+                file.close()
+            raise
+
+    @property
+    def travelling_files(self) -> dict[str, Path]:
+        """None lie beside the file that are its own."""
+        return {}
+
+    @property
+    def label(self) -> str:
+        """The model's own name, where it has one: a file in ollama's store is called by its checksum."""
+        name = self.headers[0].fields.get("general.name")
+        return name[:200] if isinstance(name, str) and name.isprintable() and name else super().label
+
+    @property
+    def made_files(self) -> dict[str, bytes]:
+        """The tokenizer's files."""
+        return self.tokenizer.files if self.tokenizer else {}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was presumed of the tokenizer."""
+        return self.tokenizer.remarks if self.tokenizer else ()
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The factors of the rotation are in the config."""
+        return frozenset({ROPE_FACTORS})
+
+    def kind(self, name: str) -> str:
+        """Name of a tensor's type in the file."""
+        return self.tensor(name).dtype
+
+    def file_types(self, weight: Weight) -> tuple[str, ...]:
+        """Names of the types of a weight's tensors, each once."""
+        return tuple(dict.fromkeys(self.kind(source.name) for source in weight.sources))
+
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
+              ) -> Iterator[NDArray[np.uint8]] | None:
+        """The stored bytes of a weight whose codes can be moved as they are."""
+        return moved(self.parts, weight, stored, count)
+
+    def graph(self, type_of: TypeOf) -> Graph:
+        """The forward pass, its weights' sources by the file's names."""
+        return with_gguf_names(build_graph(self.config, type_of), self.config)
+
+    def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
+                ffn_layout: str) -> tuple[TypeOf, Quantisation]:
+        """As the file holds each weight where nothing is asked for; `weights` asks for all of them.
+
+        Raises `UnsupportedModelError` where no type of ours holds a tensor without loss, and nothing was asked for.
+        """
+        if weights is not None:
+            return super().storage(weights, group_size, embedding, head, ffn_layout)
+        if group_size is not None or embedding or head or ffn_layout != "tile16":
+            raise UsageError("A GGUF file is taken as it is, type by type; for --group-size, --embedding, --head or "
+                             "--ffn-layout also say with --weights how its weights are to be quantised anew.")
+        kinds = {name: self.kind(name) for name in self.files}
+        refuse_inexact(kinds, self.path)
+        return storage_of_file(self.config, kinds)
+
+
+def all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
+    """Tensors of all parts by name."""
+    return {name: tensor for header in headers for name, tensor in header.tensors.items()}
+
+
+def refuse_inexact(kinds: Kinds, path: Path) -> None:
+    """Refuse a file of which some types cannot be held; raises `UnsupportedModelError`, which names them."""
+    counts = Counter(kind for kind in kinds.values() if kind not in EXACT)
+    if counts:
+        said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
+        raise UnsupportedModelError(
+            f"{path} has tensors of types that edgeinfer does not hold without loss, yet ({said}); as they are it "
+            f"takes {', '.join(EXACT)}. To quantise the whole anew, with its error told: edgeinfer convert {path} DST "
+            "--weights q4 (or int8, f16), and run DST.")
+
+
+def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:
+    """The smallest exact type of each weight, and what a bundle's header says of them in one word each."""
+    graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
+    table = {weight.name: _stored(weight, kinds) for weight in graph.weights if weight.kind != "vector"}
+    sizes: Counter[WeightType] = Counter()
+    for weight in graph.weights:
+        if weight.kind == "matrix":
+            sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
+    chief = sizes.most_common(1)[0][0]
+    head = table.get("head", table["embed"])
+    return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
+                                               head.dtype)
+
+
+def _stored(weight: Weight, kinds: Kinds) -> WeightType:
+    """The type of a weight; a tensor that is missing is told of later, by name."""
+    found = {kinds[source.name] for source in weight.sources if source.name in kinds}
+    return (smallest_exact(found) if found else None) or WeightType("f32")
+
+
+def keeps(kinds: set[str], stored: WeightType) -> bool:
+    """Whether a stored type holds tensors of these types without loss."""
+    return TYPES[stored.dtype].name == "f32" or all(stored in EXACT.get(kind, ()) for kind in kinds)

@@ -1,0 +1,230 @@
+"""The metadata of a GGUF file as the fields of a config.json: both are understood, and refused, in one place."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequencies, read_config
+
+from .gguf_file import GgufHeader, GgufTensor
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""What the wavelengths of each pair of dimensions are multiplied by: the rule of Llama 3 as numbers."""
+RUNNABLE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""GGUF's names of architectures and ours. Mistral's is llama; one with a window becomes mistral."""
+OUTLINES = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3"}
+"""Families that can be planned and not run; a llama with experts is one."""
+PURPOSES = {"imatrix": "an importance matrix, which a quantiser reads", "mmproj": "the image encoder of a vision model",
+            "adapter": "an adapter, which changes a model and is none", "vocab": "a vocabulary without weights"}
+"""Files that are no models, by their general.type, and what they are."""
+_PLAIN = {
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+}
+_OF_OUTLINES = {
+    "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok",
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,), "embedding_scale": (1,), "logit_scale": (1,), "residual_scale": (1,),
+    "rope.scaling.finetuned": (True, False), "rope.scaling.attn_factor": (1,), "rope.scale_linear": (1,),
+    "tensor_data_layout": ("Meta AI original pth",), "expert_weights_scale": (0, 1),
+}
+"""Values with which a key changes nothing; others pass when they are false, 0 or empty."""
+_TRAINED_ON = (8192, *(1 << i for i in range(9, 21)))
+"""Lengths of training contexts that are tried where only the factors of a rotation are given; Llama 3's first."""
+ROPE_TOLERANCE = 1e-5
+
+
+def architecture(header: GgufHeader) -> str:
+    """GGUF's name of the model's architecture.
+
+    Raises
+    ------
+    CheckpointError
+        The file is no model: an importance matrix, an image encoder, an adapter.
+    UnsupportedModelError
+        The name is not known; the message has those that are.
+    """
+    kind, name = header.fields.get("general.type"), header.fields.get("general.architecture")
+    kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
+    if kind in PURPOSES and not (kind == "vocab" and not header.tensors):
+        raise CheckpointError(f"{header.path} is {PURPOSES[kind]}, not a language model; give the model's own file.")
+    known = list(dict.fromkeys([*RUNNABLE, *OUTLINES]))
+    if not isinstance(name, str) or name not in known:
+        import difflib
+
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise UnsupportedModelError(f"{header.path} holds a model of architecture {name!r:.60}; known: "
+                                    f"{', '.join(known)}{hint}.")
+    return name
+
+
+def is_outline(header: GgufHeader) -> bool:
+    """Whether it is of a family that can be planned only."""
+    name = architecture(header)
+    return name not in RUNNABLE or bool(header.fields.get(f"{name}.expert_count"))
+
+
+def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], factors: Sequence[float] | None = None
+                    ) -> ModelConfig:
+    """Understand the metadata of a model that can run.
+
+    Parameters
+    ----------
+    header : GgufHeader
+        Of the first file.
+    tensors : mapping
+        Those of all files, which say whether the head is tied and what has a bias.
+    factors : sequence of float, optional
+        Elements of the tensor `ROPE_FACTORS`, where there is one.
+
+    Raises
+    ------
+    CheckpointError
+        A needed key is missing, or has a value that no model can have.
+    UnsupportedModelError
+        A key that changes the mathematics is not implemented; the message names it.
+    """
+    config = config_fields(header, tensors)
+    prefix = architecture(header) + "."
+    reader = ConfigReader({key: value for key, value in header.fields.items() if key.startswith(prefix)},
+                          f"the metadata of {header.path}")
+    for key in (*_PLAIN, "vocab_size"):
+        reader.get(prefix + key)
+    _read_rotation(reader, prefix, config, header)
+    _read_window(reader, prefix, config)
+    reader.refuse_unread({prefix + key: values for key, values in _NEUTRAL.items()})
+    model = read_config(config)
+    model = replace(model, attention_bias="blk.0.attn_q.bias" in tensors,
+                    attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
+    return model if factors is None else replace(model, rope=_of_factors(model, factors, header, prefix))
+
+
+def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """Return the fields of a config.json for the sizes of a model, of a family that can be planned only too."""
+    fields, name = header.fields, architecture(header)
+    outline = is_outline(header)
+    names = _PLAIN | _OF_OUTLINES if outline else _PLAIN
+    config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in names.items() if f"{name}.{key}" in fields}
+    config["model_type"] = (OUTLINES if outline else RUNNABLE)[name]
+    config["hidden_act"] = "gelu_pytorch_tanh" if name.startswith("gemma") else "silu"
+    config["vocab_size"] = _vocabulary(header, tensors, name)
+    config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name.startswith("gemma")
+    config |= {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
+               if f"tokenizer.ggml.{key}_token_id" in fields}
+    if "blk.0.attn_q.bias" in tensors and outline:
+        config["attention_bias"] = True
+    if experts := fields.get(f"{name}.expert_count"):
+        config["num_local_experts"] = config["num_experts"] = experts
+    else:
+        config.pop("num_experts_per_tok", None)
+    if config["model_type"] != "qwen3_moe":
+        config.pop("moe_intermediate_size", None)
+    return config
+
+
+def _value(value: Any) -> Any:
+    """One number for a list of equal ones by layer, and the shortest decimal that is a float32."""
+    if isinstance(value, array) and len(set(value)) == 1:
+        value = value[0]
+    if isinstance(value, array):
+        return value.tolist()
+    if isinstance(value, float) and math.isfinite(value) and abs(value) < 1e38:
+        for digits in range(1, 10):
+            short = float(f"{value:.{digits}g}")
+            if struct.pack("<f", short) == struct.pack("<f", value):
+                return short
+    return value
+
+
+def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str) -> int | None:
+    """Entries of the vocabulary; the tokens, the key and the embedding must agree on it."""
+    tokens, own = header.fields.get("tokenizer.ggml.tokens"), header.fields.get(f"{name}.vocab_size")
+    found = {"its tokens": len(tokens) if isinstance(tokens, list) else None, f"{name}.vocab_size": own,
+             "the rows of token_embd.weight": tensors["token_embd.weight"].shape[0]
+             if "token_embd.weight" in tensors else None}
+    counts = {what: count for what, count in found.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{what} {count}" for what, count in counts.items())
+        raise CheckpointError(f"{header.path} disagrees with itself on its vocabulary: {said}; download it again.")
+    return next(iter(counts.values()), None)
+
+
+def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], header: GgufHeader) -> None:
+    """RoPE's keys as config.json's rope_scaling; heads that turn in part, or differ in width, are refused."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        config.setdefault("head_dim", width // heads)
+    head_dim = config.get("head_dim")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        value = r.get(prefix + key)
+        if value is not None and value != head_dim:
+            raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
+    scale = r.get(prefix + "attention.scale")
+    if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
+    kind, scaling = r.get(prefix + "rope.scaling.type"), prefix + "rope.scaling."
+    if kind in (None, "none", ""):
+        for key in ("factor", "original_context_length"):
+            r.get(scaling + key)
+        return
+    r.choice(scaling + "type", kind, ("none", "linear", "yarn"))
+    factor = r.number(scaling + "factor")
+    if kind == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": _value(factor)}
+        r.get(scaling + "original_context_length")
+        return
+    keys = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    given = {ours: _value(r.number(scaling + key)) for ours, key in keys.items() if r.has(scaling + key)}
+    stretch = r.number(scaling + "yarn_attn_factor", r.number(scaling + "attn_factor", 1.0))
+    if r.number(scaling + "yarn_ext_factor", 1.0) != 1.0:
+        raise r.unsupported(scaling + "yarn_ext_factor", r.get(scaling + "yarn_ext_factor"), "only 1 is supported")
+    log_factor = r.number(scaling + "yarn_log_multiplier", 0.1, above=-1.0) or 0.1
+    config["rope_scaling"] = {
+        "rope_type": "yarn", "factor": _value(factor), **given,
+        "original_max_position_embeddings": r.integer(scaling + "original_context_length",
+                                                      config.get("max_position_embeddings")),
+        "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,
+    }
+
+
+def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:
+    """A window of a llama makes it a mistral; Qwen's layers by windows are not described by these files."""
+    window = r.integer(prefix + "attention.sliding_window", None, low=0)
+    if not window or window >= (config.get("max_position_embeddings") or 0):
+        return
+    if config["model_type"] != "llama":
+        raise r.unsupported(prefix + "attention.sliding_window", window, "the file does not say which layers have it")
+    config |= {"model_type": "mistral", "sliding_window": window}
+
+
+def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
+    """The rule of Llama 3 that gives these factors."""
+    own, stretch = model.rope, max(factors)
+    if own.kind != "default":
+        raise UnsupportedModelError(f"{header.path} has both {ROPE_FACTORS} and {prefix}rope.scaling.type {own.kind}; "
+                                    "edgeinfer does not know what the two mean together.")
+    if len(factors) != model.head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
+        raise CheckpointError(f"{ROPE_FACTORS} in {header.path} has {len(factors)} values; {model.head_dim // 2} "
+                              "positive ones are needed: download it again.")
+    if all(f == 1 for f in factors):
+        return own
+    given = header.fields.get(f"{prefix}rope.scaling.original_context_length")
+    plain = inverse_frequencies(own, model.head_dim)
+    for original in ([given] if isinstance(given, int) and given > 0 else []) + [*_TRAINED_ON]:
+        rope = RopeConfig(own.theta, "llama3", _value(float(stretch)), original, 1.0, 4.0)
+        made = plain / inverse_frequencies(rope, model.head_dim)
+        if all(math.isclose(a, b, rel_tol=ROPE_TOLERANCE) for a, b in zip(made.tolist(), factors, strict=True)):
+            return rope
+    raise UnsupportedModelError(f"{ROPE_FACTORS} in {header.path} holds factors from {min(factors):g} to {stretch:g} "
+                                "that Llama 3's rule does not give; edgeinfer knows no other.")

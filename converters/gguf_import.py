@@ -1,0 +1,99 @@
+"""Weights of a GGUF file that are stored as they are: blocks of rows are reordered and packed on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.graph import RopeHalves, Rows, Source, Weight, WeightType
+
+from .assembly import block_of, block_ranges
+from .gguf_blocks import as_q8_0, has_packing, pack_blocks
+from .gguf_tensors import GgufFile
+from .gguf_types import BY_NAME
+
+Bytes = NDArray[np.uint8]
+BLOCK_BYTES = 1 << 20
+"""Of rows that one thread packs at a time."""
+AHEAD = 2
+"""Blocks for each thread that are read and not yet written."""
+
+
+def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, count: Callable[[str, int], None]
+          ) -> Iterator[Bytes] | None:
+    """The stored bytes of a weight, block by block, its codes and scales moved; None where values must be calculated.
+
+    Parameters
+    ----------
+    files : mapping
+        The file of each tensor, by the tensor's name.
+    weight : Weight
+    stored : WeightType
+    count : callable
+        Told the name of a tensor and how many elements of it were read.
+    """
+    kinds = {files[source.name].tensors[source.name].dtype for source in weight.sources}
+    kind = _common(kinds, stored)
+    by_rows = all(not source.index and all(isinstance(step, RopeHalves | Rows) for step in source.steps)
+                  for source in weight.sources)
+    if not by_rows or weight.kind == "vector" or not has_packing(kind, stored):
+        return None
+
+    name = ", ".join(dict.fromkeys(source.name for source in weight.sources))
+    width = BY_NAME[kind].bytes_of(weight.shape[1])
+
+    def packed(start: int, stop: int) -> tuple[Bytes, list[tuple[str, int]]]:
+        done: list[tuple[str, int]] = []
+
+        def read(source: Source, first: int, last: int) -> Bytes:
+            file = files[source.name]
+            rows = _rows(file, source, first, last)
+            done.append((source.name, (last - first) * weight.shape[1]))
+            return as_q8_0(rows) if file.tensors[source.name].dtype != kind else rows
+
+        return pack_blocks(block_of(weight, start, stop, width, np.uint8, read), kind, stored, name), done
+
+    return _in_order(packed, block_ranges(weight, width, BLOCK_BYTES), count)
+
+
+def _common(kinds: set[str], stored: WeightType) -> str:
+    """The type that rows of these types are packed as; empty where there is none. Codes of Q4_0 are some of Q8_0's."""
+    if stored.dtype == "int8" and kinds <= {"Q4_0", "Q8_0"}:
+        return "Q8_0"
+    return next(iter(kinds)) if len(kinds) == 1 else ""
+
+
+def _rows(file: GgufFile, source: Source, start: int, stop: int) -> Bytes:
+    """Rows of a source in the file's own form; those between them that are not wanted are read too."""
+    rows = np.arange(start, stop)
+    for step in reversed(source.steps):
+        rows, _ = step.origin(rows, None)
+    low, high = int(rows.min()), int(rows.max()) + 1
+    raw = file.read_rows(source.name, low, high)
+    return raw[rows - low] if source.steps else raw
+
+
+def _in_order(
+    packed: Callable[[int, int], tuple[Bytes, list[tuple[str, int]]]], ranges: Iterator[tuple[int, int]],
+    count: Callable[[str, int], None],
+) -> Iterator[Bytes]:
+    """Blocks in their order, made by all cores; what was read is counted in the caller's thread."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting: deque[Future[tuple[Bytes, list[tuple[str, int]]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        more = True
+        while more or waiting:
+            while more and len(waiting) < AHEAD * threads:
+                bounds = next(ranges, None)
+                if more := bounds is not None:
+                    waiting.append(pool.submit(packed, *bounds))
+            if waiting:
+                data, done = waiting.popleft().result()
+                for name, elements in done:
+                    count(name, elements)
+                yield data

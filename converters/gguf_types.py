@@ -1,0 +1,63 @@
+"""The types that tensors of GGUF files have, and which of ours hold them exactly."""
+
+from __future__ import annotations
+
+from edgeinfer.dataclass import dataclass
+from edgeinfer.graph import WeightType
+
+
+@dataclass(frozen=True)
+class GgufType:
+    """How a file stores the elements of a row: block by block."""
+
+    name: str
+    elements: int
+    """Elements of a block."""
+    nbytes: int
+    """Bytes of a block."""
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of so many elements, which are whole blocks."""
+        return elements // self.elements * self.nbytes
+
+
+GGUF_TYPES = {
+    number: GgufType(*row)
+    for number, row in {
+        0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+        12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+        16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+        20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+        24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    }.items()
+}
+"""By the number that a file's table of tensors has."""
+BY_NAME = {row.name: row for row in GGUF_TYPES.values()}
+
+_INT8 = WeightType("int8", 32)
+_F32 = WeightType("f32")
+EXACT = {
+    "Q4_0": (WeightType("q4", 32), _INT8, _F32),
+    "Q8_0": (_INT8, _F32),
+    "F16": (WeightType("f16"), _F32),
+    "BF16": (_F32,),
+    "F32": (_F32,),
+}
+"""What holds all values of a type, the smallest first: codes stay codes, and a scale times a code is exact in f32."""
+OWN_ERROR = {
+    "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
+    "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "MXFP4": 1.3e-2, "Q3_K": 2.3e-2,
+}
+"""Squared error of a type's weights / their squared norm, as llama.cpp quantises: on matrices of trained small models,
+without an importance matrix. What a file itself has lost cannot be known from the file."""
+
+
+def smallest_exact(kinds: set[str]) -> WeightType | None:
+    """Return the smallest type that holds tensors of these types together without loss, None where there is none."""
+    if not kinds <= EXACT.keys():
+        return None
+    common = set.intersection(*(set(EXACT[kind]) for kind in kinds))
+    return min(common, key=lambda stored: stored.bits_per_weight)

@@ -1,0 +1,121 @@
+"""GGUF files of tiny checkpoints, written with the gguf package as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.converters import Checkpoint
+from edgeinfer.converters.gguf_names import gguf_name
+from edgeinfer.graph import ModelConfig
+
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2,
+         "head_dim": 16, "num_hidden_layers": 2}
+"""Rows of blocks of 32 whose number is odd."""
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """As LlamaModel.permute of convert_hf_to_gguf.py."""
+    return values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(
+        values.shape)
+
+
+def architecture(config: ModelConfig) -> str:
+    """GGUF's name of an architecture."""
+    return "llama" if config.model_type == "mistral" else config.model_type
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """The tensors by GGUF's names, in float32."""
+    config, out = checkpoint.config, {}
+    for name in checkpoint.files:
+        shape = checkpoint.tensor(name).shape
+        values = checkpoint.read_rows(name, 0, shape[0]).reshape(shape)
+        if architecture(config) == "llama":
+            if ".q_proj." in name:
+                values = permuted(values, config.num_attention_heads)
+            if ".k_proj." in name:
+                values = permuted(values, config.num_key_value_heads)
+        out[gguf_name(name)] = values
+    return out
+
+
+def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fields: dict[str, Any] | None = None,
+               extra: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """Write the model of a checkpoint; gives its tensors as the gguf package dequantises them.
+
+    Parameters
+    ----------
+    path : Path
+    source : Path
+        A checkpoint directory.
+    kinds : dict or str
+        Type of the matrices whose names contain a word, or of all; vectors are F32.
+    fields : dict
+        Further integer, float or text fields; None leaves a field out.
+    extra : dict
+        Further tensors, in float32.
+    """
+    gguf = pytest.importorskip("gguf")
+    out = {}
+    with Checkpoint.open(source) as checkpoint:
+        config = checkpoint.config
+        name = architecture(config)
+        writer = gguf.GGUFWriter(path, name)
+        values: dict[str, Any] = {
+            f"{name}.context_length": config.max_position_embeddings, f"{name}.embedding_length": config.hidden_size,
+            f"{name}.block_count": config.num_hidden_layers, f"{name}.feed_forward_length": config.intermediate_size,
+            f"{name}.attention.head_count": config.num_attention_heads,
+            f"{name}.attention.head_count_kv": config.num_key_value_heads,
+            f"{name}.attention.key_length": config.head_dim, f"{name}.attention.value_length": config.head_dim,
+            f"{name}.rope.dimension_count": config.head_dim, f"{name}.rope.freq_base": config.rope.theta,
+            f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            **({f"{name}.attention.sliding_window": config.windows[0]} if name == "llama" and config.windows else {}),
+            "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **(fields or {}),
+        }
+        for key, value in values.items():
+            if value is not None:
+                {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+        for tensor, data in {**tensors_of(checkpoint), **(extra or {})}.items():
+            kind = kinds if isinstance(kinds, str) else next((kinds[word] for word in kinds if word in tensor), "F32")
+            out[tensor] = add_tensor(writer, tensor, data, kind if data.ndim == 2 else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def add_tensor(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
+    """Add a tensor in some type, of random bytes where the package cannot quantise; gives its values."""
+    import gguf
+
+    number = gguf.GGMLQuantizationType[kind]
+    try:
+        raw = gguf.quants.quantize(data, number)
+    except NotImplementedError:
+        raw = random_blocks(kind, data.shape)
+    writer.add_tensor(name, raw, raw_dtype=number)
+    return np.asarray(gguf.quants.dequantize(raw, number), np.float32).reshape(data.shape)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Blocks of random codes; their fp16 numbers, wherever they are, are made small and finite."""
+    import gguf
+
+    elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, nbytes), np.uint8)
+    for at in HALVES.get(kind, ()):
+        blocks[:, at : at + 2] = rng.normal(0, 0.01, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(115, 123, len(blocks))
+    return blocks.reshape(shape[0], -1)
+
+
+HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
+          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""Bytes of each block at which there is a number in half precision."""
