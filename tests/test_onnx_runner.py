@@ -152,6 +152,24 @@ def test_steps_take_no_more_than_the_plan_has(tmp_path: Path) -> None:
         assert sum(held.values()) == opened.plan.region("steps").nbytes == (1 + 2 + 3 + 4) * a_row
 
 
+def test_recorded_steps_begin_at_slot_0_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there are about as many graphs as slots; a full slot that is idle has no room for the row that is written."""
+    path, given = write_model(tmp_path), [tokens(5, seed) for seed in range(4)]
+    monkeypatch.setitem(PROVIDERS, "onnx-cpu", PROVIDERS["onnx-cpu"]._replace(graphs=True))
+    with runner(path, max_sequences=4, ctx=16) as opened:
+        held = [opened.new_sequence() for _ in range(4)]
+        for sequence, ids in zip(held, given, strict=True):
+            opened.prefill(sequence, ids)
+        for slot in (3, 1, 2, 3, 0, 2):
+            new = tokens(1, 10 + slot)
+            given[slot] += new
+            assert difference(opened.decode([held[slot]], new)[0], last(opened, given[slot])) < 1e-5
+        assert sorted(opened._calls._steps) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+        opened.prefill(held[0], tokens(16 - len(held[0])))
+        opened.decode([held[2]], tokens(1))
+        assert (1, 2) in opened._calls._steps
+
+
 def test_trees_are_refused_and_chains_kept(tmp_path: Path) -> None:
     with runner(write_model(tmp_path), outputs=4) as opened:
         ids, sequence = tokens(9), opened.new_sequence()

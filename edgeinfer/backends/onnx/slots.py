@@ -137,8 +137,12 @@ class SlotCalls(Calls):
         return len(owner.tokens) if owner else 0
 
     def _together(self, part: list[_Single]) -> Call:
-        """The call of single tokens of a range of slots."""
-        first, count = part[0][0], part[-1][0] - part[0][0] + 1
+        """The call of single tokens of a range of slots; where it is recorded, from slot 0 on if that can be, because
+        each range is a graph of its own."""
+        first = part[0][0]
+        while self.sessions.provider.graphs and first and self._length(first - 1) < self.slabs.positions:
+            first -= 1
+        count = part[-1][0] - first + 1
         ids = np.zeros((count, 1), np.int64)
         lengths = _lengths(np.array([self._length(slot) + 1 for slot in range(first, first + count)], np.int32))
         rows, targets, draws = list[int](), list[int](), list[tuple[int, int]]()
