@@ -77,8 +77,9 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "load_management", Management)
     out = edgeinfer(*seven, "--json")
     assert out.code == 3 and out.json["device_budget_bytes"] == 11_000_000_000 and out.json["max_sequences"] == 1
-    (fits,) = out.json["alternatives"]
-    assert 512 <= fits["options"]["ctx"] < 1024 and "of the GPU's memory" in json.dumps(out.json["error"])
+    fits, fewer = out.json["alternatives"]
+    assert 512 <= fits["options"]["ctx"] < 1024 and fewer["options"] == {"samples": 1}
+    assert "of the GPU's memory" in json.dumps(out.json["error"])
     assert "GPU      " in edgeinfer(*seven).out
     told = edgeinfer("plan", "demo", "--device", "cuda", "--kv", "f32")
     assert told.code == 2 and "attention in f32 does not exist there" in told.sentence

@@ -320,6 +320,22 @@ def test_a_plan_beyond_the_budget(tmp_path: Path) -> None:
         pass
 
 
+def test_a_plan_beyond_the_budget_offers_fewer_samples(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    with runner(path, ctx=1024, max_sequences=6) as opened:
+        need, slot = opened.plan.total_bytes, opened.plan.region("kv").nbytes // 6
+    asked: dict[str, Any] = {"ctx": 1024, "budget_bytes": need - 2 * slot}
+    with pytest.raises(BudgetError, match=r"Fits: --ctx \d+; --samples [34]; or run") as caught, \
+            runner(path, max_sequences=6, **asked):
+        pass
+    fewer = caught.value.alternatives[1]
+    with runner(path, max_sequences=fewer.options["samples"], **asked) as opened:  # type: ignore[attr-defined]
+        assert opened.plan.total_bytes <= fewer.total_bytes <= need - 2 * slot  # type: ignore[attr-defined]
+    with pytest.raises(BudgetError), \
+            runner(path, max_sequences=fewer.options["samples"] + 1, **asked):  # type: ignore[attr-defined]
+        pass
+
+
 def test_a_driver_that_stops_telling_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the GPU is asked for behind the text."""
     answers = iter([9_000_000, 7_000_000])

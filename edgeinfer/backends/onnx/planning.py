@@ -147,9 +147,15 @@ class DevicePlanner:
         return rows + scores if cuda else 2 * (rows + scores)
 
     def smaller(self, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> Iterator[Alternative]:
-        """Yield smaller requests that fit: a shorter context."""
+        """Yield smaller requests that fit: a shorter context, or fewer samples where they are asked for.
+
+        Beams, whose own tokens are planned, stay: fewer would be another search.
+        """
         if ctx := longest_ctx(self, config, fits, min(int(config.ctx or 0), self.graph.config.max_position_embeddings)):
             yield Alternative({"ctx": ctx}, self.plan(to_request(config, ctx)).total_bytes)
+        if config.own_tokens is None and (fewer := most_sequences(self, config, fits, config.max_sequences - 1)):
+            plan = self.plan(to_request(replace(config, max_sequences=fewer)))
+            yield Alternative({"samples": fewer}, plan.total_bytes)
 
     def refusal(self, plan: MemoryPlan, host: int, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
@@ -210,9 +216,10 @@ def longest_ctx(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[M
     return BLOCK * low
 
 
-def most_sequences(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> int:
-    """Return how many sequences of this context fit, 64 at most."""
+def most_sequences(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool],
+                   at_most: int = 64) -> int:
+    """Return how many sequences of this context fit."""
     found = 0
-    while found < 64 and fits(planner.plan(to_request(replace(config, max_sequences=found + 1)))):
+    while found < at_most and fits(planner.plan(to_request(replace(config, max_sequences=found + 1)))):
         found += 1
     return found
