@@ -37,8 +37,8 @@ class Alternative:
     """A smaller request that fits."""
 
     options: Options
-    """What to change, by the name of the option: ctx, kv, weights, group_size; ``draft`` is ``none`` for the run
-    without its draft model, ``speculate`` is ``off`` for the one that does not guess with a part of the model.
+    """What to change, by the name of the option: ctx, kv, weights, group_size, samples; ``draft`` is ``none`` for the
+    run without its draft model, ``speculate`` is ``off`` for the one that does not guess with a part of the model.
     ``streamed_layers`` and ``cold_neurons`` are no options: run reads as many from storage by itself."""
     total_bytes: int
     """Of the plan with these options."""

@@ -8,6 +8,7 @@ onnxruntime's own CPU provider.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,12 +70,15 @@ class ReferenceSession:
         self._run = ReferenceEvaluator(proto, new_ops=OPERATORS).run
         self.calls: list[dict[str, np.ndarray]] = []
         """What each run was given, but for the pages."""
+        self.threads: set[threading.Thread] = set()
+        """Who ran it."""
         self.recorded: dict[str, tuple[Binding, dict[str, tuple[int, ...]]]] = {}
 
     def io_binding(self) -> Binding:
         return Binding()
 
     def run_with_iobinding(self, binding: Binding, options: Any) -> None:
+        self.threads.add(threading.current_thread())
         if options.terminate:
             raise RuntimeError("Exiting due to terminate flag being set to true.")
         given = {name: read() for name, read in binding.read.items()}

@@ -77,11 +77,31 @@ def test_plan(no_variables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "load_management", Management)
     out = edgeinfer(*seven, "--json")
     assert out.code == 3 and out.json["device_budget_bytes"] == 11_000_000_000 and out.json["max_sequences"] == 1
-    (fits,) = out.json["alternatives"]
-    assert 512 <= fits["options"]["ctx"] < 1024 and "of the GPU's memory" in json.dumps(out.json["error"])
+    fits, fewer = out.json["alternatives"]
+    assert 512 <= fits["options"]["ctx"] < 1024 and fewer["options"] == {"samples": 1}
+    assert "of the GPU's memory" in json.dumps(out.json["error"])
     assert "GPU      " in edgeinfer(*seven).out
     told = edgeinfer("plan", "demo", "--device", "cuda", "--kv", "f32")
     assert told.code == 2 and "attention in f32 does not exist there" in told.sentence
+
+
+@pytest.mark.parametrize(("options", "copied"), [
+    (("--weights", "q4"), 0), (("--weights", "q4", "--samples", "32"), 0), (("--weights", "int8"), 0),
+    (("--weights", "q4", "--group-size", "64"), 32000 * 4096 * 2),
+    (("--weights", "q4", "--group-size", "64", "--speculate", "off"), 11008 * 4096 * 2),
+    (("--weights", "int8", "--group-size", "128", "--speculate", "off"), 11008 * 4096 * 2),
+    (("--weights", "q4", "--group-size", "64", "--speculate", "off", "--prefill-chunk", "16"), 0),
+    (("--weights", "q4", "--group-size", "64", "--speculate", "off", "--samples", "6"), 32000 * 4096 * 2),
+], ids=str)
+def test_the_plan_has_the_matrix_that_products_write_out(options: tuple[str, ...], copied: int) -> None:
+    """As f16, where CUDA's fast products do not take it and there are too many tokens for the others; of the head,
+    in 8 bits, only where guesses are checked or sequences are many."""
+    report = edgeinfer("plan", "llama-2-7b", "--device", "cuda", *options, "--json").json
+    arena = {region["name"]: region for region in report["regions"]}["arena"]
+    assert ("and a matrix as f16 for its product" in arena["reason"]) == bool(copied)
+    assert arena["bytes"] - copied < 60_000_000
+    if copied:
+        assert arena["bytes"] > copied
 
 
 def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str],

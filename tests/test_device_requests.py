@@ -41,23 +41,27 @@ def both() -> Iterator[tuple[LLM, LLM]]:
         yield ours, theirs
 
 
-def gaps(runner: Runner, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest token behind each, and by how much it leads."""
-    sequence, rows = runner.new_sequence(), list[np.ndarray]()
-    for _, logits in runner.score(sequence, ids):
-        rows.append(logits.copy())
-    runner.release(sequence)
-    logits = np.concatenate(rows)
-    second, first = np.partition(logits, -2)[:, -2:].T
-    return logits.argmax(-1), first - second
-
-
-def agree(ours: LLM, theirs: LLM, found: list[int], want: list[int], prompt: list[int]) -> bool:
-    """Whether two texts are the same up to a token of which neither runner is sure."""
-    same = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), min(len(found), len(want)))
+def agree(ours: LLM, theirs: LLM, found: list[int], want: list[int], prompt: list[int], penalty: float = 1.0,
+          bias: dict[int, float] | None = None) -> bool:
+    """Whether two greedy texts are the same up to a token of which neither runner is sure."""
     if found == want:
         return True
-    return bool(gaps(ours.runner, prompt + want[:same])[1][-1] < 1e-2)
+    same = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), min(len(found), len(want)))
+    return lead(ours.runner, prompt, want[:same], penalty, bias or {})[1] < 1e-2
+
+
+def lead(runner: Runner, prompt: list[int], text: list[int], penalty: float,
+         bias: dict[int, float]) -> tuple[int, float]:
+    """The token that greedy requests choose behind a text, and by how much it leads, of changed logits."""
+    sequence = runner.new_sequence()
+    logits = runner.prefill(sequence, prompt + text).reshape(-1).copy()
+    runner.release(sequence)
+    seen = np.unique(prompt + text)
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    for token, value in bias.items():
+        logits[token] += value
+    second, first = np.partition(logits, -2)[-2:]
+    return int(logits.argmax()), float(first - second)
 
 
 def test_the_line_of_statistics_has_the_memory_of_the_gpu(both: tuple[LLM, LLM]) -> None:
@@ -114,7 +118,15 @@ def test_requests(options: dict[str, Any], both: tuple[LLM, LLM]) -> None:
     """Everything above the runner works; where nothing is close, the texts are those of our kernels."""
     ours, theirs = (llm.complete(PROMPT, max_tokens=24, **options) for llm in both)
     assert ours.finish_reason == theirs.finish_reason and len(ours.choices) == len(theirs.choices)
-    assert ours.token_ids[:8] == theirs.token_ids[:8]
+    if options.get("temperature") == 0:
+        prompt, want = both[0].tokenizer.encode(PROMPT), list(ours.token_ids)
+        changes = options.get("repetition_penalty", 1.0), options.get("logit_bias", {})
+        for i, token in enumerate(want):
+            chosen, gap = lead(both[0].runner, prompt, want[:i], *changes)
+            assert chosen == token or gap < 1e-2, i
+        assert agree(*both, list(theirs.token_ids), want, prompt, *changes)
+    else:
+        assert ours.token_ids[:8] == theirs.token_ids[:8]
     assert both[1].runner.kv.pool.n_free == 4  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -325,6 +327,41 @@ def test_a_common_beginning_is_not_computed_again(both: tuple[LLM, LLM]) -> None
     assert stream.completion.cached_tokens == 50 and calls(theirs.runner)[0]["past_seqlens"].tolist() == [50]
     assert stream.completion.token_ids == theirs.complete([*prompt, *tokens(9, 1)], temperature=0, max_tokens=4,
                                                           ignore_eos=True).token_ids
+
+
+def test_requests_of_several_threads_are_calls_of_one(tmp_path: Path) -> None:
+    """A graph belongs to the thread that recorded it; whoever makes requests, each is recorded once."""
+    with on_device("pages") as device, LLM(write_model(tmp_path), ctx=64, threads=1, max_sequences=2, **device) as llm:
+        texts = list[Any]()
+        makers = [threading.Thread(target=lambda: texts.append(llm.complete(tokens(5), seed=2, n=2, max_tokens=4)))
+                  for _ in range(3)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert len(texts) == 3 and len({text.token_ids for text in texts}) == 1
+        (own,) = llm.runner.sessions.model.threads  # type: ignore[attr-defined]
+        assert own not in makers and own is not threading.current_thread()
+
+
+def test_a_call_with_graphs_is_not_ended(tmp_path: Path) -> None:
+    """A graph that was ended while it was recorded would be replayed as far as it came: the walk ends behind the call.
+    """
+    with pages(tmp_path) as opened:
+        sequence, cancel, ended = opened.new_sequence(), Cancellation(), list[bool]()
+        opened.prefill(sequence, tokens(5))
+        run = opened.sessions.model.run_with_iobinding
+
+        def cancelled(binding: Any, options: Any) -> None:
+            cancel.cancel()
+            opened.sessions._caller.end()
+            time.sleep(0.1)  # who waits looks meanwhile
+            ended.append(options.terminate)
+            run(binding, options)
+
+        opened.sessions.model.run_with_iobinding = cancelled
+        opened.walk([Segment(sequence, [3], (0,), DECODE)], cancel)
+        assert ended == [False] and len(sequence) == 6
 
 
 # -- plans, and what is refused ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,18 +197,19 @@ def test_places_and_metadata_that_somebody_sealed_again(model: Path) -> None:
     change("its metadata are not those of an export.", data_bytes="many")
 
 
-def test_another_models_tokenizer_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "genai_config.json"])
+def test_a_file_of_the_folder_that_was_altered_is_named(name: str, tmp_path: Path) -> None:
     convert(make_checkpoint(tmp_path / "c"), tmp_path / "b")
     export(Bundle.open(tmp_path / "b"), tmp_path / "g", Flavour(target="genai"))
-    tokenizer = tmp_path / "g" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + " ")
-    with pytest.raises(BundleError, match=r"its tokenizer\.json is another model's, or was altered; export it"):
+    file = tmp_path / "g" / name
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(BundleError, match=rf"its {re.escape(name)} is another model's, or was altered; export it"):
         verify_export(tmp_path / "g")
-    tokenizer.unlink()
-    with pytest.raises(BundleError, match=r"its tokenizer\.json is missing; export it again\.$"):
+    file.unlink()
+    with pytest.raises(BundleError, match=rf"its {re.escape(name)} is missing; export it again\.$"):
         verify_export(tmp_path / "g")
     if hasattr(os, "mkfifo"):
-        os.mkfifo(tokenizer)  # reading it would wait for ever
+        os.mkfifo(file)  # reading it would wait for ever
         with pytest.raises(BundleError, match=r"g: it is a fifo, not a plain file\.$"):
             verify_export(tmp_path / "g")
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from edgeinfer.errors import (
     RequestError,
     UsageError,
 )
+from edgeinfer.memory_planner import DEVICE, Region
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from tests.onnx_models import difference, expected
@@ -316,6 +318,40 @@ def test_a_plan_beyond_the_budget(tmp_path: Path) -> None:
     (fits,) = caught.value.alternatives
     with runner(path, ctx=fits.options["ctx"], budget_bytes=need - 1000):  # type: ignore[attr-defined]
         pass
+
+
+def test_a_plan_beyond_the_budget_offers_fewer_samples(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    with runner(path, ctx=1024, max_sequences=6) as opened:
+        need, slot = opened.plan.total_bytes, opened.plan.region("kv").nbytes // 6
+    asked: dict[str, Any] = {"ctx": 1024, "budget_bytes": need - 2 * slot}
+    with pytest.raises(BudgetError, match=r"Fits: --ctx \d+; --samples [34]; or run") as caught, \
+            runner(path, max_sequences=6, **asked):
+        pass
+    fewer = caught.value.alternatives[1]
+    with runner(path, max_sequences=fewer.options["samples"], **asked) as opened:  # type: ignore[attr-defined]
+        assert opened.plan.total_bytes <= fewer.total_bytes <= need - 2 * slot  # type: ignore[attr-defined]
+    with pytest.raises(BudgetError), \
+            runner(path, max_sequences=fewer.options["samples"] + 1, **asked):  # type: ignore[attr-defined]
+        pass
+
+
+def test_a_driver_that_stops_telling_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the GPU is asked for behind the text."""
+    answers = iter([9_000_000, 7_000_000])
+
+    def free() -> int:
+        if (found := next(answers, None)) is None:
+            raise UsageError("NVIDIA's driver does not say how much memory is free; see nvidia-smi.")
+        return found
+
+    monkeypatch.setattr("edgeinfer.backends.onnx.runner.gpu_free_bytes", free)
+    with runner(write_model(tmp_path)) as opened:
+        assert opened.device_used_bytes is None, "it has no device beside this process"
+        opened._free = free()
+        opened.plan = replace(opened.plan, regions=(Region("kv", 3_000_000, "", DEVICE),))
+        assert opened.device_used_bytes == 2_000_000
+        assert opened.device_used_bytes is None
 
 
 def test_a_lowered_model_is_made_once_and_again_where_it_was_written_to(tmp_path: Path,

@@ -37,9 +37,9 @@ JSON_FIELDS = {
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token",
-        "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +; draft or speculate "
-        "for the run without), `value`, `options` (each by name), `total_bytes`; in the order in which to try them, "
-        "each checked to fit. The last may be "
+        "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +; on a device ctx or "
+        "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
+        "order in which to try them, each checked to fit. The last may be "
         "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
         "each token and `decode_tok_per_s`, null where storage was not measured",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "

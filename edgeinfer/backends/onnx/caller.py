@@ -42,15 +42,15 @@ class _Call:
 class Caller:
     """Makes the calls of a runner one after the other, in a thread of its own.
 
-    So who waits for one is in Python, where signal handlers run, and can end it. A provider with graphs is called by
-    who waits: a graph belongs to the thread that recorded it, and one that was ended while it was recorded would be
-    replayed as far as it came. Calls are short there.
+    So who waits for one is in Python, where signal handlers run, and can end it. On a provider with graphs nobody ends
+    one: a graph that was ended while it was recorded would be replayed as far as it came. Calls are short there, and
+    made in that thread too, for a graph belongs to the thread that recorded it, whoever makes requests.
 
     Each call has options of its own, for the wish to end one stays with them.
     """
 
     def __init__(self, provider: Provider):
-        self._provider = provider
+        self._provider, self._endable = provider, not provider.graphs
         self._running: Any = None
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -64,7 +64,7 @@ class Caller:
         session : onnxruntime.InferenceSession
         binding : onnxruntime.IOBinding
         ended : callable
-            Whether the call is to end now; looked at while it runs.
+            Whether the call is to end now; looked at before it runs, and without graphs while it does.
         graph : int
             Which graph to record or replay, where the provider has them.
 
@@ -76,9 +76,6 @@ class Caller:
         self._running = options = run_options(self._provider, graph)
         if ended():  # asked for before there was anything to end
             raise RuntimeError("The call was to end before it began.")
-        if self._provider.graphs:
-            session.run_with_iobinding(binding, options)
-            return
         self._wait(_Call(session, binding, options), ended)
 
     def _wait(self, call: _Call, ended: Callable[[], bool]) -> None:
@@ -94,17 +91,23 @@ class Caller:
                     self._queue.put(call)
                     queued = True  # where a handler raises before this it is put twice, and made once
                 if not call.ended.acquire(timeout=LOOK_SECONDS) and ended():
-                    call.options.terminate = True
+                    self._terminate(call.options)
             except BaseException as error:
-                call.options.terminate, interrupt = True, error
+                interrupt = error
+                if self._endable:  # nothing is called here, where the next signal would be raised
+                    call.options.terminate = True
         if failed := interrupt or call.error:
             raise failed
         if not call.over:
             raise RuntimeError("The runner was closed.")
 
     def end(self) -> None:
-        """End the call that runs; from any thread."""
+        """End the call that runs, if calls are ended at all; from any thread."""
         if (options := self._running) is not None:
+            self._terminate(options)
+
+    def _terminate(self, options: Any) -> None:
+        if self._endable:
             options.terminate = True
 
     def close(self) -> None:

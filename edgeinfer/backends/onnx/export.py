@@ -100,18 +100,21 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
         graph = lowered(bundle, flavour)
         place.reserve(data_bytes(graph.stored.values()) + MODEL_BYTES)
         name = MODEL_FILE if genai else place.path.name
-        data, data_file = _write(bundle, graph, place, name, progress)
+        beside = {}
         if genai:
             with place.writing():
-                write_beside(bundle, flavour, place.folder)
+                beside = write_beside(bundle, flavour, place.folder)
+        data, data_file = _write(bundle, graph, place, name, beside, progress)
     folder, seconds = place.path if genai else place.path.parent, time.perf_counter() - began
     return ExportReport(place.path, folder / name, folder / data_file, data.nbytes, bundle.weights_bytes,
                         len(graph.nodes), len(graph.stored), seconds, tuple(_remarks(bundle, graph)))
 
 
-def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str,
+def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str, beside: dict[str, str],
            progress: Progress | None) -> tuple[Data, str]:
-    """Write the data, whose name follows from their checksum, and the model that names them."""
+    """Write the data, whose name follows from their checksum, and the model that names them and has the checksums of
+    the files beside them.
+    """
     read = Reader(bundle)
     try:
         with place.writing():
@@ -120,22 +123,24 @@ def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str,
                 data = write_data(graph.stored.values(), read, file, progress)
             data_file = data_name(name, data.identity)
             unnamed.rename(unnamed.with_name(data_file))
-            model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data))
+            model = model_proto(graph, data_file, data.places, about(bundle, graph.flavour, data, beside))
             (place.folder / name).write_bytes(model.SerializeToString(deterministic=True))
     finally:
         read.close()
     return data, data_file
 
 
-def about(bundle: Bundle, flavour: Flavour, data: Data) -> dict[str, str]:
-    """Return the metadata of a model: what it was made of, by whom, for what, and the checksums of its data."""
+def about(bundle: Bundle, flavour: Flavour, data: Data, beside: dict[str, str]) -> dict[str, str]:
+    """Return the metadata of a model: what it was made of, by whom, for what, and the checksums of its data and of the
+    files beside them.
+    """
     tokenizers = [bundle.files[name].sha256 for name in TOKENIZERS if name in bundle.files]
     return {
         "version": __version__, "bundle": bundle.identity, "source": bundle.header.source,
         "architecture": bundle.config.model_type, "tokenizer_sha256": tokenizers[0] if tokenizers else "",
         "target": flavour.target, "dtype": flavour.dtype, "attention": flavour.attention, "ctx": str(flavour.ctx),
         "qk_norm": flavour.qk_norm, "top_k": str(flavour.top_k), "data_bytes": str(data.nbytes),
-        "data_identity": data.identity,
+        "data_identity": data.identity, "files": json.dumps(beside),
         "tensors": json.dumps({tensor: place.sha256 for tensor, place in data.places.items()}),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,16 @@ def check_tokenizer(bundle: Bundle) -> None:
                              "checkpoint that has it, or export with --for session.")
 
 
-def write_beside(bundle: Bundle, flavour: Flavour, folder: Path) -> None:
-    """Write genai_config.json and copy the bundle's files to a model's folder."""
-    (folder / CONFIG_FILE).write_text(json.dumps(genai_config(bundle, flavour), indent=1) + "\n", encoding="utf-8")
+def write_beside(bundle: Bundle, flavour: Flavour, folder: Path) -> dict[str, str]:
+    """Write genai_config.json and copy the bundle's files to a model's folder; returns their names and checksums."""
+    config = (json.dumps(genai_config(bundle, flavour), indent=1) + "\n").encode()
+    (folder / CONFIG_FILE).write_bytes(config)
+    sums = {CONFIG_FILE: hashlib.sha256(config).hexdigest()}
     for entry in bundle.header.files:
         if not entry.part:
             (folder / entry.name).write_bytes((bundle.path / entry.name).read_bytes())
+            sums[entry.name] = entry.sha256
+    return sums
 
 
 def genai_config(bundle: Bundle, flavour: Flavour) -> dict[str, Any]:

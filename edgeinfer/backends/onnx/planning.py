@@ -26,14 +26,14 @@ from edgeinfer.memory_planner import (
     resolve,
     to_request,
 )
-from edgeinfer.sizes import format_size
+from edgeinfer.sizes import format_size, round_up
 
 from .best import BEST
 from .data import data_bytes
 from .devices import Provider
 from .driver import gpu_free_bytes
 from .flavour import Flavour, Heads
-from .lowering import Lowering
+from .lowering import Lowering, Node
 from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
 from .slabs import FLOATS, Layout, block_bytes
@@ -47,6 +47,10 @@ CONTEXT_BYTES = 500_000_000
 """Of a GPU's memory: CUDA's context and the code of the libraries (an estimate)."""
 GRAPH_BYTES = 10_000_000
 """Of the graph of a decode step (an estimate): by number of slots, or of sequences and width of the table of pages."""
+FAST_GROUP, FAST_ROWS = 32, {4: 64, 8: 32}
+"""Matrices for CUDA's fast products: elements of a group, and what their rows are a multiple of, by bits."""
+READ_TOKENS, READ_MULTIPLE = {4: 16, 8: 5}, 8
+"""Tokens for which its other products read a matrix of so many bits as it is, if its sides are such multiples."""
 BLOCK = 16
 """Tokens in which contexts that fit are given."""
 
@@ -91,6 +95,7 @@ class DevicePlanner:
         self.graph, self.provider, self.paged = graph, provider, kv_layout == PAGES
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
         self._stored: dict[str, list[Stored]] = {}
+        self._products: dict[str, list[Node]] = {}
 
     def flavour(self, kv: str) -> Flavour:
         """Return what the model is lowered for; its tables have all positions, so that it serves every context."""
@@ -109,7 +114,9 @@ class DevicePlanner:
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
         c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
         if kv not in self._stored:
-            self._stored[kv] = list(Lowering(self.graph, self.flavour(kv)).run().stored.values())
+            lowered = Lowering(self.graph, self.flavour(kv)).run()
+            self._stored[kv] = list(lowered.stored.values())
+            self._products[kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
         stored, cuda = self._stored[kv], self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
@@ -122,7 +129,9 @@ class DevicePlanner:
             if self.paged and request.sequences > 1 and request.own_tokens is not None else ""
         yield Region("kv", blocks * block, f"{kv}, {blocks} {'pages' if self.paged else 'slots'}{held} of {positions} "
                                            f"positions, {block} bytes each", here)
-        yield Region("arena", self._arena(request, cuda), f"activations of {request.tokens} tokens, at most", here)
+        copy = self._written_out(request) if cuda else 0
+        yield Region("arena", self._arena(request, cuda) + copy, f"activations of {request.tokens} tokens, at most"
+                     + (f", and a matrix as f16 for its product ({format_size(copy)})" if copy else ""), here)
         most = request.sequences
         row = sum(width * np.dtype(kind).itemsize for width, kind in step_outputs(c.vocab_size).values())
         yield Region("steps", most * (most + 1) // 2 * row, f"logits of steps of 1 to {most} sequences", here)
@@ -146,10 +155,21 @@ class DevicePlanner:
         scores = 0 if cuda else heads.query * request.tokens * request.ctx * 4
         return rows + scores if cuda else 2 * (rows + scores)
 
+    def _written_out(self, request: Request) -> int:
+        """Bytes of the largest matrix that CUDA's products write out as f16 before they multiply by it."""
+        return max((written_out(node, request.outputs if node.attributes["N"] == self.graph.config.vocab_size
+                                else request.tokens) for node in self._products[request.kv]), default=0)
+
     def smaller(self, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> Iterator[Alternative]:
-        """Yield smaller requests that fit: a shorter context."""
+        """Yield smaller requests that fit: a shorter context, or fewer samples where they are asked for.
+
+        Beams, whose own tokens are planned, stay: fewer would be another search.
+        """
         if ctx := longest_ctx(self, config, fits, min(int(config.ctx or 0), self.graph.config.max_position_embeddings)):
             yield Alternative({"ctx": ctx}, self.plan(to_request(config, ctx)).total_bytes)
+        if config.own_tokens is None and (fewer := most_sequences(self, config, fits, config.max_sequences - 1)):
+            plan = self.plan(to_request(replace(config, max_sequences=fewer)))
+            yield Alternative({"samples": fewer}, plan.total_bytes)
 
     def refusal(self, plan: MemoryPlan, host: int, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
@@ -159,6 +179,15 @@ class DevicePlanner:
         return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
                 f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; or "
                 "run with --device cpu.")
+
+
+def written_out(product: Node, tokens: int) -> int:
+    """Return the bytes of a product's matrix as f16 if CUDA writes it out for so many tokens, else 0; see docs/onnx.md.
+    """
+    rows, columns, bits, group = (int(product.attributes[name]) for name in ("N", "K", "bits", "block_size"))
+    fast = group == FAST_GROUP and rows % FAST_ROWS[bits] == 0
+    read = tokens <= READ_TOKENS[bits] and rows % READ_MULTIPLE == columns % READ_MULTIPLE == 0
+    return 0 if fast or read else rows * round_up(columns, group) * 2
 
 
 def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | None]:
@@ -210,9 +239,10 @@ def longest_ctx(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[M
     return BLOCK * low
 
 
-def most_sequences(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool]) -> int:
-    """Return how many sequences of this context fit, 64 at most."""
+def most_sequences(planner: DevicePlanner, config: RuntimeConfig, fits: Callable[[MemoryPlan], bool],
+                   at_most: int = 64) -> int:
+    """Return how many sequences of this context fit."""
     found = 0
-    while found < 64 and fits(planner.plan(to_request(replace(config, max_sequences=found + 1)))):
+    while found < at_most and fits(planner.plan(to_request(replace(config, max_sequences=found + 1)))):
         found += 1
     return found

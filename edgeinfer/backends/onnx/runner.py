@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
-from edgeinfer.errors import CancelledError, RequestError
+from edgeinfer.errors import CancelledError, RequestError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
 from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segments
@@ -157,8 +157,14 @@ class OnnxRunner(Runner):
 
     @property
     def device_used_bytes(self) -> int | None:
-        """Memory of the GPU that is taken since this runner opened, by it or by others; None without one."""
-        return self._free - gpu_free_bytes() if self.plan.device_bytes else None
+        """Memory of the GPU that is taken since this runner opened, by it or by others; None without one, or where its
+        driver does not say."""
+        if not self.plan.device_bytes:
+            return None
+        try:
+            return self._free - gpu_free_bytes()
+        except UsageError:  # what is asked for statistics ends nothing
+            return None
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Verification of an export: the graph and every tensor against the checksums in the model's metadata."""
+"""Verification of an export: the graph, every tensor and the files of its folder against the checksums in the model's
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -60,17 +62,16 @@ def verify_export(path: str | Path, progress: Progress | None = None) -> Verifie
         model, about = _read_model(model_path)
         location, entries = _entries(model, about)
         _compare(model_path.with_name(location), entries, int(about["data_bytes"]), progress)
-        files = 2
-        if path.is_dir():
-            _check_tokenizer(path, about["tokenizer_sha256"])
-            files += 1
+        beside = json.loads(about["files"]) if path.is_dir() else {}
+        for name, sha256 in beside.items():
+            _check_file(path, name, sha256)
     except BundleError as error:
         raise BundleError(f"Cannot use the export {path}: {error}") from None
     except OSError as error:
         raise BundleError(f"Cannot use the export {path}: {error.strerror or error}.") from None
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # sealed by somebody who is not us
         raise BundleError(f"Cannot use the export {path}: its metadata are not those of an export.") from None
-    return Verified(model_path, len(entries), files, model_path.stat().st_size + int(about["data_bytes"]))
+    return Verified(model_path, len(entries), 2 + len(beside), model_path.stat().st_size + int(about["data_bytes"]))
 
 
 def _read_model(path: Path) -> tuple[Any, dict[str, str]]:
@@ -143,13 +144,15 @@ def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
         yield part
 
 
-def _check_tokenizer(folder: Path, sha256: str) -> None:
+def _check_file(folder: Path, name: str, sha256: str) -> None:
+    if Path(name).name != name:
+        raise BundleError(f"its metadata name {name!r}, which is no file of its folder.")
     own = hashlib.sha256()
     try:
-        with open_plain(folder / "tokenizer.json") as file:
+        with open_plain(folder / name) as file:
             while part := file.read(READ_BYTES):
                 own.update(part)
     except FileNotFoundError:
-        raise BundleError("its tokenizer.json is missing; export it again.") from None
+        raise BundleError(f"its {name} is missing; export it again.") from None
     if own.hexdigest() != sha256:
-        raise BundleError("its tokenizer.json is another model's, or was altered; export it again.")
+        raise BundleError(f"its {name} is another model's, or was altered; export it again.")
