@@ -23,6 +23,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.command_line import environment
+from tests.gguf_files import SIZES, write_gguf
 from tests.make_documents import PAGE, demo_program
 from tests.make_manual import commands
 from tests.test_layers import FLOORS
@@ -87,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("my-bundle", "my-f32-bundle"):
         (home / name).symlink_to(demo_path())
     make_checkpoint(home / "TinyLlama-1.1B-Chat")
+    write_gguf(home / "model-Q8_0.gguf", make_checkpoint(home / "odd", **SIZES), "Q8_0")
     (home / "question.txt").write_text("Once upon a time")
     (home / "held_out.txt").write_text("Once upon a time there was a fox who lived in a forest by the sea. " * 4)
     (home / "some_books.txt").write_text((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), encoding="utf-8")
@@ -152,8 +154,9 @@ def test_every_script_and_flag_exists() -> None:
         assert not [w for w in words if w.startswith("--") and f'"{w}"' not in text], line
     for page in PAGES:
         for module in re.findall(r"`python -m ([\w.]+)", page.read_text(encoding="utf-8")):
-            path = module.removeprefix("edgeinfer.").replace(".", "/") + ".py"
-            assert (ROOT / path).is_file() or (ROOT / "edgeinfer" / path).is_file(), f"{page.name}: {module}"
+            path = module.removeprefix("edgeinfer.").replace(".", "/")
+            files = [top / (path + end) for top in (ROOT, ROOT / "edgeinfer") for end in (".py", "/__main__.py")]
+            assert any(file.is_file() for file in files), f"{page.name}: {module}"
 
 
 def test_every_extra_exists() -> None:
