@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,19 @@ def test_a_failure_on_the_way_to_or_from_a_device_is_one_sentence(tmp_path: Path
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids, 1])) < F32
     with pytest.raises(EdgeInferError, match=r"^onnxruntime cannot take 512 bytes of cuda's memory for a part of the "):
         Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
+
+
+def test_slabs_on_a_gpu_take_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel for GPUs has a setting for that, which has to be made before the first of them."""
+    from onnxruntime.capi import _pybind_state as native
+
+    set_before = list[str]()
+    strategies = SimpleNamespace(kSameAsRequested="as requested", kNextPowerOfTwo="rounded")
+    monkeypatch.setattr(native, "ArenaExtendStrategy", strategies, raising=False)
+    monkeypatch.setattr(native, "set_arena_extend_strategy", set_before.append, raising=False)
+    monkeypatch.setattr(Slabs, "_zeros", lambda self: set_before.append("slab"))
+    Slabs(LAYOUT, 1, Heads(1, 1, 16), 1, 16, "f16", PROVIDERS["cuda"])
+    assert set_before == ["as requested", "slab", "slab"]
 
 
 def test_sequences_of_others_and_bad_walks_are_refused(tmp_path: Path) -> None:

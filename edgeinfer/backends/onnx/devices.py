@@ -139,6 +139,18 @@ def check_placement(session: Any, provider: Provider) -> None:
                          f"{elsewhere[0]}; choose another --device, or another version of onnxruntime.")
 
 
+def take_as_asked() -> None:
+    """Let memory that is made on a GPU for the KV cache be what was asked for, as planned, not the next power of two.
+
+    The provider's option `arena_extend_strategy` is for the arenas of sessions alone. Values made outside of them have
+    one whose only setting this is (onnxruntime-gpu 1.31.1; deprecated for sessions); wheels for CPUs do not have it.
+    """
+    from onnxruntime.capi import _pybind_state as native
+
+    if hasattr(native, "set_arena_extend_strategy"):
+        native.set_arena_extend_strategy(native.ArenaExtendStrategy.kSameAsRequested)
+
+
 def raised_by_onnxruntime(error: Exception) -> bool:
     """Whether an error is one of its own classes, which have no common one, or what its bindings raise besides."""
     return isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")

@@ -10,7 +10,7 @@ import numpy as np
 from edgeinfer.errors import EdgeInferError
 
 from .copying import FROM, TO
-from .devices import Provider, one_line, raised_by_onnxruntime
+from .devices import Provider, one_line, raised_by_onnxruntime, take_as_asked
 from .flavour import Heads
 
 FLOATS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32}
@@ -60,6 +60,8 @@ class Slabs:
         self.positions = positions
         self.shape = (blocks, *layout.sizes(positions, heads))
         self.names = layout.names(layers)
+        if self.memory != "cpu":
+            take_as_asked()
         self._kept = [self._zeros() for _ in self.names]
         self._stride = int(np.prod(self.shape[1:])) * np.dtype(self.dtype).itemsize
 
