@@ -327,8 +327,8 @@ def arrivals(check: Check, name: str, path: Path) -> None:
 
 
 def arriving(check: Check, name: str, path: Path, n: int) -> None:
-    """The row of `arrivals` for so many."""
-    sizes = check.sizes
+    """The rows of `arrivals` for so many."""
+    sizes, before = check.sizes, gpu_free_bytes() if check.provider.memory == "cuda" else 0
     with opened(path, check.provider, ctx=sizes.prompt + 2 * sizes.steps + n + 8, max_sequences=n) as runner:
         ids, live, first, gaps = token_ids(runner.model.vocab_size), list[Sequence](), list[float](), list[float]()
         tokens, began = 0, time.perf_counter()
@@ -343,22 +343,30 @@ def arriving(check: Check, name: str, path: Path, n: int) -> None:
             gaps.append(time.perf_counter() - step)
             tokens += len(live)
         seconds = time.perf_counter() - began
+        beside_plan(check, f"{name}: {n} arriving, memory of the GPU", before, runner)
     check.add(f"{name}: {n} arriving one after the other",
               f"TTFT {1000 * statistics.median(first):.1f} ms, TPOT {1000 * statistics.median(gaps):.2f} ms, "
               f"{tokens / seconds:.0f} tokens/s")
 
 
 def memory(check: Check, name: str, path: Path) -> None:
-    """Planned beside measured memory of the device."""
+    """Planned beside measured memory of the device, of long contexts."""
     if check.provider.memory != "cuda":
         return
     before = gpu_free_bytes()
     with opened(path, check.provider, ctx=2048, max_sequences=8) as runner:
         list(steps(runner, filled(runner, 8, 1024), 8))
-        used, planned = before - gpu_free_bytes(), runner.plan.device_bytes
+        beside_plan(check, f"{name}: memory of the GPU", before, runner)
+
+
+def beside_plan(check: Check, what: str, before: int, runner: OnnxRunner) -> None:
+    """Add the row of what was taken of the device's memory since so many bytes were free."""
+    if check.provider.memory != "cuda":
+        return
+    used, planned = before - gpu_free_bytes(), runner.plan.device_bytes
     most = max(MEMORY_BYTES, MEMORY_SHARE * planned)
-    check.add(f"{name}: memory of the GPU", f"{used / 1e6:.0f} MB, planned {planned / 1e6:.0f} MB",
-              f"within {most / 1e6:.0f} MB", abs(used - planned) <= most)
+    check.add(what, f"{used / 1e6:.0f} MB, planned {planned / 1e6:.0f} MB", f"within {most / 1e6:.0f} MB",
+              abs(used - planned) <= most)
 
 
 def endurance(check: Check, name: str, path: Path) -> None:
