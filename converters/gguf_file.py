@@ -164,10 +164,9 @@ class _Reader:
         self._data, self._at = b"", 0
 
     def header(self) -> GgufHeader:
-        if self._size and self._size < 24 and MAGIC.startswith(self._peek(4)):
-            raise self._cut_short()
-        if self._take(4) != MAGIC:
+        if not self._size or not MAGIC.startswith(self._peek(4)):
             raise CheckpointError(f"{self._path} is no GGUF file: it does not begin with GGUF.")
+        self._take(4)
         self._check_version(self._number("I"))
         n_tensors, n_pairs = self._count(MAX_TENSORS, "tensors", 24), self._count(MAX_PAIRS, "fields", 13)
         fields: dict[str, Any] = {}

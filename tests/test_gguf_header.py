@@ -247,6 +247,7 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
     [
         (b"", "m.gguf is empty; download it again"),
         (b"GGML" + GOOD[4:], "is no GGUF file: it does not begin with GGUF"),
+        (b"hi\n", "is no GGUF file: it does not begin with GGUF"),
         (changed(lambda f, t: None, version=1), "has GGUF version 1; versions 2 and 3 can be read"),
         (changed(lambda f, t: None, version=50331648), r"is a big-endian GGUF file \(version 3\)"),
         (changed(lambda f, t: None, version=7), "has GGUF version 7; versions 2 and 3 can be read"),
