@@ -207,6 +207,7 @@ def test_a_system_message_needs_a_template(terminals: list[Terminal]) -> None:
     assert terminal.ended() == 2
 
 
+@pytest.mark.timing
 def test_ctrl_c_stops_the_answer_and_not_the_chat(slow_bundle: Path, terminals: list[Terminal]) -> None:
     terminal = Terminal("run", slow_bundle, "-n", CTX, "-c", CTX, "-t", 1, "--logit-bias", NEVER_ENDS)
     terminals.append(terminal)

@@ -171,6 +171,7 @@ def test_prompt_caches_are_refused(both: tuple[LLM, LLM], tmp_path: Path) -> Non
     assert both[1].generate(PROMPT, max_tokens=2, temperature=0)
 
 
+@pytest.mark.timing
 def test_a_cancelled_stream_and_a_closed_model() -> None:
     with opened("onnx-cpu") as llm:
         stream = llm.stream(PROMPT, temperature=0, max_tokens=100, ignore_eos=True)

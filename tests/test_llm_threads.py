@@ -124,7 +124,8 @@ def test_cancel_from_inside_the_loop(slow: LLM) -> None:
     for n, _piece in enumerate(stream):
         if n == 3:
             slow.cancel()
-    assert stream.completion.finish_reason == "cancelled" and stream.completion.completion_tokens < 50
+    assert stream.completion.finish_reason == "cancelled"
+    assert stream.completion.completion_tokens < CTX // 10, "tokens went on for seconds"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to oneself are POSIX")

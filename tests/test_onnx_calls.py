@@ -120,7 +120,7 @@ def test_closing_ends_the_call_of_another_thread(opened: OnnxRunner) -> None:
     wish = Wish(0.2, opened.close)
     with pytest.raises(ClosedError, match="The model was closed"):
         opened.prefill(opened.new_sequence(), PROMPT)
-    assert wish.took() < 1
+    assert wish.took() < 5, "the call went on"
     assert not [thread for thread in threading.enumerate() if thread.name == "onnxruntime calls" and thread.is_alive()]
 
 
