@@ -249,6 +249,7 @@ def test_a_folder_is_no_picture(tmp_path) -> None:
         save_plot(Chart("t", "x", "y", [Line("l", [1, 2], [3, 4])]), tmp_path / "a.svg")
 
 
+@pytest.mark.timing
 def test_it_is_quick_and_compiles_nothing() -> None:
     """In processor time beside that of imports which it needs anyway; numba and llvmlite stay out of the process."""
 

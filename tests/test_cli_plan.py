@@ -293,6 +293,7 @@ finally:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("model", "heavy"), [("demo", "['numpy']"), ("llama-3.1-405b", "[]"), ("qwen3-235b-a22b", "[]")]
 )
