@@ -1,25 +1,39 @@
 """Blocks of GGUF tensors as lines of layout tile16: codes and scales are moved as they are, no number is calculated.
 
 A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by
-whoever reads them, and packed here. Q4_0 is an fp16 scale, then 16 bytes whose low nibbles are columns 0 to 15 of the
-block and whose high nibbles columns 16 to 31, each code + 8; Q8_0 an fp16 scale, then 32 codes.
+whoever reads them, and packed here. What a block holds stands in ggml's ggml-common.h; in `gguf_values.py` it is read as
+numbers. All of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and
+16 to 31, so its words have columns 0 .. 3 and 16 .. 19, which become a word of columns 0 .. 7 and one of 16 .. 23.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import WeightType
-from edgeinfer.quant import LINE_BYTES, layouts
+from edgeinfer.quant import SUPER_COLUMNS, TILE_ROWS, layouts, packed
 
 Bytes = NDArray[np.uint8]
-TILE, GROUP = 16, 32
-_Q4_0, _Q8_0 = (np.dtype([("scale", "<u2"), ("codes", f"V{n}")]) for n in (16, 32))
+Words = NDArray[np.uint32]
 _LOW, _HIGH = np.uint64(0x0F0F0F0F), np.uint64(0xF0F0F0F0)
+_ONES, _TWOS = np.uint32(0x01010101), np.uint32(0x03030303)
+_HALF = "<u2"
+
+
+class Parts(NamedTuple):
+    """What blocks of some rows become, all arrays (tiles, 16, ...)."""
+
+    lines: Words
+    """In the order of lines within a record."""
+    halves: tuple[NDArray[np.uint16], ...]
+    """fp16 numbers: scales, and minima, of groups or of whole blocks."""
+    nested: tuple[Bytes, ...] = ()
+    """8-bit scales, and minima, of groups."""
 
 
 def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
@@ -28,14 +42,26 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
     Raises
     ------
     CheckpointError
-        A scale or a value is not finite, or an 8-bit code is -128; the tensor is called `name`.
+        A scale or a value is not finite, or no number of ours; the tensor is called `name`.
     """
-    return _PACKING[kind, stored.dtype](rows, name)
+    if (kind, stored.dtype) in _FLOATS:
+        return _FLOATS[kind, stored.dtype](rows, name)
+    form, parts_of = _PARTS[kind, stored.dtype]
+    n_tiles = -(-len(rows) // TILE_ROWS)
+    if len(rows) != n_tiles * TILE_ROWS:
+        rows = np.concatenate([rows, np.zeros((n_tiles * TILE_ROWS - len(rows), rows.shape[1]), np.uint8)])
+    blocks = np.ascontiguousarray(rows).view(form).reshape(n_tiles, TILE_ROWS, -1)
+    parts = parts_of(blocks, name)
+    for halves in parts.halves:
+        check_halves(halves, name, "scale")
+    columns = blocks.shape[2] * (SUPER_COLUMNS if stored.storage.nested else stored.group_size)
+    return _records(parts, stored, columns)
 
 
 def has_packing(kind: str, stored: WeightType) -> bool:
     """Whether rows of this type become the stored type by moving bits."""
-    return (kind, stored.dtype) in _PACKING and stored.group_size in (0, GROUP) and stored.layout == "tile16"
+    known = (kind, stored.dtype) in _PARTS or (kind, stored.dtype) in _FLOATS
+    return known and stored.group_size in (0, 16, 32) and stored.layout == "tile16"
 
 
 def as_q8_0(rows: Bytes) -> Bytes:
@@ -49,53 +75,184 @@ def as_q8_0(rows: Bytes) -> Bytes:
     return out.reshape(len(rows), -1)
 
 
-def _pack_q4_0(rows: Bytes, name: str) -> Bytes:
-    scales, codes = _tiles(rows, _Q4_0)
-    pairs = codes.view(np.uint64)  # two words, each of four columns and the four that are 16 on
-    odd = pairs >> np.uint64(32)
-    lines = np.empty((*pairs.shape[:-1], 4), np.uint32)
-    lines[..., :2] = pairs & _LOW | (odd & _LOW) << np.uint64(4)
-    lines[..., 2:] = pairs >> np.uint64(4) & _LOW | odd & _HIGH
-    return _records(lines, scales, name)
+def check_halves(values: NDArray[np.uint16], name: str, what: str) -> None:
+    """Refuse numbers in half precision of which one is NaN or infinite."""
+    if ((values & np.uint16(0x7C00)) == 0x7C00).any():
+        raise _not_finite(name, what)
 
 
-def _pack_q8_0(rows: Bytes, name: str) -> Bytes:
-    scales, codes = _tiles(rows, _Q8_0)
-    if codes.view(np.int8).min(initial=0) == -128:
-        raise CheckpointError(f"The tensor {name} has an 8-bit code of -128, which llama.cpp does not write and whose "
-                              "products overflow in kernels; convert the file again from the original model.")
-    return _records(codes.view(np.uint32), scales, name)
+def _not_finite(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"The tensor {name} has a {what} that is NaN or infinite; weights must be finite: download "
+                           "the file again.")
 
 
-def _tiles(rows: Bytes, block: np.dtype[np.void]) -> tuple[NDArray[np.uint16], Bytes]:
-    """Scales (tiles, 16, groups) and codes (tiles, 16, groups, bytes) of blocks, with rows of zeros at the end.
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def _records(parts: Parts, stored: WeightType, columns: int) -> Bytes:
+    """Records of whole tiles; an absent last group is zeros."""
+    n_tiles, n_records = len(parts.lines), stored.tile_records(columns)
+    out = np.zeros((n_tiles, n_records, stored.record_bytes), np.uint8)
+    per_record = stored.padded_columns(columns) // n_records * stored.storage.bits // 32
+    words = out.view(np.uint32).reshape(n_tiles, n_records, -1, TILE_ROWS)
+    whole, rest = divmod(parts.lines.shape[2], per_record)
+    body = parts.lines[:, :, : whole * per_record].reshape(n_tiles, TILE_ROWS, whole, per_record)
+    words[:, :whole, :per_record] = body.transpose(0, 2, 3, 1)
+    if rest:
+        words[:, whole, :rest] = parts.lines[:, :, whole * per_record :].transpose(0, 2, 1)
+    at = 64 * per_record
+    for factors in (*parts.nested, *parts.halves):
+        if rest:  # the absent group's, which only fp16 factors have
+            factors = np.concatenate([factors, np.zeros((*factors.shape[:2], 1), factors.dtype)], axis=2)
+        at = packed.place_factors(out, factors, at)
+    return out.reshape(-1)
+
+
+def _bytes(blocks: NDArray[np.void], field: str) -> Bytes:
+    """A field of blocks as bytes (tiles, 16, blocks, bytes).
 
     Copied as items of a structure: copying them as slices of bytes takes ten times as long.
     """
-    n_tiles = -(-len(rows) // TILE)
-    if len(rows) != n_tiles * TILE:
-        rows = np.concatenate([rows, np.zeros((n_tiles * TILE - len(rows), rows.shape[1]), np.uint8)])
-    blocks = np.ascontiguousarray(rows).view(block).reshape(n_tiles, TILE, -1)
-    codes = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(*blocks.shape, block.itemsize - 2)
-    return np.ascontiguousarray(blocks["scale"]), codes
+    values = np.ascontiguousarray(blocks[field])
+    return values.view(np.uint8).reshape(*blocks.shape, -1)
 
 
-def _records(lines: NDArray[np.uint32], scales: NDArray[np.uint16], name: str) -> Bytes:
-    """Records of two groups: the lines of each, then a line of 2 x 16 scales; `lines` are (tiles, 16, groups, n)."""
-    n_tiles, _, groups, n = lines.shape
-    check_halves(scales, name, "scale")
-    n_records = -(-groups // 2)
-    out = np.zeros((n_tiles, n_records, 2 * n + 1, TILE), np.uint32)
-    body = np.empty((n_tiles, groups, n, TILE), np.uint32)
-    body[:] = lines.transpose(0, 2, 3, 1)
-    tail = np.zeros((n_tiles, 2 * n_records, TILE), np.uint16)
-    tail[:, :groups] = scales.transpose(0, 2, 1)
-    whole = groups // 2
-    out[:, :whole, : 2 * n] = body[:, : 2 * whole].reshape(n_tiles, whole, 2 * n, TILE)
-    if groups % 2:
-        out[:, whole, :n] = body[:, -1]
-    out[:, :, 2 * n] = tail.reshape(n_tiles, n_records, 2 * TILE).view(np.uint32)
-    return out.reshape(-1).view(np.uint8)
+def _halves(blocks: NDArray[np.void], *fields: str) -> tuple[NDArray[np.uint16], ...]:
+    return tuple(np.ascontiguousarray(blocks[field]) for field in fields)
+
+
+def _both_nibbles(codes: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Words of lines of the low nibbles, and of the high ones: each of eight neighbouring columns.
+
+    The upper halves of the 64 bits are to be left out, as an assignment to words does.
+    """
+    pairs = codes.view(np.uint64)  # two words of four columns
+    odd = pairs >> np.uint64(32)
+    return pairs & _LOW | (odd & _LOW) << np.uint64(4), pairs >> np.uint64(4) & _LOW | odd & _HIGH
+
+
+def _flat(lines: Words) -> Words:
+    """All lines of a row one after the other."""
+    return lines.reshape(*lines.shape[:2], -1)
+
+
+# -- blocks of 32 columns ----------------------------------------------------------------------------------------------
+
+
+def _of_32(*fields: str) -> np.dtype[np.void]:
+    sizes = {"scale": _HALF, "minimum": _HALF, "exponent": "u1", "further": "<u4", "codes": "V16", "bytes": "V32"}
+    return np.dtype([(field, sizes[field]) for field in fields])
+
+
+def _simple(*halves: str) -> Callable[[NDArray[np.void], str], Parts]:
+    """Blocks of 16 bytes of nibbles and fp16 factors, perhaps with a word of fifth bits."""
+
+    def parts(blocks: NDArray[np.void], name: str) -> Parts:
+        further = "further" in (blocks.dtype.names or ())
+        lines = np.empty((*blocks.shape, 4 + further), np.uint32)
+        lines[..., :2], lines[..., 2:4] = _both_nibbles(_bytes(blocks, "codes"))
+        if further:
+            lines[..., 4] = _spread(np.ascontiguousarray(blocks["further"]))
+        return Parts(_flat(lines), _halves(blocks, *halves))
+
+    return parts
+
+
+def _spread(bits: Words) -> Words:
+    """Bit 4 s + j as bit s of byte j: fifth bits of 32 columns as a line's word has them."""
+    out = np.zeros_like(bits)
+    for s in range(8):
+        four = bits >> np.uint32(4 * s) & np.uint32(15)
+        out |= (four * np.uint32(0x00204081) & _ONES) << np.uint32(s)
+    return out
+
+
+def _bytes_of_32(blocks: NDArray[np.void], name: str) -> Parts:
+    codes = _bytes(blocks, "bytes")
+    if codes.view(np.int8).min(initial=0) == -128:
+        raise CheckpointError(f"The tensor {name} has an 8-bit code of -128, which llama.cpp does not write and whose "
+                              "products overflow in kernels; convert the file again from the original model.")
+    return Parts(_flat(codes.view(np.uint32)), _halves(blocks, "scale"))
+
+
+def _mxfp4(blocks: NDArray[np.void], name: str) -> Parts:
+    """Scales are powers of two: 2^(exponent - 128) of levels that are twice the values; fp16 has 2^-24 to 2^15."""
+    exponent = np.ascontiguousarray(blocks["exponent"]).astype(np.int32) - 128
+    odd = (exponent < -24) | (exponent > 15)
+    if (_bytes(blocks, "codes")[odd] & np.uint8(0x77)).any():
+        raise CheckpointError(f"The tensor {name} has scales of 2^{int(exponent[odd][0])}, and fp16 holds 2^-24 to "
+                              "2^15; convert the file with --weights f32, or q4.")
+    scales = np.where(odd, 0, np.ldexp(np.float32(1), np.clip(exponent, -24, 15)))  # of zeros any will do
+    return Parts(_simple()(blocks, name).lines, (scales.astype(np.float16).view(np.uint16),))
+
+
+# -- blocks of 256 columns ---------------------------------------------------------------------------------------------
+
+
+def _q4_k(blocks: NDArray[np.void], name: str) -> Parts:
+    lines = np.empty((*blocks.shape, 8, 4), np.uint32)
+    _nibbles_of_k(blocks, lines)
+    return Parts(_flat(lines), _outer(blocks), _six_bits(_bytes(blocks, "factors")))
+
+
+def _q5_k(blocks: NDArray[np.void], name: str) -> Parts:
+    """Bit g of byte c of the further bits belongs to column c of group g."""
+    words = _bytes(blocks, "further").view(np.uint32)  # (..., 8 steps)
+    lines = np.empty((*blocks.shape, 8, 5), np.uint32)
+    _nibbles_of_k(blocks, lines)
+    for g in range(8):
+        bits = words >> np.uint32(g) & _ONES
+        lines[..., g, 4] = np.bitwise_or.reduce(bits << np.arange(8, dtype=np.uint32), axis=-1)
+    return Parts(_flat(lines), _outer(blocks), _six_bits(_bytes(blocks, "factors")))
+
+
+def _nibbles_of_k(blocks: NDArray[np.void], lines: Words) -> None:
+    """Lines (..., 8 groups, 4 or more): of each 32 bytes the low nibbles are a group, the high ones the next."""
+    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
+        lines[..., i::2, :4] = part.reshape(*blocks.shape, 4, 4)
+
+
+def _outer(blocks: NDArray[np.void]) -> tuple[NDArray[np.uint16], ...]:
+    """Scale and minimum of a block; ours are added where ggml's are subtracted, which is a sign."""
+    scale, minimum = _halves(blocks, "scale", "minimum")
+    return scale, minimum ^ np.uint16(0x8000)
+
+
+def _six_bits(factors: Bytes) -> tuple[Bytes, Bytes]:
+    """8 scales and 8 minima of 6 bits each from 12 bytes, as `gguf_values` reads them; (..., blocks x 8)."""
+    low, middle, top = factors[..., :4], factors[..., 4:8], factors[..., 8:]
+    scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=-1)
+    minima = np.concatenate([middle & 63, top >> 4 | middle >> 6 << 4], axis=-1)
+    return tuple(part.reshape(*part.shape[:2], -1) for part in (scales, minima))  # type: ignore[return-value]
+
+
+def _q6_k(blocks: NDArray[np.void], name: str) -> Parts:
+    """Of each 128 columns: 64 bytes of nibbles, low ones first; the pairs of bits of 32 bytes, the lowest first."""
+    lines = np.empty((*blocks.shape, 2, 2, 4, 3), np.uint32)  # halves, nibbles, groups of 16, lines
+    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
+        lines[..., i, :, :2] = part.reshape(*blocks.shape, 2, 4, 2)
+    words = _bytes(blocks, "further").view(np.uint32).reshape(*blocks.shape, 2, 2, 4)  # halves, groups, steps
+    for pair in range(4):
+        bits = words >> np.uint32(2 * pair) & _TWOS
+        steps = np.bitwise_or.reduce(bits << np.arange(0, 8, 2, dtype=np.uint32), axis=-1)
+        lines[..., pair // 2, 2 * (pair % 2) : 2 * (pair % 2) + 2, 2] = steps
+    scales = _bytes(blocks, "factors")
+    return Parts(_flat(lines), _halves(blocks, "scale"), (scales.reshape(*scales.shape[:2], -1),))
+
+
+def _iq4_xs(blocks: NDArray[np.void], name: str) -> Parts:
+    """Eight groups of 16 bytes as in IQ4_NL; scales of 6 bits, 32 too large, low nibbles apart from the other two."""
+    lines = np.empty((*blocks.shape, 8, 4), np.uint32)
+    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
+        lines[..., 2 * i : 2 * i + 2] = part.reshape(*blocks.shape, 8, 2)
+    low, high = _bytes(blocks, "factors"), np.ascontiguousarray(blocks["further"])
+    nibbles = np.stack([low & 15, low >> 4], axis=-1).reshape(*blocks.shape, 8)
+    pairs = (high[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
+    scales = (nibbles | pairs << np.uint8(4)) - np.uint8(32)
+    return Parts(_flat(lines), _halves(blocks, "scale"), (scales.reshape(*scales.shape[:2], -1),))
+
+
+# -- floats, and the table ---------------------------------------------------------------------------------------------
 
 
 def _pack_f16(rows: Bytes, name: str) -> Bytes:
@@ -111,18 +268,20 @@ def _pack_f32(rows: Bytes, name: str) -> Bytes:
     return layouts.pack_tile16(words.view(np.float32), "f32")
 
 
-def check_halves(values: NDArray[np.uint16], name: str, what: str) -> None:
-    """Refuse numbers in half precision of which one is NaN or infinite."""
-    if ((values & np.uint16(0x7C00)) == 0x7C00).any():
-        raise _not_finite(name, what)
-
-
-def _not_finite(name: str, what: str) -> CheckpointError:
-    return CheckpointError(f"The tensor {name} has a {what} that is NaN or infinite; weights must be finite: download "
-                           "the file again.")
-
-
-_PACKING: dict[tuple[str, str], Callable[[Bytes, str], Bytes]] = {
-    ("Q4_0", "q4"): _pack_q4_0, ("Q8_0", "int8"): _pack_q8_0, ("F16", "f16"): _pack_f16, ("F32", "f32"): _pack_f32,
+_FLOATS: dict[tuple[str, str], Callable[[Bytes, str], Bytes]] = {("F16", "f16"): _pack_f16, ("F32", "f32"): _pack_f32}
+_PARTS: dict[tuple[str, str], tuple[np.dtype[np.void], Callable[[NDArray[np.void], str], Parts]]] = {
+    ("Q4_0", "q4"): (_of_32("scale", "codes"), _simple("scale")),
+    ("IQ4_NL", "iq4"): (_of_32("scale", "codes"), _simple("scale")),
+    ("Q4_1", "q4m"): (_of_32("scale", "minimum", "codes"), _simple("scale", "minimum")),
+    ("Q5_0", "q5"): (_of_32("scale", "further", "codes"), _simple("scale")),
+    ("Q5_1", "q5m"): (_of_32("scale", "minimum", "further", "codes"), _simple("scale", "minimum")),
+    ("Q8_0", "int8"): (_of_32("scale", "bytes"), _bytes_of_32),
+    ("MXFP4", "mxfp4"): (_of_32("exponent", "codes"), _mxfp4),
+    ("Q4_K", "q4k"): (np.dtype([("scale", _HALF), ("minimum", _HALF), ("factors", "V12"), ("codes", "V128")]), _q4_k),
+    ("Q5_K", "q5k"): (np.dtype([("scale", _HALF), ("minimum", _HALF), ("factors", "V12"), ("further", "V32"),
+                                ("codes", "V128")]), _q5_k),
+    ("Q6_K", "q6"): (np.dtype([("codes", "V128"), ("further", "V64"), ("factors", "V16"), ("scale", _HALF)]), _q6_k),
+    ("IQ4_XS", "iq4k"): (np.dtype([("scale", _HALF), ("further", "<u2"), ("factors", "V4"), ("codes", "V128")]),
+                         _iq4_xs),
 }
-assert LINE_BYTES == 4 * TILE
+"""By the file's type and ours: how a block lies in the file, and what becomes of blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
+from math import prod
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,8 +15,18 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
-from edgeinfer.graph import Graph, ModelConfig, TypeOf, Weight, WeightType, build_graph, expected_types, requested_types
-from edgeinfer.quant import TYPES
+from edgeinfer.graph import (
+    Graph,
+    ModelConfig,
+    Source,
+    TypeOf,
+    Weight,
+    WeightType,
+    build_graph,
+    expected_types,
+    requested_types,
+)
+from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, TYPES
 
 from .checkpoint import Checkpoint
 from .gguf_config import ROPE_FACTORS, read_gguf_model
@@ -27,7 +38,7 @@ from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from .gguf_types import EXACT, smallest_exact
 
 SPARE_GROUP = 32
-"""Group size that a header states where all weights are floats."""
+"""Group size that a header states where the types of weights leave no choice."""
 Kinds = dict[str, str]
 """Names of the types of tensors, by the tensors' names."""
 
@@ -163,22 +174,42 @@ def refuse_inexact(kinds: Kinds, path: Path) -> None:
 
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:
-    """The smallest exact type of each weight, and what a bundle's header says of them in one word each."""
+    """The smallest exact type of each weight, or of its parts, and what a bundle's header says of them in one word."""
     graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
-    table = {weight.name: _stored(weight, kinds) for weight in graph.weights if weight.kind != "vector"}
+    table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:
-        if weight.kind == "matrix":
-            sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
+        if weight.kind == "vector":
+            continue
+        for first, part in _parts(weight, kinds).items():
+            stored = _stored(part, kinds)
+            table[weight.name if first is None else f"{weight.name}.{first}"] = stored
+            if weight.kind == "matrix":
+                sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
     head = table.get("head", table["embed"])
-    return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
-                                               head.dtype)
+    group = chief.group_size if chief.group_size in GROUP_SIZES else SPARE_GROUP
+    return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
 
 
-def _stored(weight: Weight, kinds: Kinds) -> WeightType:
-    """The type of a weight; a tensor that is missing is told of later, by name."""
-    found = {kinds[source.name] for source in weight.sources if source.name in kinds}
+def _parts(weight: Weight, kinds: Kinds) -> dict[int | None, list[Source]]:
+    """The sources of a weight as they are stored: together (None), or runs of one type by the number of the first.
+
+    They are stored apart where together only floats would hold them, if each but the last fills whole tiles of rows.
+    """
+    sources = list(weight.sources)
+    types = [_stored([source], kinds) for source in sources]
+    together = _stored(sources, kinds)
+    whole = all(source.shape[0] % TILE_ROWS == 0 for source in sources[:-1])
+    if together.quantised or not any(kind.quantised for kind in types) or weight.combine != "concat" or not whole:
+        return {None: sources}
+    firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
+    return {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
+
+
+def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
+    """The type of tensors together; one that is missing is told of later, by name."""
+    found = {kinds[source.name] for source in sources if source.name in kinds}
     return (smallest_exact(found) if found else None) or WeightType("f32")
 
 

@@ -41,12 +41,22 @@ _INT8 = WeightType("int8", 32)
 _F32 = WeightType("f32")
 EXACT = {
     "Q4_0": (WeightType("q4", 32), _INT8, _F32),
+    "Q4_1": (WeightType.of("q4m"), _F32),
+    "Q5_0": (WeightType.of("q5"), _F32),
+    "Q5_1": (WeightType.of("q5m"), _F32),
     "Q8_0": (_INT8, _F32),
+    "Q4_K": (WeightType.of("q4k"), _F32),
+    "Q5_K": (WeightType.of("q5k"), _F32),
+    "Q6_K": (WeightType.of("q6"), _F32),
+    "IQ4_NL": (WeightType.of("iq4"), _F32),
+    "IQ4_XS": (WeightType.of("iq4k"), _F32),
+    "MXFP4": (WeightType.of("mxfp4"), _F32),
     "F16": (WeightType("f16"), _F32),
     "BF16": (_F32,),
     "F32": (_F32,),
 }
-"""What holds all values of a type, the smallest first: codes stay codes, and a scale times a code is exact in f32."""
+"""What holds all values of a type, the smallest first: codes and scales stay as they are, and f32 has what ggml's own
+dequantisation gives."""
 OWN_ERROR = {
     "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
     "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "MXFP4": 1.3e-2, "Q3_K": 2.3e-2,

@@ -16,7 +16,7 @@ from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES
 
 KV_TYPES = tuple(quant.KV_TYPES)
-WEIGHT_TYPES = tuple(quant.TYPES)
+WEIGHT_TYPES = quant.requestable()
 SPARSE_MODES = ("off", "exact", "predict")
 """What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
 HEAD_MODES = ("exact", "screened")

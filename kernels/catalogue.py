@@ -30,10 +30,13 @@ from .parameters import (
     ROWS,
     SCREEN,
 )
+from .vector.forms import FORMS
 
-WEIGHTS = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
+PACKED = tuple(f"{name}_g{group}" for name, form in FORMS.items() for group in form.groups)
+WEIGHTS = (*PACKED, "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
 """Ends of the names of kernels that read weights in tile16."""
-QUANTISED = WEIGHTS[:6]
+SCREENED = (*(name for name in PACKED if name.startswith("q4_")), "int8_g32", "int8_g64", "int8_g128")
+"""Ends of the names of kernels of a head that can be screened."""
 KV = ("int8", "f16", "f32")
 _PRODUCT = ("weights", "x", "out", "bias", "scratch", "source", "norm")
 _REFERENCE = "edgeinfer.kernels.reference"
@@ -71,7 +74,7 @@ FAMILIES = (
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),
     Family("neuron_resolve", ("neuron_resolve",), ("masks", "table", "slots", "owners", "uses", "stamps", "words"),
            NEURON_RESOLVE),
-    Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in QUANTISED)),
+    Family("screen", ("screen_maxima", *(f"{name}_{w}" for name in ("screen_least", "head") for w in SCREENED)),
            ("weights", "x", "out", "estimates", "bounds", "work", "low", "scratch"), SCREEN),
     Family("draw", ("draw_edit", "draw_blocks", "draw_choose"), ("logits", "work"), DRAW),
     Family("stream", ("stream_release",), (), RELEASE),

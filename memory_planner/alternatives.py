@@ -12,7 +12,7 @@ from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import BudgetError, UnsupportedModelError
 from edgeinfer.graph import Graph, TypeOf, requested_types
 from edgeinfer.kernels import abi
-from edgeinfer.quant import KV_TYPES, TYPES, WeightType
+from edgeinfer.quant import KV_TYPES, WeightType, requestable
 from edgeinfer.sizes import format_size
 
 from .budget import process_budget
@@ -26,7 +26,7 @@ Rebuild = Callable[[TypeOf], Graph]
 Place = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget where all weights in memory exceed it; None where it has none."""
 BLOCK, STREAMED, COLD = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons"
-_BY_SIZE = sorted((WeightType.of(name) for name in TYPES), key=lambda stored: -stored.bits_per_weight)
+_BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
 """Types of weights that save memory, from the most bytes to the fewest; the lightest also in wider groups."""

@@ -9,7 +9,7 @@ from edgeinfer.kernels import LADDER, abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
 from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
 from tests.kernel_bench import ISAS, Bench, token_tiles
-from tests.test_kernels_linear import TOKENS, WEIGHTS, random_product
+from tests.test_kernels_linear import QUANTISED, TOKENS, random_product, whole
 from tests.test_kernels_neuron import random_ffn
 
 TOKEN_TILES = sorted({isa.token_tiles for isa in LADDER} | {(6, 2), (4, 2), (8, 3), (15, 8, 7, 5, 4, 3, 2)})
@@ -107,10 +107,10 @@ def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: in
 
 @pytest.mark.parametrize("width", [172, 33])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[:6])
+@pytest.mark.parametrize(("dtype", "group"), QUANTISED)
 def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, norm: bool, width: int) -> None:
     """The bits are those of quantised rows; the scratch is no larger than the planner's."""
-    rng = np.random.default_rng(group)
+    rng, width = np.random.default_rng(group), whole(dtype, width)
     for gated in (False, True):
         product = random_product(rng, dtype, group, 96, width, 1, gated=gated)
         places, fused = fused_operands(rng, product.bench, width, group, norm)
@@ -122,7 +122,7 @@ def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[:6])
+@pytest.mark.parametrize(("dtype", "group"), QUANTISED[:6])
 def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, group: int, norm: bool) -> None:
     rng, width = np.random.default_rng(group), 172
     ffn = random_ffn(rng, dtype, group, 96, width, 1)

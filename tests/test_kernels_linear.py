@@ -9,14 +9,18 @@ import pytest
 
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, fill
+from edgeinfer.kernels.vector.forms import FORMS
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
-from edgeinfer.quant import layouts
+from edgeinfer.quant import TYPES, WeightType, layouts, packed
 from tests.kernel_bench import ISAS, Bench, q8_memory, token_tiles
 from tests.tolerances import ERF, EXP
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
-WEIGHTS = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), ("f16", 0), ("f32", 0)]
+TAKEN = [(name, row.groups[0]) for name, row in TYPES.items() if not row.requested]
+"""Types that other formats have quantised."""
+QUANTISED = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), *TAKEN]
+WEIGHTS = [*QUANTISED, ("f16", 0), ("f32", 0)]
 ROWS = {6: 33, 7: 5, 31: 16, 33: 17, 64: 70, 127: 31, 172: 40, 1023: 50}
 
 
@@ -24,8 +28,33 @@ def kernel_name(prefix: str, dtype: str, group: int) -> str:
     return f"{prefix}_{dtype}_g{group}" if group else f"{prefix}_{dtype}"
 
 
+def whole(dtype: str, cols: int) -> int:
+    """Columns, rounded up to what rows of a type must have."""
+    return -(-cols // 256) * 256 if TYPES[dtype].nested else cols
+
+
+def random_factors(rng: np.random.Generator, dtype: str, rows: int, cols: int) -> packed.Factors:
+    """Scales of both signs and minima, so that weights are about 1."""
+    row, groups = TYPES[dtype], -(-cols // TYPES[dtype].groups[0])
+
+    def halves(n: int, size: float) -> np.ndarray:
+        return (rng.standard_normal((rows, n)) / size).astype(np.float16)
+
+    largest = max(map(abs, row.table or row.grid))
+    if not row.nested:
+        return packed.Factors(halves(groups, largest), halves(groups, 2) if row.minimum else None)
+    low, high, kind = (-128, 128, np.int8) if row.scale == "i8*f16" else (0, 64, np.uint8)
+    inner = [rng.integers(low, high, (rows, groups)).astype(kind) for _ in range(row.factors)]
+    outer = [halves(cols // 256, size) for size in (high * largest, 2 * high)[: row.factors]]
+    return packed.Factors(*inner, *outer) if row.minimum else packed.Factors(inner[0], None, outer[0])
+
+
 def random_weights(rng: np.random.Generator, dtype: str, group: int, rows: int, cols: int) -> np.ndarray:
     """Bytes in tile16."""
+    if (dtype, group) in TAKEN:
+        row = TYPES[dtype]
+        codes = rng.integers(0, 1 << row.bits, (rows, cols)).astype(np.int8) - np.int8(row.offset)
+        return packed.pack(codes, WeightType(dtype, group), random_factors(rng, dtype, rows, cols))
     if not group:
         return layouts.pack_tile16(rng.standard_normal((rows, cols)).astype(np.float32), dtype)
     low, high = (-8, 8) if dtype == "q4" else (-127, 128)
@@ -74,7 +103,7 @@ class Product:
         self.bench, self.x, self.tokens = Bench(), x, len(x.values)
         tiles, (stride, scales, offsets) = -(-rows // 16), x.layout()
         tile_bytes = weights.size // tiles
-        line = {"q4": 16 * group + 64, "int8": 32 * group + 64, "f16": 64, "f32": 64}[dtype]
+        line = WeightType(dtype, group).record_bytes
         out_tiles = tiles // 2 if gated else tiles
         self.out_stride, self.width = 64 * out_tiles + 64, 16 * out_tiles
         self.places = [
@@ -114,6 +143,7 @@ class Product:
 
 
 def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: int, **more) -> Product:
+    cols = whole(dtype, cols)
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
     weights = random_weights(rng, dtype, group, rows, cols)
     return Product(dtype, group, weights, rows, activations(x, group), **more)
@@ -122,6 +152,8 @@ def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: in
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None:
+    if width not in (33, 1023) and whole(dtype, 1) > 1:
+        pytest.skip("rows are whole blocks of 256 columns")
     rng = np.random.default_rng(width + group)
     for tokens in TOKENS:
         product = random_product(rng, dtype, group, ROWS[width], width, tokens)
@@ -193,24 +225,50 @@ def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str
             np.testing.assert_array_equal(product.run(isa, first, tokens), whole[first : first + tokens])
 
 
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS[:6])
+def plain_factors(dtype: str, rows: int, cols: int) -> packed.Factors:
+    """All 1."""
+    row, groups = TYPES[dtype], -(-cols // TYPES[dtype].groups[0])
+    kind = {"f16": np.float16, "u8*f16": np.uint8, "i8*f16": np.int8}[row.scale]
+    inner, outer = np.ones((rows, groups), kind), np.ones((rows, cols // 256), np.float16) if row.nested else None
+    return packed.Factors(inner, inner if row.minimum else None, outer, outer if row.minimum else None)
+
+
+@pytest.mark.parametrize(("dtype", "group"), QUANTISED)
 @pytest.mark.parametrize("extreme", [False, True])
 def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: int, extreme: bool) -> None:
     """With scales of 1 the result is an integer below 2^24; extremes are where 16-bit sums would saturate."""
     rng = np.random.default_rng(2)
-    rows, cols = 48, 4 * group
-    low, high = (-8, 7) if dtype == "q4" else (-127, 127)
+    row, rows, cols = TYPES[dtype], 48, whole(dtype, 4 * group)
+    groups = -(-cols // group)
+    low, high = (0, 15) if row.table else row.grid
     for tokens in TOKENS:
         w = rng.integers(low, high + 1, (rows, cols))
         x = rng.integers(-127, 128, (tokens, cols))
         if extreme:
             w[0::2], w[1::2] = low, high
             x[::2], x[1::2] = 127, -127
-        weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, 4), np.float16))
-        ones = np.ones((tokens, 4), np.float32)
+        if row.requested:
+            weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, groups), np.float16))
+        else:
+            weights = packed.pack(w.astype(np.int8), WeightType(dtype, group), plain_factors(dtype, rows, cols))
+        levels = (np.array(row.table)[w] if row.table else w) + row.minimum
+        ones = np.ones((tokens, groups), np.float32)
         product = Product(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, group))
         for isa in ISAS:
-            np.testing.assert_array_equal(product.run(isa), x @ w.T)
+            np.testing.assert_array_equal(product.run(isa), x @ levels.T)
+
+
+def test_forms_of_kernels_are_the_types() -> None:
+    """What kernels are compiled for and what sizes and headers follow from, which stand in two places."""
+    packed_types = {name: row for name, row in TYPES.items() if 4 <= row.bits < 8}
+    assert set(packed_types) == set(FORMS)
+    for name, row in packed_types.items():
+        form = FORMS[name]
+        nested = row.scale.partition("*")[0] if row.nested else ""
+        assert (row.groups, row.bits, row.offset, row.table, nested, row.minimum) == form, name
+        for group in row.groups:
+            assert form.record_bytes(group) == WeightType(name, group).record_bytes
+            assert (form.nibble_lines, form.run_lines - form.nibble_lines) == packed.run_lines(row)
 
 
 def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:

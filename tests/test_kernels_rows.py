@@ -12,7 +12,7 @@ from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, quantise_rows, rms_norm
 from edgeinfer.quant import WeightType, layouts
 from tests.kernel_bench import ISAS, Bench, token_tiles
-from tests.test_kernels_linear import TOKENS, WEIGHTS, kernel_name, random_weights
+from tests.test_kernels_linear import TOKENS, WEIGHTS, kernel_name, random_weights, whole
 
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 GROUPS = (32, 64, 128)
@@ -154,7 +154,9 @@ def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_embed(dtype: str, group: int, width: int) -> None:
-    rng = np.random.default_rng(width)
+    if width > 64 and whole(dtype, 1) > 1:
+        pytest.skip("rows are whole blocks of 256 columns")
+    rng, width = np.random.default_rng(width), whole(dtype, width)
     bench, rows = Bench(), 43
     table = bench.put("weights", random_weights(rng, dtype, group, rows, width))
     tile_bytes = WeightType(dtype, group).tile_bytes(width)

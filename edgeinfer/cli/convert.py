@@ -15,7 +15,7 @@ from .options import GROUPS, WEIGHTS, Json
 from .output import print_json, print_table, say
 from .progress import ProgressLine
 
-QUANTISED = ", ".join(name for name, row in TYPES.items() if row.quantised)
+QUANTISED = ", ".join(name for name, row in TYPES.items() if row.quantised and row.requested)
 
 if TYPE_CHECKING:
     from ..converters import ConversionReport

@@ -14,7 +14,7 @@ from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask
-from .products import RELUS, Gated, Linear, NeuronDown, NeuronGated, Product, parameters
+from .products import RELUS, Gated, Linear, LinearPart, NeuronDown, NeuronGated, Product, parameters
 from .reader import ConfigReader
 from .rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .selection import INSTEAD, SelectedAttention, least_score
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "Attention", "ConfigReader",
            "Draw", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder",
-           "KvAccess", "Linear", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Place",
+           "KvAccess", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Place",
            "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RowOp", "Rows",
            "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SignMask", "Sizes",
            "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",

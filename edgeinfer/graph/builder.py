@@ -13,7 +13,7 @@ from .config import ModelConfig
 from .graph import Graph
 from .operation import Op
 from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
-from .products import Gated, Linear, NeuronDown, NeuronGated
+from .products import Gated, Linear, LinearPart, NeuronDown, NeuronGated
 from .types import Tensor
 from .weights import Source, Weight, as_source
 
@@ -62,12 +62,37 @@ class GraphBuilder:
         residual: Tensor | None = None,
         in_ffn: bool = False,
     ) -> Tensor:
-        """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one."""
+        """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one.
+
+        Where they are stored in several types, each run of sources of one type is a part by itself.
+        """
+        if firsts := self._parts(name, len(sources)):
+            return self._linear_parts(x, name, sources, widths, bias, firsts)
         weight = self._weight(name, "matrix", sources, tuple((w, x.width) for w in widths))
         biases = self._vector(name + "_bias", bias, widths) if bias else None
         out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths))
         return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
                                residual=residual, in_ffn=in_ffn, layer=self.layer))
+
+    def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
+                      bias: tuple[str | Source, ...], firsts: list[int]) -> Tensor:
+        """A product in parts that begin at these sources; each makes its input, so that it may be fused with it."""
+        out, onto = self._tensor(name.rsplit(".", 1)[-1], sum(widths)), None
+        for first, end in zip(firsts, (*firsts[1:], len(sources)), strict=True):
+            part, mine = f"{name}.{first}", slice(first, end)
+            weight = self._weight(part, "matrix", sources[mine], tuple((w, x.width) for w in widths[mine]))
+            biases = self._vector(part + "_bias", bias[mine], widths[mine]) if bias else None
+            made = self._as_input(x, self._types[part]) if onto is None else self._again(x, self._types[part])
+            onto = self._op(LinearPart(out=out, x=made, weight=weight, bias=biases, first=sum(widths[:first]),
+                                       onto=onto, layer=self.layer))
+            out = self._after(onto)
+        assert onto
+        return onto
+
+    def _parts(self, name: str, sources: int) -> list[int]:
+        """The sources at which the parts of a matrix begin; none where it is stored whole."""
+        return [i for i in range(sources if sources > 1 else 0)
+                if self._type_of(Weight(f"{name}.{i}", (), "part")).layout != "plain"]
 
     def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,
               bias: tuple[str | Source, ...] = ()) -> Tensor:
@@ -179,7 +204,17 @@ class GraphBuilder:
         """Type of the weight that a norm feeds; a matrix may be added only later."""
         if isinstance(feeds, WeightType):
             return feeds
-        return self._types.get(feeds) or self._type_of(Weight(feeds, (), "matrix"))
+        if feeds in self._types:
+            return self._types[feeds]
+        first = self._type_of(Weight(feeds + ".0", (), "part"))
+        return first if first.layout != "plain" else self._type_of(Weight(feeds, (), "matrix"))
+
+    def _again(self, x: Tensor, weight: WeightType) -> Tensor:
+        """What a norm has made, made once more as another weight reads it; other tensors as they are."""
+        norm = next(op for op in reversed(self._ops) if op.out == x)
+        if not isinstance(norm, RmsNorm):
+            return self._as_input(x, weight)
+        return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):

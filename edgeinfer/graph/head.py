@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, catalogue
 
 from ..config import HEAD_MODES
 from ..dataclass import dataclass
@@ -120,7 +120,7 @@ def place_of_head(graph: Graph) -> Place:
     if not isinstance(head, Linear) or head.bias or maker is None or not isinstance(norm, RmsNorm) \
             or not isinstance(gather, GatherOutputs):
         raise UnsupportedModelError(f"The logits are made by {head.label}, which is no head that can be screened.")
-    if not graph.types[head.weight.name].quantised:
+    if not catalogue.is_known(f"head_{graph.types[head.weight.name].suffix}"):
         raise UnsupportedModelError(f"The head {head.weight.name} is stored in {graph.types[head.weight.name]}, and "
                                     "only one in int8 or q4 can be screened; convert with --head int8.")
     return Place(index, head, maker, norm, gather)

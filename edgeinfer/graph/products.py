@@ -83,6 +83,23 @@ class Linear(Product):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearPart(Linear):
+    """x W^T (+ bias) in some columns of the output: the rows of one product that are stored in one type."""
+
+    OVER = "onto"
+    first: int
+    """Column where they begin."""
+    onto: Tensor | None = None
+    """What the parts before it have written; None for the first."""
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The columns are the output's, from a whole tile on."""
+        yield from Product.faults(self, types)
+        if self.first % 16 or self.first + self.weight.shape[0] > self.out.width:
+            yield f"the columns {self.first} to {self.first + self.weight.shape[0] - 1} are no part of {self.out}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gated(Product):
     """act(x G^T) * (x U^T), gate and up in one matrix that alternates by tile of 16 rows."""
 

@@ -11,6 +11,8 @@ from ..quant import TYPES, WeightType, embedding_type, holds
 from .weights import Weight
 
 TypeOf = Callable[[Weight], WeightType]
+ABSENT = WeightType("f32", 0, "plain")
+"""What is said of a part of a matrix (kind ``part``) where the matrix is stored whole: no matrix is plain."""
 
 
 def requested_types(
@@ -44,19 +46,22 @@ def requested_types(
         raise UsageError(f"ffn_layout {ffn_layout} holds {' and '.join(holds(ffn_layout))}, but weights is {weights}; "
                          "choose one, or tile16.")
     types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
-    types["ffn"] = replace(types["matrix"], layout=ffn_layout)
+    types["ffn"], types["part"] = replace(types["matrix"], layout=ffn_layout), ABSENT
     return lambda weight: types[weight.kind]
 
 
 def expected_types(table: Mapping[str, WeightType]) -> TypeOf:
     """Storage as a bundle's tensor table says; a weight that the graph expects and the table lacks is refused.
 
-    Of an FFN that is not stored neuron by neuron, this says that it is in tiles; its matrices are in the table.
+    Of an FFN that is not stored neuron by neuron, this says that it is in tiles; its matrices are in the table. Of a
+    part of a matrix that is stored whole it says `ABSENT`.
     """
 
     def type_of(weight: Weight) -> WeightType:
         if weight.kind == "ffn" and weight.name not in table:
             return WeightType("f32")
+        if weight.kind == "part" and weight.name not in table:
+            return ABSENT
         if weight.name not in table:
             raise BundleError(f"The bundle lacks {weight.name!r}, which its architecture needs; convert it again.")
         return table[weight.name]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from . import packed
 from .types import LINE_BYTES, TILE_ROWS, TYPES, WeightType
 
 Bytes = NDArray[np.uint8]
@@ -86,6 +87,10 @@ def tile16_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
 
 def unpack_tile16(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int]) -> Floats:
     """The weights, float32 of `shape` = (rows, cols), that bytes in layout tile16 stand for."""
+    if TYPES[dtype].quantised and not TYPES[dtype].requested:
+        stored = WeightType(dtype, group_size)
+        codes, factors = packed.unpack(_checked(data, stored.nbytes(shape)), stored, shape)
+        return packed.values(codes, factors, stored)
     if TYPES[dtype].quantised:
         return dequantise(*tile16_codes(data, dtype, group_size, shape), group_size)
     rows, cols = shape

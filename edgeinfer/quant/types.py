@@ -6,6 +6,7 @@ A further type is a row of `TYPES`, its packing in `layouts.py`, and its kernels
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from ..dataclass import dataclass
 from ..errors import BundleError
@@ -19,9 +20,15 @@ LAYOUTS = {"tile16": 2, "neuron": 3, "plain": 1}
 """Layouts, and the dimensions of a tensor in each."""
 FFN_LAYOUTS = ("tile16", "neuron")
 """Layouts that an FFN can have: as matrices, or neuron by neuron."""
-SCALE_BYTES = {"": 0, "f16": 2}
-"""Kinds of scale, and the bytes of one."""
-_ALL = ("tile16", "neuron")
+SUPER_COLUMNS = 256
+"""Columns that share the outer fp16 numbers where scales are nested."""
+SCALE_BYTES = {"": 0, "f16": 2, "u8*f16": 1, "i8*f16": 1}
+"""Kinds of scale, and the bytes of one: fp16, or 8 bits (unsigned, signed) times an fp16 number of 256 columns."""
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Of llama.cpp's IQ4 types: near the quantiles of a bell curve."""
+FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of a 4-bit float (E2M1 of the OCP Microscaling Formats specification)."""
+_ALL, _TILES = ("tile16", "neuron"), ("tile16",)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,18 @@ class StorageType:
     """Kind of the scales, as in `SCALE_BYTES`."""
     minimum: bool = False
     """Whether each group has a minimum, of the scale's kind, beside its scale."""
+    requested: bool = True
+    """Whether floats can be quantised to it; else it holds what other formats have quantised."""
+
+    @property
+    def nested(self) -> bool:
+        """Whether scales are 8 bits times a number of 256 columns."""
+        return "*" in self.scale
+
+    @property
+    def record_groups(self) -> int:
+        """Groups of columns in a record of layout tile16."""
+        return SUPER_COLUMNS // self.groups[0] if self.nested else 2
 
     @property
     def quantised(self) -> bool:
@@ -55,9 +74,19 @@ class StorageType:
         return -self.grid[0] if self.grid and self.bits < 8 else 0
 
     @property
+    def factors(self) -> int:
+        """Numbers of a group: its scale, and its minimum."""
+        return 2 if self.minimum else 1
+
+    @property
     def factor_bytes(self) -> int:
         """Bytes of a group's scale and minimum."""
-        return SCALE_BYTES[self.scale] * (2 if self.minimum else 1)
+        return SCALE_BYTES[self.scale] * self.factors
+
+
+def _taken(name: str, bits: int, group: int, scale: str, **more: Any) -> StorageType:
+    """A type of matrices that other formats have quantised."""
+    return StorageType(name, bits, _TILES, groups=(group,), scale=scale, requested=False, **more)
 
 
 TYPES = {
@@ -65,11 +94,25 @@ TYPES = {
     for row in (
         StorageType("q4", 4, _ALL, grid=(-8, 7), groups=(32, 64, 128), scale="f16"),
         StorageType("int8", 8, _ALL, grid=(-127, 127), groups=(32, 64, 128), scale="f16"),
-        StorageType("f16", 16, ("tile16",)),
+        StorageType("f16", 16, _TILES),
         StorageType("f32", 32, ("tile16", "plain")),
+        _taken("q4m", 4, 32, "f16", grid=(0, 15), minimum=True),
+        _taken("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
+        _taken("q5", 5, 32, "f16", grid=(-16, 15)),
+        _taken("q5m", 5, 32, "f16", grid=(0, 31), minimum=True),
+        _taken("q5k", 5, 32, "u8*f16", grid=(0, 31), minimum=True),
+        _taken("q6", 6, 16, "i8*f16", grid=(-32, 31)),
+        _taken("iq4", 4, 32, "f16", table=IQ4_LEVELS),
+        _taken("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
+        _taken("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
     )
 }
-GROUP_SIZES = tuple(sorted({group for row in TYPES.values() for group in row.groups}))
+GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested for group in row.groups}))
+
+
+def requestable() -> tuple[str, ...]:
+    """Return the names of the types that floats can be quantised to; the others are what files have."""
+    return tuple(name for name, row in TYPES.items() if row.requested)
 
 
 def holds(layout: str) -> tuple[str, ...]:
@@ -95,7 +138,7 @@ class WeightType:
 
     @classmethod
     def of(cls, name: str, group_size: int | None = None, layout: str = "tile16") -> WeightType:
-        """Return a type by name; the group size (by default its smallest) counts only where it has groups.
+        """Return a type by name; the group size (by default its smallest) counts only where it has several.
 
         Raises
         ------
@@ -103,7 +146,8 @@ class WeightType:
             There is no such type in the layout, or no such group.
         """
         groups = TYPES[name].groups if name in TYPES else ()
-        return cls(name, 0 if not groups else groups[0] if group_size is None else group_size, layout).checked()
+        taken = group_size if group_size is not None and len(groups) > 1 else groups[0] if groups else 0
+        return cls(name, taken, layout).checked()
 
     def checked(self) -> WeightType:
         """Return the type itself, unless no kernel reads this combination of layout, type and group size.
@@ -120,8 +164,9 @@ class WeightType:
                               f"{', '.join(holds(self.layout))}.")
         groups = [str(group) for group in self.storage.groups]
         if groups and str(self.group_size) not in groups:
+            several = f"{', '.join(groups[:-1])} or " if groups[1:] else ""
             raise BundleError(f"group size {self.group_size} is unknown; {self.dtype} has groups of "
-                              f"{', '.join(groups[:-1])} or {groups[-1]}.")
+                              f"{several}{groups[-1]}.")
         if not groups and self.group_size != 0:
             raise BundleError(f"group size {self.group_size} makes no sense for {self.dtype}; it must be 0.")
         return self
@@ -154,12 +199,21 @@ class WeightType:
     def bytes_of(self, n: int) -> int:
         """Return the bytes of n weights of a row with their scales, without padding."""
         factors = self.storage.factor_bytes * n // self.group_size if self.group_size else 0
+        if self.storage.nested:
+            factors += 2 * self.storage.factors * n // SUPER_COLUMNS
         return n * self.storage.bits // 8 + factors
 
     @property
     def _record_columns(self) -> int:
-        """Columns of a record in layout tile16: a pair of groups, or as many floats of 16 rows as fill a line."""
-        return 2 * self.group_size or 8 * LINE_BYTES // (TILE_ROWS * self.storage.bits)
+        """Columns of a record in layout tile16: whole groups, or as many floats of 16 rows as fill a line."""
+        if self.group_size:
+            return self.storage.record_groups * self.group_size
+        return 8 * LINE_BYTES // (TILE_ROWS * self.storage.bits)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record of 16 rows: whole lines."""
+        return round_up(TILE_ROWS * self.bytes_of(self._record_columns), LINE_BYTES)
 
     def tile_records(self, cols: int) -> int:
         """Return the number of records in a tile of 16 rows."""
@@ -171,7 +225,7 @@ class WeightType:
 
     def tile_bytes(self, cols: int) -> int:
         """Return the bytes of a tile of 16 rows in layout tile16."""
-        return TILE_ROWS * self.bytes_of(self.padded_columns(cols))
+        return self.tile_records(cols) * self.record_bytes
 
     def part_bytes(self, cols: int) -> int:
         """Return the bytes of a neuron's gate row, up row or down column: codes, scales, padding to a line."""
@@ -204,6 +258,9 @@ def _nbytes(stored: WeightType, shape: tuple[int, ...]) -> int:
         raise BundleError(f"shape {list(shape)} does not fit layout {stored.layout}.")
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
         raise BundleError(f"shape {list(shape)} is out of range; each dimension is from 1 to {MAX_DIMENSION}.")
+    if stored.storage.nested and shape[1] % SUPER_COLUMNS:
+        raise BundleError(f"shape {list(shape)} does not fit type {stored.dtype}, whose rows are whole blocks of "
+                          f"{SUPER_COLUMNS} columns.")
     if stored.layout == "plain":
         nbytes = stored.bytes_of(shape[0])
     elif stored.layout == "neuron":

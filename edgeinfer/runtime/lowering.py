@@ -20,6 +20,7 @@ from edgeinfer.graph import (
     GatherOutputs,
     Graph,
     Linear,
+    LinearPart,
     NeuronDown,
     NeuronGated,
     Op,
@@ -250,10 +251,17 @@ def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **mo
     chunk += -chunk % together
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
                       token_tiles=at.token_tiles, **_input(op, at), **more)
-    operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
+    operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.norm)]
-    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_RESIDUAL if op.over else 0)
+    adds = isinstance(op, Linear) and op.residual
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_RESIDUAL if adds else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+def _columns(op: Linear | Gated, at: Lowering) -> Operand:
+    """What a product writes: its output, or the columns of it that a part has."""
+    whole, skipped = at.at(op.out), 4 * op.first if isinstance(op, LinearPart) else 0
+    return Operand(whole.region, whole.offset + skipped, whole.nbytes - skipped)
 
 
 @lower.register

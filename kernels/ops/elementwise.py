@@ -8,6 +8,8 @@ from __future__ import annotations
 from ..abi import CTX_OUTPUTS, FUSED_NORM, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
+from ..vector.forms import FORMS
+from ..vector.packed import level_of
 from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
 from ..vector.simd import (
     div_f32,
@@ -16,6 +18,7 @@ from ..vector.simd import (
     keep_first,
     load_f32,
     load_f32x16,
+    load_i8,
     load_i32,
     load_i64,
     load_u16,
@@ -214,21 +217,67 @@ def four_columns(word, scale, out, k, width):
         store_f32(out + 4 * (k + j), f32_of(code) * scale)
 
 
-def _row_q4(group):
+def _factors_of(form, group):
+    """What reads a lane's scale, or minimum, of a group: at its byte of a record, with that of the outer number."""
+    if not form.nested:
+        @inline
+        def factor(tile, at, outer, part, lane):
+            return f32_from_f16_bits(load_u16(tile + at + 32 * part + 2 * lane))
+    else:
+        mask = -1 if form.nested == "i8" else 255
+
+        @inline
+        def factor(tile, at, outer, part, lane):
+            inner = load_i8(tile + at + 16 * part + lane) & mask
+            return f32_of(inner) * f32_from_f16_bits(load_u16(tile + outer + 2 * lane))
+
+    return factor
+
+
+def _store_packed(name, minimum):
+    """What stores columns k .. k + 3, whose codes are the bytes of a word, as far as the row goes."""
+    level = level_of(name)
+
+    @inline
+    def store(word, scale, least, out, k, width):
+        for j in range(min(4, width - k)):
+            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255)) * scale)
+
+    @inline
+    def store_with_minimum(word, scale, least, out, k, width):
+        for j in range(min(4, width - k)):
+            store_f32(out + 4 * (k + j), f32_of(level((word >> 8 * j) & 255)) * scale + least)
+
+    return store_with_minimum if minimum else store
+
+
+def _row_packed(name, group):
+    form = FORMS[name]
+    factor, store = _factors_of(form, group), _store_packed(name, form.minimum)
+    bits, lines, more, minimum = form.bits, form.nibble_lines, form.bits > 4, form.minimum
+    factors, minima, outer = form.factors_at(group), form.minima_at(group), form.outer_at(group)
+    groups, runs, run_bytes = form.record_groups(group), group // 8 // lines, 64 * form.run_lines
+    record, further = form.record_bytes(group), ((1 << bits - 4) - 1) * 0x01010101
+
     @inline
     def row(tile, lane, out, width):
         k = 0
         while k < width:
-            for part in range(2):
-                scale = f32_from_f16_bits(load_u16(tile + 16 * group + 32 * part + 2 * lane))
-                for line in range(group // 8):
-                    word = load_i32(tile + (part * (group // 8) + line) * 64 + 4 * lane)
-                    for high in range(2):
-                        codes = (word >> (4 * high)) & 0x0F0F0F0F
-                        if k < width:  # in each byte: (code + 0x78) ^ 0x80 = code - 8, without a borrow
-                            four_columns((codes + 0x78787878) ^ 0x80808080, scale, out, k, width)
+            for part in range(groups):
+                scale, least = factor(tile, factors, outer, part, lane), f32_of(0)
+                if minimum:
+                    least = factor(tile, minima, outer + 32, part, lane)
+                for run in range(runs):
+                    at, high = tile + run_bytes * (part * runs + run) + 4 * lane, 0
+                    if more:
+                        high = load_i32(at + 64 * lines)
+                    for step in range(2 * lines):
+                        word = (load_i32(at + 64 * (step >> 1)) >> (4 * (step & 1))) & 0x0F0F0F0F
+                        word += ((high >> ((bits - 4) * step)) & further) << 4
+                        if k < width:
+                            store(word, scale, least, out, k, width)
                         k += 4
-            tile += 16 * group + 64
+            tile += record
 
     return row
 
@@ -281,8 +330,10 @@ def _register_embed(name, row):
         return 0
 
 
+for _name, _form in FORMS.items():
+    for _group in _form.groups:
+        _register_embed(f"embed_{_name}_g{_group}", _row_packed(_name, _group))
 for _group in (32, 64, 128):
-    _register_embed(f"embed_q4_g{_group}", _row_q4(_group))
     _register_embed(f"embed_int8_g{_group}", _row_int8(_group))
 _register_embed("embed_f16", _row_f16(0))
 _register_embed("embed_f32", _row_f32(0))

@@ -11,117 +11,27 @@ parameters.LINEAR. Twins: reference/linear.py.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
 from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
-from ..vector.int8_dot import dot_int8, dot_q4, in_rows, scale_add, start_int8, start_q4, zero_products
+from ..vector.forms import FORMS
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
-from ..vector.simd import load_f32x16, prefetch, store_f32x16
-from ..vector.targets import fma_splat, load_f16x16, load_scales, row_blocks, token_tiles
-from ..vector.tiles import add_block, load_lines, store_apart, store_block, zero_tile
+from ..vector.simd import load_f32x16, store_f32x16
+from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
+from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import activate
 from .elementwise import fused_input
+from .products import asking, distance_of, product_int8, product_packed
 
-AHEAD = 4608
-"""Bytes between the weights in work and those asked for (whole records of them): 8 records of q4 in groups of 32. The
-hardware's prefetcher starts anew at every page and lags behind; with this a token of 1.1B takes 1/1.19 of the time, of
-135M 1/1.13."""
 FEW = 4
 """Tokens, and fewer, that go through several streams of weights (Isa.streams)."""
 
 
-@inline
-def _leave(address, far, apart):
-    return
-
-
-@cache
-def _asking(m):
-    """What asks for the lines of m row tiles that come `far` bytes behind an address."""
-
-    @inline
-    def ask(address, far, apart):
-        for i in range(m):
-            prefetch(address + far + (i & 1) * apart[0] + (i >> 1) * apart[1])
-
-    return ask
-
-
-@cache
-def _distance(record_bytes):
-    """How far ahead a record asks of `records`, with `left` of them to go and the next weights `following` bytes on."""
-    near = AHEAD // record_bytes
-
-    @inline
-    def distance(left, records, following):
-        return near * record_bytes if left > near else following - (records - near) * record_bytes
-
-    return distance
-
-
-@cache
-def product_q4(group, m, n, alone=False):
-    """Product of m row tiles with n tokens; `alone`: what follows in memory may not be wanted.
-
-    Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
-    the other share it.
-    """
-    lines, ask, distance = group // 8, _leave if alone else _asking(m), _distance(16 * group + 64)
-
-    @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
-        acc = zero_products(m, n)
-        for r in range(records):
-            far = distance(records - r, records, following)
-            for part in range(2):
-                ints = start_q4(m, n, offsets)
-                for line in range(lines):
-                    ask(w + 64 * (part * lines + line), far, apart)
-                    ints = dot_q4(ints, load_lines(m, w + 64 * (part * lines + line), apart), x)
-                    x += 8 * n
-                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, apart), scales)
-                scales += 4 * n
-                offsets += 4 * n
-            ask(w + 128 * lines, far, apart)
-            w += 128 * lines + 64
-        return in_rows(acc)
-
-    return product
-
-
-@cache
-def product_int8(group, m, n, alone=False):
-    """As `product_q4`."""
-    lines, ask, distance = group // 4, _leave if alone else _asking(m), _distance(32 * group + 64)
-
-    @inline
-    def product(w, apart, records, x, stride, scales, offsets, following):
-        acc = zero_products(m, n)
-        for r in range(records):
-            far = distance(records - r, records, following)
-            for part in range(2):
-                ints = start_int8(m, n, offsets)
-                for pair in range(lines // 2):
-                    line = w + 64 * (part * lines + 2 * pair)
-                    ask(line, far, apart)
-                    ask(line + 64, far, apart)
-                    ints = dot_int8(ints, load_lines(m, line, apart), load_lines(m, line + 64, apart), x)
-                    x += 8 * n
-                acc = scale_add(acc, ints, load_scales(m, w + 128 * lines + 32 * part, apart), scales)
-                scales += 4 * n
-                offsets += 4 * n
-            ask(w + 128 * lines, far, apart)
-            w += 128 * lines + 64
-        return in_rows(acc)
-
-    return product
-
-
 def _product_f16(group, m, n):
-    ask, distance = _asking(1), _distance(64)
+    ask, distance = asking(1), distance_of(64)
 
     @inline
     def product(w, apart, records, x, stride, scales, offsets, following):
@@ -138,7 +48,7 @@ def _product_f16(group, m, n):
 
 
 def _product_f32(group, m, n):
-    ask, distance = _asking(1), _distance(64)
+    ask, distance = asking(1), distance_of(64)
 
     @inline
     def product(w, apart, records, x, stride, scales, offsets, following):
@@ -329,8 +239,10 @@ def _chunk_of_units(make_product, group):
 
 
 for _prefix, _chunk_of in (("linear", chunk_of_rows), ("gated", _chunk_of_units)):
+    for _name, _form in FORMS.items():
+        for _group in _form.groups:
+            _register_product(f"{_prefix}_{_name}_g{_group}", _chunk_of(partial(product_packed, _name), _group))
     for _group in (32, 64, 128):
-        _register_product(f"{_prefix}_q4_g{_group}", _chunk_of(product_q4, _group))
         _register_product(f"{_prefix}_int8_g{_group}", _chunk_of(product_int8, _group))
     _register_product(f"{_prefix}_f16", _chunk_of(_product_f16, 0))
     _register_product(f"{_prefix}_f32", _chunk_of(_product_f32, 0))

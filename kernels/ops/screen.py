@@ -15,6 +15,7 @@ f32), 7 scratch. Parameters: parameters.SCREEN. Twins: reference/screen.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from ..abi import (
@@ -55,8 +56,9 @@ from ..vector.simd import (
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
 from .draw import draw_of
-from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights, product_int8, product_q4
+from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_parts import q8_block
+from .products import product_int8, product_packed
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
@@ -261,6 +263,6 @@ def _register_head(name, make_product, group):
 
 
 for _group in (32, 64, 128):
-    for _dtype, _product in (("q4", product_q4), ("int8", product_int8)):
+    for _dtype, _product in (("q4", partial(product_packed, "q4")), ("int8", product_int8)):
         _register_least(f"screen_least_{_dtype}_g{_group}", _product, _group)
         _register_head(f"head_{_dtype}_g{_group}", _product, _group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..catalogue import KV, QUANTISED, WEIGHTS
+from ..catalogue import KV, SCREENED, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
 from .attention_scores import scores_twin as attention_scores_twin
 from .attention_select import select_twin
@@ -59,7 +59,7 @@ for _weights in WEIGHTS:
     TWINS[f"linear_{_weights}"] = linear_twin(*_stored)
     TWINS[f"gated_{_weights}"] = gated_twin(*_stored)
     TWINS[f"embed_{_weights}"] = embed_twin(*_stored)
-for _weights in QUANTISED:
+for _weights in SCREENED:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2])
     TWINS[f"screen_least_{_weights}"] = least_twin(*_stored)
     TWINS[f"head_{_weights}"] = head_twin(*_stored)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import layouts
+from edgeinfer.quant import WeightType, layouts
 
 from ..abi import FLAG_BIAS, FLAG_RESIDUAL
 from ..parameters import ACTIVATIONS, LINEAR
@@ -90,7 +90,7 @@ def gated_reference(
 def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Doubles, Doubles, Doubles]:
     """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be."""
     p = view.parameters(LINEAR)
-    cols = p.records * {"q4": 2 * group, "int8": 2 * group, "f16": 2, "f32": 1}[dtype]
+    cols = p.records * WeightType(dtype, group).padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,))
     w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols)).astype(np.float64)
     if group:

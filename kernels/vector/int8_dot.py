@@ -199,19 +199,6 @@ def nibbles(b, line):
 
 
 @intrinsic
-def dot_q4(context, block, lines, x):
-    """Add the products of the low nibbles with 4 activations of each token, and of the high ones with the next 4."""
-    if not isinstance(block, Tile | PairTile):
-        return None
-
-    def lower(context, b, sig, args):
-        both = [nibbles(b, line) for line in line_list(b, lines, args[1])]
-        return dot_block(b, block, args[0], both, args[2], dot_u8_line, neon.by_smlal)
-
-    return block(block, lines, x), lower
-
-
-@intrinsic
 def dot_int8(context, block, lines, following, x):
     """Add the products of lines with 4 activations of each token, and of the lines that follow with the next 4."""
     if not isinstance(block, Tile | PairTile):
@@ -259,8 +246,12 @@ def _s8_shift():
 
 start_s8 = _start(_plain_tile, _s8_shift)
 start_u4 = _start(_plain_tile, lambda: 0)
-start_q4 = _start(_products_tile, lambda: 0)
 start_int8 = _start(_products_tile, _s8_shift)
+
+
+def start_codes(shift):
+    """As `start_int8`, of codes that are 8 << shift above their levels; None: not at all."""
+    return _start(_products_tile, lambda: shift)
 
 
 def _of_tokens(b, tile, address, t, element):

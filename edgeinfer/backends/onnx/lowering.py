@@ -18,6 +18,7 @@ from edgeinfer.graph import (
     GatherOutputs,
     Graph,
     Linear,
+    LinearPart,
     NeuronDown,
     NeuronGated,
     Op,
@@ -257,6 +258,14 @@ def _added(y: str, op: Linear | NeuronDown, at: Lowering) -> None:
 @lower.register
 def _(op: Linear, at: Lowering) -> None:
     _added(at.product(at.value(op.x), at.whole(op.weight)), op, at)
+
+
+@lower.register
+def _(op: LinearPart, at: Lowering) -> None:
+    y = at.product(at.value(op.x), at.whole(op.weight))
+    if op.bias:
+        y = at.biased(y, at.vector(op.bias))
+    at.set(op.out, at.node("Concat", at.value(op.onto), y, axis=-1) if op.onto else y)
 
 
 @lower.register

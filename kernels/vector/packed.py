@@ -1,0 +1,199 @@
+"""Products of codes of 4 to 6 bits with int8 activations, and what scales them: one body for all forms (forms.py).
+
+Codes become bytes in registers, 64 of a step of 4 columns at a time: a nibble, with its further bits, or the level that
+a table has for it. From there on they are multiplied as in `int8_dot`, so that all instruction sets are served and all
+integers are exact.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from . import neon
+from .forms import FORMS, Form
+from .int8_dot import (
+    PairTile,
+    dot_block,
+    dot_s8_line,
+    dot_u8_line,
+    nibbles,
+    start_codes,
+    start_int8,
+)
+from .simd import F32, I8, I16, I32, VB, VF, VI, F32x16, Tile, call, constant, half, join, literal, pointer, row_tile
+from .targets import emit_fma, emit_widen_f16, has
+
+_EIGHTH = -0.125
+"""Offsets of activations are -8 x their sum."""
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def _further(b, line, form: Form, step: int):
+    """The bits beyond 4 of a run's step, at their place in the code; words are shifted, as x86 shifts no bytes."""
+    bits = form.bits - 4
+    left = 4 - bits * step
+    words = ir.VectorType(I16, 32)
+    wide = b.bitcast(line, words)
+    moved = b.shl(wide, constant(words, left)) if left > 0 else b.lshr(wide, constant(words, -left))
+    return b.and_(b.bitcast(moved, VB), constant(VB, ((1 << bits) - 1) << 4))
+
+
+def _levels(b, codes, table: tuple[int, ...]):
+    """The level of each code, 0 .. 15."""
+    quarter = [ir.Constant(I8, level) for level in table]
+
+    def constants(n):
+        return ir.Constant(ir.VectorType(I8, n), quarter * (n // 16))
+
+    if has("avx512bw"):
+        return call(b, "llvm.x86.avx512.pshuf.b.512", VB, constants(64), codes)
+    if has("avx2"):
+        parts = (half(b, codes, start, 32) for start in (0, 32))
+        return join(b, *(call(b, "llvm.x86.avx2.pshuf.b", part.type, constants(32), part) for part in parts))
+    if has("neon"):
+        parts = [call(b, "llvm.aarch64.neon.tbl1.v16i8", neon.BYTES, constants(16), half(b, codes, start, 16))
+                 for start in (0, 16, 32, 48)]
+        return join(b, join(b, *parts[:2]), join(b, *parts[2:]))
+    out = constant(VB, table[0])
+    for code, level in enumerate(table[1:], 1):
+        out = b.select(b.icmp_unsigned("==", codes, constant(VB, code)), constant(VB, level), out)
+    return out
+
+
+def _steps(b, form: Form, line, further, at: int):
+    """The bytes to be multiplied of a line of nibbles, the run's number `at`: those of two steps."""
+    codes = nibbles(b, line)
+    if form.table:
+        return tuple(_levels(b, code, form.table) for code in codes)
+    if further is not None:
+        return tuple(b.or_(code, _further(b, further, form, 2 * at + i)) for i, code in enumerate(codes))
+    return codes
+
+
+@cache
+def dot_run(name: str):
+    """Intrinsic ``(block, m, address, apart, x)``: add the products of a run of each of m row tiles (`row_tile`).
+
+    The activations of its steps follow each other from x on, as in `int8_dot.dot_block`. m is a constant.
+    """
+    form = FORMS[name]
+    dot, small = (dot_s8_line, neon.by_smull) if form.table else (dot_u8_line, neon.by_smlal)
+
+    @intrinsic(prefer_literal=True)
+    def add_run(context, block, m, address, apart, x):
+        count = literal(m)
+        if count is None or not isinstance(block, Tile | PairTile):
+            return None
+
+        def lower(context, b, sig, args):
+            block_value, _, first, distances, activations = args
+            tiles = [row_tile(b, first, distances, i) for i in range(count)]
+
+            def line(i, number):
+                return b.load(pointer(b, tiles[i], 64 * number), typ=VB, align=64)
+
+            more = [line(i, form.nibble_lines) if form.bits > 4 else None for i in range(count)]
+            for at in range(form.nibble_lines):
+                both = [_steps(b, form, line(i, at), more[i], at) for i in range(count)]
+                place = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
+                    else activations
+                block_value = dot_block(b, block, block_value, both, place, dot, small)
+            return block_value
+
+        return block(block, m, address, apart, x), lower
+
+    return add_run
+
+
+@cache
+def start_of(name: str):
+    """Intrinsic ``(m, n, offsets)``: what the sums of a group start at, because codes are above their levels."""
+    form = FORMS[name]
+    if form.table:
+        return start_int8
+    return start_codes((form.offset // 8).bit_length() - 1 if form.offset else None)
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+def _nested(signed: bool):
+    """Intrinsic ``(m, address, outer, apart)``: 16 bytes of each of m row tiles times the fp16 numbers at `outer`."""
+
+    @intrinsic(prefer_literal=True)
+    def load(context, m, address, outer, apart):
+        count = literal(m)
+        if count is None:
+            return None
+        tile = Tile(F32x16, count)
+
+        def lower(context, b, sig, args):
+            out = ir.Constant(tile.llvm, ir.Undefined)
+            for i in range(count):
+                inner, halves = (pointer(b, row_tile(b, args[k], args[3], i)) for k in (1, 2))
+                wide = (b.sext if signed else b.zext)(b.load(inner, typ=ir.VectorType(I8, 16), align=16), VI)
+                whole = emit_widen_f16(b, b.load(halves, typ=ir.VectorType(I16, 16), align=2))
+                out = b.insert_value(out, b.fmul(b.sitofp(wide, VF), whole), i)
+            return out
+
+        return tile(m, address, outer, apart), lower
+
+    return load
+
+
+load_nested = {"u8": _nested(False), "i8": _nested(True)}
+"""By the kind of the inner factors."""
+
+
+@intrinsic
+def minimum_add(context, acc, minima, x_scales, offsets):
+    """acc + minimum of the row tile * (sum of a group's activations of the token), as `int8_dot.scale_add` has it.
+
+    The sum is that of the int8 values, which the int32 at offsets + 4 t has times -8, times their scale.
+    """
+    if not isinstance(acc, Tile | PairTile) or not isinstance(minima, Tile):
+        return None
+    n = acc.n // minima.n
+
+    def lower(context, b, sig, args):
+        numbers, floats = ir.VectorType(I32, n), ir.VectorType(F32, n)
+        scales = b.load(pointer(b, args[2]), typ=floats, align=4)
+        sums = b.sitofp(b.load(pointer(b, args[3]), typ=numbers, align=4), floats)
+        sums = b.fmul(sums, b.fmul(scales, constant(floats, _EIGHTH)))
+        out = args[0]
+        for t in range(n):
+            pair = isinstance(acc, PairTile)
+            x = neon.pick(b, sums, sums, [t - t % 2, t - t % 2 + 1] * 8 if pair else [t] * 16)
+            for i in range(minima.n):
+                k = i * n + t
+                w = b.extract_value(args[1], i)
+                if pair:
+                    w = neon.pick(b, w, w, [8 * (t % 2) + lane // 2 for lane in range(16)])
+                out = b.insert_value(out, emit_fma(b, w, x, b.extract_value(out, k)), k)
+        return out
+
+    return acc(acc, minima, x_scales, offsets), lower
+
+
+@cache
+def level_of(name: str):
+    """Intrinsic ``(code)``: the level of one code, as int64."""
+    form = FORMS[name]
+
+    @intrinsic
+    def level(context, code):
+        def lower(context, b, sig, args):
+            if not form.table:
+                return b.sub(args[0], ir.Constant(ir.IntType(64), form.offset))
+            table = ir.Constant(ir.VectorType(I32, 16), list(form.table))
+            return b.sext(b.extract_element(table, b.trunc(args[0], I32)), ir.IntType(64))
+
+        return types.int64(types.int64), lower
+
+    return level
