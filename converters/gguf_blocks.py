@@ -1,15 +1,16 @@
 """Blocks of GGUF tensors as lines of layout tile16: codes and scales are moved as they are, no number is calculated.
 
 A weight's rows come as bytes, (rows, bytes of a row), in the file's own form; they are put in the weight's order by
-whoever reads them, and packed here. What a block holds stands in ggml's ggml-common.h; in `gguf_values.py` it is read as
+whoever reads them, and packed here. What a block holds stands in ggml's ggml-common.h; `gguf_values.py` reads it as
 numbers. All of it moves as words of four columns, a byte each: the nibbles of 16 bytes of Q4_0 are columns 0 to 15 and
-16 to 31, so its words have columns 0 .. 3 and 16 .. 19, which become a word of columns 0 .. 7 and one of 16 .. 23.
+16 to 31, so its words have columns 0 .. 3 and 16 .. 19, and two of them become a line's word of columns 0 .. 7 and one
+of columns 16 .. 23.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +102,8 @@ def _records(parts: Parts, stored: WeightType, columns: int) -> Bytes:
     if rest:
         words[:, whole, :rest] = parts.lines[:, :, whole * per_record :].transpose(0, 2, 1)
     at = 64 * per_record
-    for factors in (*parts.nested, *parts.halves):
+    every: tuple[NDArray[Any], ...] = (*parts.nested, *parts.halves)
+    for factors in every:
         if rest:  # the absent group's, which only fp16 factors have
             factors = np.concatenate([factors, np.zeros((*factors.shape[:2], 1), factors.dtype)], axis=2)
         at = packed.place_factors(out, factors, at)

@@ -35,6 +35,8 @@ from .vector.forms import FORMS
 PACKED = tuple(f"{name}_g{group}" for name, form in FORMS.items() for group in form.groups)
 WEIGHTS = (*PACKED, "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
 """Ends of the names of kernels that read weights in tile16."""
+FOREIGN = tuple(name for name in PACKED if not name.startswith("q4_"))
+"""Those of types that only files of other formats have: `warmup` leaves them to the first run that needs them."""
 SCREENED = (*(name for name in PACKED if name.startswith("q4_")), "int8_g32", "int8_g64", "int8_g128")
 """Ends of the names of kernels of a head that can be screened."""
 KV = ("int8", "f16", "f32")
@@ -154,6 +156,11 @@ def extension_of(kernel: str) -> Extension | None:
 def family_of(kernel: str) -> Family | None:
     """Return the family of one of the package's kernels, or None."""
     return _FAMILY_OF.get(kernel)
+
+
+def is_foreign(kernel: str) -> bool:
+    """Return whether a kernel reads weights in a type that only files of other formats have."""
+    return kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
 
 
 def is_known(kernel: str) -> bool:

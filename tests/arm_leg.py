@@ -27,6 +27,7 @@ from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests.offloaded import MIXED, OPTIONS, made, offloaded
 from tests.sessions import logits_of, session, tokens, write_model
+from tests.test_kernels_linear import TAKEN as FOREIGN
 from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
@@ -41,8 +42,11 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
          "tests/test_kernels_screen.py")
-SELECTION = ("((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask or (kernels_screen and not q4-64 and not "
-             "int8-128)")
+TAKEN = [f"{name}_g{group}" for name, group in FOREIGN]
+"""Ends of the names of kernels for types that files have."""
+_TAKEN = " or ".join(kind.replace("_g", "-") for kind in TAKEN)
+SELECTION = (f"((q4-32 or int8-32) and (exact or same_bits)) or (({_TAKEN}) and (exact or (agrees and 33))) or "
+             "neuron_mask or (kernels_screen and not q4-64 and not int8-128)")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32")
 """Kernels that no model of `MODELS` needs."""
@@ -50,7 +54,7 @@ NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
 
 def prepare(work: Path) -> None:
     """Compile, write the models and what this machine says."""
-    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON}
+    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON, *(f"linear_{kind}" for kind in TAKEN)}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
             names.update(opened.program.kernels)

@@ -54,6 +54,39 @@ def tile16_group(codes: np.ndarray, dtype: str, group: int, tile: int, g: int, l
     return bytes(out)
 
 
+def tile16_packed(stored: np.ndarray, bits: int, group: int, factors: list[np.ndarray], outer: list[np.ndarray]) -> bytes:
+    """Codes as they are stored (rows, cols), factors (rows, groups), outer ones (rows, 256-column blocks) or none."""
+    rows, cols = stored.shape
+    per_record = 256 // group if outer else 2
+    steps = 2 if bits == 4 else 8 // (bits - 4)
+    out = bytearray()
+
+    def number(values: np.ndarray, r: int, i: int) -> bytes:
+        there = r < rows and i < values.shape[1]
+        return (values[r, i] if there else values.dtype.type(0)).tobytes()
+
+    for tile, first in itertools.product(range(0, rows, 16), range(0, -(-cols // group), per_record)):
+        for start in range(first * group, (first + per_record) * group, 4 * steps):  # a run
+            def code(lane: int, step: int, j: int, start: int = start, tile: int = tile) -> int:
+                r, c = tile + lane, start + 4 * step + j
+                return int(stored[r, c]) if r < rows and c < cols else 0
+
+            for line in range(steps // 2):
+                for lane, j in itertools.product(range(16), range(4)):
+                    out.append(code(lane, 2 * line, j) % 16 | code(lane, 2 * line + 1, j) % 16 << 4)
+            if bits > 4:
+                for lane, j in itertools.product(range(16), range(4)):
+                    out.append(sum((code(lane, step, j) >> 4) << (bits - 4) * step for step in range(steps)))
+        for values in factors:
+            for i, lane in itertools.product(range(first, first + per_record), range(16)):
+                out += number(values, tile + lane, i)
+        for values in outer:
+            for lane in range(16):
+                out += number(values, tile + lane, first // per_record)
+        out += bytes(-len(out) % 64)
+    return bytes(out)
+
+
 def neuron(codes: np.ndarray, dtype: str, group: int, scales: np.ndarray) -> bytes:
     n, _, hidden = codes.shape
     groups = -(-hidden // group)

@@ -161,7 +161,7 @@ FURTHER_TYPE = """
 import numpy as np
 from edgeinfer.quant import KV_TYPES, TYPES, KvType, StorageType, WeightType, quantise
 
-TYPES["q6"] = StorageType("q6", 6, ("tile16",), grid=(-31, 31), groups=(32,), scale="f16")
+TYPES["w6"] = StorageType("w6", 6, ("tile16",), grid=(-31, 31), groups=(32,), scale="f16")
 KV_TYPES["int4"] = KvType(4, scale_bytes=2)
 from edgeinfer import config
 from edgeinfer.cli.convert import QUANTISED
@@ -170,18 +170,18 @@ from edgeinfer.graph import requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner.alternatives import STORAGES, _smaller_kv
 
-assert config.WEIGHT_TYPES == ("q4", "int8", "f16", "f32", "q6") and QUANTISED == "q4, int8, q6"
-assert [stored.suffix for stored in STORAGES] == ["f16", "int8_g32", "q6_g32", "q4_g32", "q4_g64", "q4_g128"]
-q6 = WeightType("q6", 32)
-assert q6.tile_bytes(65) == 2 * (16 * 64 * 6 // 8 + 64) and q6.words == "q6 in groups of 32" and q6.quantised
-assert requested_types("q6").__closure__
+assert config.WEIGHT_TYPES == ("q4", "int8", "f16", "f32", "w6") and QUANTISED == "q4, int8, w6"
+assert [stored.suffix for stored in STORAGES] == ["f16", "int8_g32", "w6_g32", "q4_g32", "q4_g64", "q4_g128"]
+w6 = WeightType("w6", 32)
+assert w6.tile_bytes(65) == 2 * (16 * 64 * 6 // 8 + 64) and w6.words == "w6 in groups of 32" and w6.quantised
+assert requested_types("w6").__closure__
 try:
-    requested_types("q6", ffn_layout="neuron")
+    requested_types("w6", ffn_layout="neuron")
     raise SystemExit("not refused")
 except UsageError as error:
-    assert str(error) == "ffn_layout neuron holds q4 and int8, but weights is q6; choose one, or tile16."
+    assert str(error) == "ffn_layout neuron holds q4 and int8, but weights is w6; choose one, or tile16."
 weights = np.random.default_rng(0).standard_normal((4, 64), np.float32)
-codes, scales, errors = quantise.quantise(weights, "q6", 32)
+codes, scales, errors = quantise.quantise(weights, "w6", 32)
 assert abs(codes).max() == 31 and errors.relative < 0.001
 assert config.RuntimeConfig(kv="int4").kv == "int4" and _smaller_kv("f16") == ["int8", "int4"]
 assert abi.kv_head_bytes("int4", 20) == 2 * 16 * (16 + 2)

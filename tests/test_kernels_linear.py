@@ -9,8 +9,8 @@ import pytest
 
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, fill
-from edgeinfer.kernels.vector.forms import FORMS
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
+from edgeinfer.kernels.vector.forms import FORMS
 from edgeinfer.quant import TYPES, WeightType, layouts, packed
 from tests.kernel_bench import ISAS, Bench, q8_memory, token_tiles
 from tests.tolerances import ERF, EXP

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.quant import WeightType
+from edgeinfer.errors import BundleError
+from edgeinfer.quant import TYPES, WeightType, packed
 from edgeinfer.quant.layouts import (
     dequantise,
     neuron_codes,
@@ -76,6 +77,43 @@ def test_neuron(dtype: str, group: int, hidden: int) -> None:
     np.testing.assert_array_equal(back_scales, scales)
     spread = np.repeat(scales.astype(np.float32), group, axis=2)[..., :hidden]
     np.testing.assert_array_equal(unpack_neuron(packed, dtype, group, shape), codes * spread)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TYPES.items() if not row.requested])
+@pytest.mark.parametrize("shape", [(7, 31), (33, 96), (16, 256), (17, 512), (48, 160)])
+def test_tile16_of_types_that_files_have(name: str, shape: tuple[int, int]) -> None:
+    """Byte for byte, the way back, and the weights: level x scale + minimum."""
+    stored, row, rng = WeightType.of(name), TYPES[name], np.random.default_rng(shape[1])
+    rows, cols = shape
+    if row.nested and cols % 256:
+        with pytest.raises(BundleError, match=rf"does not fit type {name}, whose rows are whole blocks of 256 columns"):
+            stored.nbytes(shape)
+        return
+    kind = {"f16": np.float16, "u8*f16": np.uint8, "i8*f16": np.int8}[row.scale]
+    groups, inner, outer = -(-cols // stored.group_size), [], []
+    for _ in range(row.factors):
+        inner.append(rng.integers(0, 100, (rows, groups)).astype(kind) - kind(40))
+        outer += [rng.standard_normal((rows, cols // 256)).astype(np.float16)] if row.nested else []
+    held = rng.integers(0, 1 << row.bits, shape).astype(np.uint8)
+    codes = (held - np.uint8(row.offset)).view(np.int8)
+    factors = packed.Factors(inner[0], inner[1] if row.minimum else None, *outer)
+    data = packed.pack(codes, stored, factors)
+    padded = np.full((rows, groups * stored.group_size), row.offset, np.uint8)
+    padded[:, :cols] = held
+    assert data.tobytes() == oracle.tile16_packed(padded, row.bits, stored.group_size, inner, outer)
+    assert data.size == stored.nbytes(shape)
+    back, found = packed.unpack(data, stored, shape)
+    np.testing.assert_array_equal(back, codes)
+    for have, want in zip(found, factors, strict=True):
+        assert (have is None) == (want is None)
+        np.testing.assert_array_equal(have, want)
+    spread = [np.repeat(part.astype(np.float64), stored.group_size, axis=1)[:, :cols] for part in inner]
+    if row.nested:
+        spread = [part * np.repeat(whole.astype(np.float64), 256, axis=1)
+                  for part, whole in zip(spread, outer, strict=True)]
+    levels = np.array(row.table)[held] if row.table else held.astype(np.float64) - row.offset
+    weights = levels * spread[0] + (spread[1] if row.minimum else 0)
+    np.testing.assert_allclose(unpack_tile16(data, name, stored.group_size, shape), weights, rtol=1e-5, atol=1e-4)
 
 
 def test_more_than_65536_columns() -> None:

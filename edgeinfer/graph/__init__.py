@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "Attention", "ConfigReader",
            "Draw", "Embed", "ExpertsDown", "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder",
-           "KvAccess", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline", "Place",
+           "KvAccess", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormedSum", "Op", "Outline",
+           "Place",
            "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RowOp", "Rows",
            "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SignMask", "Sizes",
            "Source", "Tensor", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",

@@ -1,6 +1,6 @@
-"""Layout tile16 of codes of 4 to 6 bits with whatever factors: the specification of what other formats' types become.
+"""Layout tile16 of codes of 4 to 6 bits with any factors: the specification of what other formats' types become.
 
-As q4 (`layouts.py`), with these differences. Codes are stored as level - lowest level, or as places in the type's table.
+As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as places in the type's table.
 Steps of 4 columns go in runs: of a run's steps the even ones fill low nibbles and the odd ones high nibbles of its
 lines, and where codes have more than 4 bits, one line behind these has the others: of step s of the run, bits b s to
 b s + b - 1 of each byte, b = bits - 4. A run has 2 steps, with a fifth bit 8, with two more bits 4.
@@ -16,7 +16,7 @@ A weight is level x scale + minimum, of nested factors level x (outer x scale) +
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,9 @@ def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes
     lines = _lines(padded.view(np.uint32).reshape(n_tiles, TILE_ROWS, -1), row)
     place_lines(out, lines)
     at = 16 * (width // n_records) * row.bits // 8
-    for values, each in _in_order(factors, row):
-        values = np.ascontiguousarray(values)
-        whole = np.zeros((n_tiles * TILE_ROWS, n_records * each), values.dtype)
-        whole[:rows, : values.shape[1]] = values
+    for part, each in _in_order(factors, row):
+        whole = np.zeros((n_tiles * TILE_ROWS, n_records * each), part.dtype)
+        whole[:rows, : part.shape[1]] = part
         at = place_factors(out, whole.reshape(n_tiles, TILE_ROWS, -1), at)
     return out.reshape(-1)
 
@@ -90,12 +89,13 @@ def unpack(data: Bytes, stored: WeightType, shape: tuple[int, int]) -> tuple[NDA
     lines = lines.reshape(n_tiles, -1, TILE_ROWS).transpose(0, 2, 1)
     steps = _steps(np.ascontiguousarray(lines), row)
     codes = steps.view(np.uint8).reshape(n_tiles * TILE_ROWS, -1)[:rows, :cols] - np.uint8(row.offset)
-    at, found = code_bytes, []
+    at = code_bytes
+    found: list[NDArray[Any]] = []
     inner, outer = _kinds(row)
     for kind, each in [(inner, row.record_groups)] * row.factors + [(outer, 1)] * (row.factors if row.nested else 0):
         size = TILE_ROWS * each * np.dtype(kind).itemsize
-        part = np.ascontiguousarray(records[:, :, at : at + size]).view(kind).reshape(n_tiles, n_records, each, -1)
-        part = part.transpose(0, 3, 1, 2).reshape(n_tiles * TILE_ROWS, -1)
+        data = np.ascontiguousarray(records[:, :, at : at + size]).view(kind).reshape(n_tiles, n_records, each, -1)
+        part = data.transpose(0, 3, 1, 2).reshape(n_tiles * TILE_ROWS, -1)
         n = -(-cols // (SUPER_COLUMNS if kind is outer and row.nested else stored.group_size))
         found.append(np.ascontiguousarray(part[:rows, :n]))
         at += size

@@ -1,6 +1,4 @@
-"""Products of row tiles in layout tile16 with quantised activations, group by group: what `linear` and `screen` are made
-of.
-"""
+"""Products of row tiles in layout tile16 with quantised activations: what `linear` and `screen` are made of."""
 
 from __future__ import annotations
 

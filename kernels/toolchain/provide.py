@@ -17,7 +17,7 @@ from edgeinfer.cache import make_directories
 from edgeinfer.errors import DestinationError, KernelError
 from edgeinfer.process import say
 
-from ..catalogue import FAMILIES, Extension
+from ..catalogue import FAMILIES, Extension, is_foreign
 from ..isa import Isa
 from . import objects
 from .objects import KernelSet
@@ -77,16 +77,20 @@ def find_objects(
     return found | _Compilation(wanted, directory, progress, must_keep).run(missing)
 
 
-def find_set(isa: Isa, progress: Progress | None = None, extension: Extension | None = None) -> Path:
+def find_set(
+    isa: Isa, progress: Progress | None = None, extension: Extension | None = None, foreign: bool = True
+) -> Path:
     """Directory with all kernels of a set: the package's, or the cache's, for which those that lack are compiled.
 
+    Without `foreign` kernels of types that only files of other formats have may be missing.
     Raises `KernelError` and `DestinationError` as `find_objects`.
     """
     wanted = KernelSet(isa, extension)
-    find_objects(wanted, wanted.names, progress, must_keep=True)
+    names = [name for name in wanted.names if foreign or not is_foreign(name)]
+    find_objects(wanted, names, progress, must_keep=True)
     released = wanted.directory(objects.package_directory(), released=True)
     with contextlib.suppress(KernelError):
-        wanted.read_all(released, wanted.names, own=False)
+        wanted.read_all(released, names, own=False)
         return released
     return wanted.directory(objects.cache_directory())
 

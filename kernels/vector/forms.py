@@ -1,6 +1,6 @@
 """Forms of weights with codes of 4 to 6 bits in layout tile16: what kernels are compiled for, in numbers.
 
-`edgeinfer.quant.types` has the same types for sizes and headers, and `edgeinfer.quant.packed` says where what lies. They
+`edgeinfer.quant.types` has the same types for sizes and headers, `edgeinfer.quant.packed` says where what lies. They
 stand here again because the sources of kernels name their objects; a test compares the two.
 """
 

@@ -54,7 +54,7 @@ def _levels(b, codes, table: tuple[int, ...]):
     if has("avx512bw"):
         return call(b, "llvm.x86.avx512.pshuf.b.512", VB, constants(64), codes)
     if has("avx2"):
-        parts = (half(b, codes, start, 32) for start in (0, 32))
+        parts = [half(b, codes, start, 32) for start in (0, 32)]
         return join(b, *(call(b, "llvm.x86.avx2.pshuf.b", part.type, constants(32), part) for part in parts))
     if has("neon"):
         parts = [call(b, "llvm.aarch64.neon.tbl1.v16i8", neon.BYTES, constants(16), half(b, codes, start, 16))
