@@ -366,6 +366,8 @@ def test_chat_templates(bpe: dict[str, Any], tmp_path: Path) -> None:
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0]}, "it has 3 tokens but 1 scores"),
         ({"model": "t5", "unknown_token_id": 0, "scores": [0.0, 1.0, np.nan]}, "the score of token 2 is nan"),
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0, 1.0, "x"]}, "its scores are no numbers"),
+        ({"model": "llama", "unknown_token_id": 0, "scores": ["0", "1", "2"]}, "its scores are no numbers"),
+        ({"model": "llama", "unknown_token_id": 0, "scores": [0.0, 1.0, 1e300]}, r"the score of token 2 is 1e\+300"),
         ({"merges": ["#version a"]}, r"merge 0 \('#version a'\) needs the piece '#version', which is no token"),
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0] * 3, "token_type": [1, 6, 1]},
          r"its byte tokens are not the 256 that there are \('<0x00>'\)"),
