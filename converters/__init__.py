@@ -26,8 +26,8 @@ __all__ = ["SHAPES", "Checkpoint", "ConversionReport", "GgufDescription", "GgufT
 __getattr__ = lazily(__name__, {
     "apart": "convert_apart", "checkpoint": "Checkpoint", "json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub": "fetch fetch_config", "hub_files": "cached_gguf fetch_gguf",
-    "gguf_file": "gguf_origin gguf_parts is_gguf", "gguf_describe": "GgufDescription describe_gguf", "ollama": "ollama_file",
-    "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer",
+    "gguf_file": "gguf_origin gguf_parts is_gguf", "gguf_describe": "GgufDescription describe_gguf",
+    "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer", "ollama": "ollama_file",
     "random_bundle": "SHAPES write_random_bundle",
     "random_neurons": "Sparsity",
     "report": "ConversionReport TensorReport",

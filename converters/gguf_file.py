@@ -90,7 +90,8 @@ def gguf_origin(path: Path) -> Path:
     The hub's cache has links with the parts' names to files that are called by their checksums.
     """
     real = path.resolve()
-    return path.parent.resolve() / path.name if _SPLIT.fullmatch(path.name) and not _SPLIT.fullmatch(real.name) else real
+    named = _SPLIT.fullmatch(path.name) and not _SPLIT.fullmatch(real.name)
+    return path.parent.resolve() / path.name if named else real
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -395,6 +395,17 @@ def test_merges_that_look_like_a_comment(tmp_path: Path) -> None:
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
 
 
+def test_tokens_behind_unused_ones_are_read(tmp_path: Path) -> None:
+    """Unused tokens leave gaps among the ids, so that there are fewer tokens than ids."""
+    metadata, unused = bpe_metadata(*small_bpe(), "gpt-2"), [f"<unused{i}>" for i in range(99)]
+    metadata[P + "tokens"][:0] = unused
+    metadata[P + "token_type"][:0] = [5] * 99
+    tokenizer = opened(metadata, tmp_path)
+    assert tokenizer.vocab_size == len(metadata[P + "tokens"])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
+    assert tokenizer.token_text(50) == "" and max(tokenizer.encode(SENTENCES[0])) > 300
+
+
 def test_no_tokenizer() -> None:
     assert read_gguf_tokenizer({}, "m.gguf") is None
     assert read_gguf_tokenizer({P + "model": "none"}, "m.gguf") is None
