@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.converters import GgufTokenizer, read_gguf_tokenizer
+from edgeinfer.converters.gguf_words import WORDS
 from edgeinfer.errors import TokenizerError
 from edgeinfer.text import ChatTemplate, Tokenizer
 from tests.checkpoints import SENTENCES
@@ -257,6 +258,23 @@ def test_how_families_cut_words(name: str) -> None:
     assert library.pre_tokenizer is not None
     parts = [text[a:b] for _, (a, b) in library.pre_tokenizer.pre_tokenize_str(text)]
     assert "|".join(parts) == SPLITS[name]
+
+
+def test_numbers_are_counted_from_the_right_in_one_go() -> None:
+    """The family's own expression needs time with the square of a number's length."""
+    from tokenizers import Regex, pre_tokenizers
+
+    def splits(*patterns: str) -> Any:
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns])
+
+    ours, own = splits(*WORDS["tiny_aya"].splits[:2]), splits(r"\d{1,3}(?=(?:\d{3})*\b)")
+    rng = random.Random(1)
+    alphabet = [*"0123456789", *"ab_ .,-\n\u0663\uff14\u00b2\u00e9\u4e2d\u0301", "12", "1234567", "x1"]
+    for _ in range(5000):
+        text = "".join(rng.choices(alphabet, k=rng.randrange(20)))
+        assert ours.pre_tokenize_str(text) == own.pre_tokenize_str(text), text
+    for text in ("7" * 1_000_000, "7" * 1_000_000 + "a"):
+        assert ours.pre_tokenize_str(text)[0][0] == ("7" if text[-1] == "7" else text)
 
 
 def test_every_name_opens(tmp_path: Path) -> None:
