@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .conversion import convert, open_checkpoint
     from .gguf_describe import GgufDescription, describe_gguf
-    from .gguf_file import gguf_parts, is_gguf
+    from .gguf_file import gguf_origin, gguf_parts, is_gguf
     from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub import fetch, fetch_config
     from .hub_files import cached_gguf, fetch_gguf
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SHAPES", "Checkpoint", "ConversionReport", "GgufDescription", "GgufTokenizer", "Sparsity", "TensorReport",
            "cached_gguf", "convert", "convert_apart", "describe_gguf", "fetch", "fetch_config", "fetch_gguf",
-           "gguf_parts", "is_gguf", "ollama_file", "open_checkpoint", "read_gguf_tokenizer", "read_json",
+           "gguf_origin", "gguf_parts", "is_gguf", "ollama_file", "open_checkpoint", "read_gguf_tokenizer", "read_json",
            "write_random_bundle"]
 __getattr__ = lazily(__name__, {
     "apart": "convert_apart", "checkpoint": "Checkpoint", "json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub": "fetch fetch_config", "hub_files": "cached_gguf fetch_gguf",
-    "gguf_file": "gguf_parts is_gguf", "gguf_describe": "GgufDescription describe_gguf", "ollama": "ollama_file",
-    "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer",
+    "gguf_file": "gguf_origin gguf_parts is_gguf", "gguf_describe": "GgufDescription describe_gguf",
+    "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer", "ollama": "ollama_file",
     "random_bundle": "SHAPES write_random_bundle",
     "random_neurons": "Sparsity",
     "report": "ConversionReport TensorReport",

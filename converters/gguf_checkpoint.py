@@ -39,6 +39,8 @@ from .gguf_types import EXACT, smallest_exact
 
 SPARE_GROUP = 32
 """Group size that a header states where the types of weights leave no choice."""
+MOST_FACTORS = 1 << 16
+"""Of a rotation: more than any head has, less than a file can hold."""
 Kinds = dict[str, str]
 """Names of the types of tensors, by the tensors' names."""
 
@@ -84,11 +86,7 @@ class GgufCheckpoint(Checkpoint):
                 files |= dict.fromkeys(file.tensors, file)
             if not files:
                 raise CheckpointError(f"{path} has no tensors: it is a vocabulary, not a model; give the model's file.")
-            factors = None
-            if ROPE_FACTORS in files and (data or files[ROPE_FACTORS].has(ROPE_FACTORS)):
-                n = files[ROPE_FACTORS].tensors[ROPE_FACTORS].shape[-1]
-                factors = files[ROPE_FACTORS].read(ROPE_FACTORS, [0], n)[0].tolist()
-            config = read_gguf_model(headers[0], all_tensors(headers), factors)
+            config = read_gguf_model(headers[0], all_tensors(headers), _rope_factors(files, data))
             tokenizer = read_gguf_tokenizer(headers[0].fields, str(path)) if data else None
             if tokenizer:
                 config = replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.end_ids)
@@ -155,6 +153,19 @@ class GgufCheckpoint(Checkpoint):
         kinds = {name: self.kind(name) for name in self.files}
         refuse_inexact(kinds, self.path)
         return storage_of_file(self.config, kinds)
+
+
+def _rope_factors(files: dict[str, GgufFile], data: bool) -> list[float] | None:
+    """The factors of the rotation, None where the file has none or, without `data`, ends before them."""
+    file = files.get(ROPE_FACTORS)
+    if not file or not (data or file.has(ROPE_FACTORS)):
+        return None
+    n = prod(file.tensors[ROPE_FACTORS].shape)
+    if n > MOST_FACTORS:
+        raise CheckpointError(f"{ROPE_FACTORS} in {file.path} has {n} values, more than any head needs; download it "
+                              "again.")
+    found: list[float] = file.read(ROPE_FACTORS, [0], n)[0].tolist()
+    return found
 
 
 def all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:

@@ -13,6 +13,7 @@ from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequencies, read_config
 
 from .gguf_file import GgufHeader, GgufTensor
+from .gguf_vocabulary import NO_TOKEN
 
 ROPE_FACTORS = "rope_freqs.weight"
 """What the wavelengths of each pair of dimensions are multiplied by: the rule of Llama 3 as numbers."""
@@ -35,7 +36,7 @@ _OF_OUTLINES = {
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "embedding_scale": (1,), "logit_scale": (1,), "residual_scale": (1,),
-    "rope.scaling.finetuned": (True, False), "rope.scaling.attn_factor": (1,), "rope.scale_linear": (1,),
+    "rope.scaling.finetuned": (True, False), "rope.scaling.attn_factor": (1,),
     "tensor_data_layout": ("Meta AI original pth",), "expert_weights_scale": (0, 1),
 }
 """Values with which a key changes nothing; others pass when they are false, 0 or empty."""
@@ -97,14 +98,20 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], facto
     """
     config = config_fields(header, tensors)
     prefix = architecture(header) + "."
-    reader = ConfigReader({key: value for key, value in header.fields.items() if key.startswith(prefix)},
+    reader = ConfigReader({key: value.tolist() if isinstance(value, array) else value
+                           for key, value in header.fields.items() if key.startswith(prefix)},
                           f"the metadata of {header.path}")
     for key in (*_PLAIN, "vocab_size"):
         reader.get(prefix + key)
     _read_rotation(reader, prefix, config, header)
     _read_window(reader, prefix, config)
     reader.refuse_unread({prefix + key: values for key, values in _NEUTRAL.items()})
-    model = read_config(config)
+    try:
+        model = read_config(config)
+    except (CheckpointError, UnsupportedModelError) as error:
+        if not str(error).startswith("config.json"):
+            raise
+        raise type(error)(f"{header.path}, as a {error}") from None
     model = replace(model, attention_bias="blk.0.attn_q.bias" in tensors,
                     attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
     return model if factors is None else replace(model, rope=_of_factors(model, factors, header, prefix))
@@ -120,8 +127,9 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
     config["hidden_act"] = "gelu_pytorch_tanh" if name.startswith("gemma") else "silu"
     config["vocab_size"] = _vocabulary(header, tensors, name)
     config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name.startswith("gemma")
-    config |= {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
-               if f"tokenizer.ggml.{key}_token_id" in fields}
+    ids = {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
+           if f"tokenizer.ggml.{key}_token_id" in fields}
+    config |= {key: None if token_id in NO_TOKEN else token_id for key, token_id in ids.items()}
     if "blk.0.attn_q.bias" in tensors and outline:
         config["attention_bias"] = True
     if experts := fields.get(f"{name}.expert_count"):
@@ -170,16 +178,14 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], header:
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
-    scale = r.get(prefix + "attention.scale")
+    scale = r.number(prefix + "attention.scale", 0.0, above=-1.0)
     if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
-    kind, scaling = r.get(prefix + "rope.scaling.type"), prefix + "rope.scaling."
-    if kind in (None, "none", ""):
-        for key in ("factor", "original_context_length"):
-            r.get(scaling + key)
+    scaling = prefix + "rope.scaling."
+    kind, factor = _scaling(r, prefix)
+    if kind == "none":
+        r.get(scaling + "original_context_length")
         return
-    r.choice(scaling + "type", kind, ("none", "linear", "yarn"))
-    factor = r.number(scaling + "factor")
     if kind == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": _value(factor)}
         r.get(scaling + "original_context_length")
@@ -196,6 +202,17 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], header:
                                                       config.get("max_position_embeddings")),
         "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,
     }
+
+
+def _scaling(r: ConfigReader, prefix: str) -> tuple[str, float]:
+    """How the rotation is stretched, and how far; a factor without a type is linear, as in llama.cpp."""
+    named, older = f"{prefix}rope.scaling.factor", f"{prefix}rope.scale_linear"
+    r.get(older)
+    name = older if r.has(older) and not r.has(named) else named
+    factor = r.number(name, 0.0, above=-1.0)
+    kind = r.get(f"{prefix}rope.scaling.type") or ("none" if factor in (0, 1) else "linear")
+    kind = r.choice(f"{prefix}rope.scaling.type", kind, ("none", "linear", "yarn"))
+    return kind, 1.0 if kind == "none" else r.number(name)
 
 
 def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:

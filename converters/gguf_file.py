@@ -84,6 +84,16 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def gguf_origin(path: Path) -> Path:
+    """The file behind links; a part of a split model keeps a name by which the others are found.
+
+    The hub's cache has links with the parts' names to files that are called by their checksums.
+    """
+    real = path.resolve()
+    named = _SPLIT.fullmatch(path.name) and not _SPLIT.fullmatch(real.name)
+    return path.parent.resolve() / path.name if named else real
+
+
 def gguf_parts(path: Path) -> list[Path]:
     """Paths of all files of a model that begins with this one, by its name."""
     match = _SPLIT.fullmatch(path.name)
@@ -119,6 +129,7 @@ def read_headers(path: Path) -> list[GgufHeader]:
     count = _split_number(first, "count")
     if count <= 1:
         return [first]
+    path = path if _SPLIT.fullmatch(path.name) else gguf_origin(path)
     match = _SPLIT.fullmatch(path.name)
     if not match or int(match[3]) != count:
         raise CheckpointError(f"{path} is one of {count} parts of a split model, so its name must end in "
@@ -205,6 +216,8 @@ class _Reader:
         if not 1 <= n_dims <= 4:
             raise self._bad(f"the tensor {name:.60} has {n_dims} dimensions")
         sizes = struct.unpack(f"<{n_dims}Q", self._take(8 * n_dims))
+        while len(sizes) > 1 and sizes[-1] == 1:  # to ggml, all tensors have four dimensions
+            sizes = sizes[:-1]
         number, offset = struct.unpack("<IQ", self._take(12))
         if not all(sizes) or prod(sizes) > MAX_ELEMENTS:
             raise self._bad(f"the tensor {name:.60} has the dimensions {list(sizes)}, which no tensor has")
@@ -243,7 +256,10 @@ class _Reader:
         return _SCALARS[kind]
 
     def _texts(self, count: int) -> list[str]:
-        """The strings of an array; a vocabulary has some hundred thousand, so this is one tight loop."""
+        """The strings of an array; a vocabulary has some hundred thousand, so this is one tight loop.
+
+        Bytes that are no UTF-8 stay what they are, as halves of surrogate pairs: whoever needs the texts refuses them.
+        """
         out: list[str] = []
         data, at, end = self._data, self._at, len(self._data)
         for _ in range(count):
@@ -255,7 +271,7 @@ class _Reader:
                 self._want(8 + int.from_bytes(self._data[at:begin], "little"))
                 data, end = self._data, len(self._data)
                 stop = begin + int.from_bytes(data[at:begin], "little")
-            out.append(data[begin:stop].decode("utf-8", "replace"))
+            out.append(data[begin:stop].decode("utf-8", "surrogateescape"))
             at = stop
         self._at = at
         return out

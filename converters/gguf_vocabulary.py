@@ -26,7 +26,7 @@ END_TEXTS = frozenset(
 one or two ids, and their models have learnt to end with others too."""
 _NAMED = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "sep": "seperator_token_id",
           "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id"}
-_NONE = (-1, 2**32 - 1)
+NO_TOKEN = (-1, 2**32 - 1)
 """What some converters write where there is no such token."""
 _PRESUMED: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unk": 0}, "t5": {"eos": 1, "unk": 2, "pad": 0},
@@ -114,7 +114,11 @@ def scores_of(metadata: Mapping[str, Any], n: int, source: str) -> NDArray[np.fl
     if len(scores) != n:
         raise damaged(source, f"it has {n} tokens but {len(scores)} scores")
     try:
-        found = np.array(scores, "<f4")
+        found = np.array(scores)
+        if found.dtype.kind not in "fiu":
+            raise TypeError
+        with np.errstate(over="ignore"):
+            found = found.astype("<f4")
     except (TypeError, ValueError, OverflowError):
         raise damaged(source, "its scores are no numbers") from None
     if not np.isfinite(found).all():
@@ -175,9 +179,9 @@ def _id(value: Any, key: str, n: int, source: str) -> int:
         token_id = index(value)
     except TypeError:
         token_id = n
-    if token_id not in _NONE and not 0 <= token_id < n:
+    if token_id not in NO_TOKEN and not 0 <= token_id < n:
         raise damaged(source, f"{PREFIX}{key} is {value!r:.60}, but its ids are 0 to {n - 1}")
-    return -1 if token_id in _NONE else token_id
+    return -1 if token_id in NO_TOKEN else token_id
 
 
 def _end_ids(

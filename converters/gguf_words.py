@@ -80,7 +80,9 @@ _EXAONE_MOE = _joined(_ENDINGS, r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}
 _JAIS2 = _joined(_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _LINES,
                  *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_NUMBERS = r"\d{1,3}(?=(?:\d{3})*\b)"
+_NUMBERS = (r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*\z)|(?<=\d)\G\d{3}")
+r"""The cuts of ``\d{1,3}(?=(?:\d{3})*\b)``, which looks at the rest of a number from each of its groups: numbers at the
+end of a word, and then from the left of each what does not fill a group, and groups."""
 _DEEPSEEK_SIGNS = "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
 _ASIAN = "[一-龥\u0800-一가-\ud7ff]+"
 _CASED_LETTERS = (  # of the alphabets that DeepSeek's first models knew, in hexadecimal
@@ -112,7 +114,7 @@ _FAMILIES: tuple[tuple[str, Words], ...] = (
      Words((r"\p{N}{1,3}", _CJK, _deepseek(_joined(r"[\r\n]*", _LINES))))),
     ("tekken", Words((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", Words((_cased(r"\p{N}{1,3}", _ENDINGS + "?"),))),
-    ("tiny_aya cohere2moe", Words((_NUMBERS, _cased(r"\p{N}{1,3}", _ENDINGS + "?")))),
+    ("tiny_aya cohere2moe", Words((*_NUMBERS, _cased(r"\p{N}{1,3}", _ENDINGS + "?")))),
     ("bloom poro-chat gpt3-finnish", Words((_BLOOM,))),
     ("viking", Words((_BLOOM, r"\p{N}"))),
     ("bailingmoe bailingmoe2 llada-moe", Words((_BAILING,))),

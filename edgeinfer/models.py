@@ -169,9 +169,9 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
 
 def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool) -> Path:
     """Find or make the bundle of a GGUF file, in which each weight is as the file has it."""
-    from .converters import gguf_parts, open_checkpoint
+    from .converters import gguf_origin, gguf_parts, open_checkpoint
 
-    path, label = path.resolve(), model.rpartition("/")[2].removesuffix(".gguf")
+    path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
     parts = [(part, part.stat()) for part in gguf_parts(path) if part.exists()]
     origin, stamps = _digest(str(path), "gguf"), _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
     nbytes = sum(status.st_size for _, status in parts)

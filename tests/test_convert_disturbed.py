@@ -97,3 +97,10 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DestinationError, match=r"bundle needs \d+ MB, but its disk has only 0 MB free; free"):
         convert(source, tmp_path / "bundle")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a system without /proc")
+def test_a_place_where_no_file_can_be_made_is_refused(source: Path) -> None:
+    """The lock's file cannot be made there, which is not to be taken for another process that has it."""
+    with pytest.raises(DestinationError, match="Cannot write /proc/edgeinfer: No such file or directory"):
+        convert(source, Path("/proc/edgeinfer"))

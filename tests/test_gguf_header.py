@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.converters import describe_gguf
-from edgeinfer.converters.gguf_file import _Reader
+from edgeinfer.converters import describe_gguf, read_gguf_tokenizer
+from edgeinfer.converters.gguf_file import _Reader, read_header
 from edgeinfer.converters.gguf_names import with_gguf_names
 from edgeinfer.converters.gguf_types import GGUF_TYPES
 from edgeinfer.describe import describe
-from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.errors import CheckpointError, TokenizerError, UnsupportedModelError
 from edgeinfer.graph import build_graph, builtin_shapes, read_config, read_outline, requested_types
 from edgeinfer.sizes import format_size
 from tests.command_line import edgeinfer
@@ -285,6 +285,9 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
         (changed(lambda f, t: f.update({"general.architecture": "clip"})), "is the image encoder of a vision model"),
         (changed(lambda f, t: f.update({"general.architecture": "qwen5"})), "'qwen5'; known: .*; the nearest is qwen"),
         (changed(lambda f, t: f.update({"llama.rope.freq_base": float("nan")})), "rope_theta is nan; it must be"),
+        (changed(lambda f, t: f.update({"llama.attention.scale": "q"})), "attention.scale is 'q'; it must be a number"),
+        (changed(lambda f, t: f.update({"llama.attention.sliding_window": [1, 2]})), r"window is \[1, 2\]; it must be"),
+        (changed(lambda f, t: f.update({"llama.rope.scaling.factor": "q"})), "factor is 'q'; it must be a number"),
     ],
 )
 def test_lies_and_cuts_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -292,6 +295,31 @@ def test_lies_and_cuts_are_refused(tmp_path: Path, content: bytes, message: str)
     path.write_bytes(content)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         describe(path)
+
+
+def test_trailing_dimensions_of_one_are_none(tmp_path: Path) -> None:
+    """To ggml, every tensor has four dimensions."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(changed(lambda f, t: t.update({"output_norm.weight": (576, 1, 1, 1),
+                                                    "blk.0.attn_output.weight": (576, 576, 1)})))
+    assert describe(path).parameters == builtin_shapes()["smollm2-135m"].parameters
+
+
+def test_tokens_that_none_is(tmp_path: Path) -> None:
+    """Some converters write -1 where there is no such token."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(changed(lambda f, t: f.update({"tokenizer.ggml.bos_token_id": 2**32 - 1})))
+    described = describe_gguf(path, "q4").model
+    assert described and described.bos_token_id is None
+
+
+def test_bytes_of_tokens_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    array = struct.pack("<IIQ", 9, 8, 2) + text("a") + struct.pack("<Q", 2) + b"\xff\xfe"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + text("tokenizer.ggml.tokens") + array
+                     + text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"))
+    with pytest.raises(TokenizerError, match=r"token 1 is '\\udcff\\udcfe', which is no text in UTF-8; download"):
+        read_gguf_tokenizer(read_header(path).fields, str(path))
 
 
 def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:

@@ -246,6 +246,9 @@ def test_llama3_factors_become_the_rule(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": factors * np.float32(1.5)})
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight in .* holds factors .* rule does not give"):
         open_checkpoint(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": np.ones(1 << 17, np.float32)})
+    with pytest.raises(CheckpointError, match=r"has 131072 values, more than any head needs"):
+        open_checkpoint(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": np.ones(8, np.float32)})
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config.rope.kind == "default"
@@ -254,13 +257,18 @@ def test_llama3_factors_become_the_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "scaling"),
     [({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-     ({"type": "none"}, None),
+     ({"type": "none", "factor": 4.0}, None),
+     ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+     ({"factor": 0.0}, None),
+     ({"factor": 4.0, "linear": 2.0}, {"rope_type": "linear", "factor": 4.0}),
+     ({"linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
      ({"type": "yarn", "factor": 4.0, "original_context_length": 64},
       {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})],
 )
 def test_scaled_rotations(tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any] | None) -> None:
     source = make_checkpoint(tmp_path / "hf", "qwen2", **SIZES, **({"rope_scaling": scaling} if scaling else {}))
-    write_gguf(tmp_path / "m.gguf", source, fields={f"qwen2.rope.scaling.{key}": v for key, v in fields.items()})
+    keys = {key: "qwen2.rope.scale_linear" if key == "linear" else f"qwen2.rope.scaling.{key}" for key in fields}
+    write_gguf(tmp_path / "m.gguf", source, fields={keys[key]: value for key, value in fields.items()})
     with open_checkpoint(tmp_path / "m.gguf") as ours, open_checkpoint(source) as theirs:
         assert ours.config.rope.attention_factor == pytest.approx(theirs.config.rope.attention_factor)
         assert replace(ours.config.rope, attention_factor=1.0) == replace(theirs.config.rope, attention_factor=1.0)

@@ -13,12 +13,14 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import ollama_file
 from edgeinfer.converters.hub_files import chosen
+from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 from edgeinfer.models import checkpoint_path, resolve
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, write_gguf
 from tests.hub_server import serve
+from tests.test_gguf_import import split
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGEST = "ab" * 32
@@ -81,6 +83,23 @@ def test_a_bundle_is_made_once_and_again_when_its_file_changes(store: Path, tmp_
     write_gguf(path, tmp_path / "hf", "F16")
     second = resolve(path)
     assert second != first and not first.exists()
+
+
+def test_parts_behind_links_are_found_by_the_names_of_the_links(store: Path, tmp_path: Path) -> None:
+    """The hub's cache has links with the parts' names to files that are called by their checksums."""
+    parts = split(tmp_path / "m.gguf", tmp_path, tmp_path / "hf")
+    other = tmp_path / "mine.gguf"  # the parts lie where it leads to
+    other.symlink_to(parts[0])
+    assert resolve(other) and describe(other).file_types
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    links = [tmp_path / "snapshot" / part.name for part in parts]
+    for i, (part, link) in enumerate(zip(parts, links, strict=True)):
+        part.rename(tmp_path / f"blobs/{i}{DIGEST}")
+        link.symlink_to(f"../blobs/{i}{DIGEST}")
+    bundle = resolve(links[0])
+    assert resolve(tmp_path / "m.gguf").joinpath("weights.bin").read_bytes() == (bundle / "weights.bin").read_bytes()
+    assert describe(links[0]).weight_bytes == describe(tmp_path / "m.gguf").weight_bytes
 
 
 def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.converters import GgufTokenizer, read_gguf_tokenizer
+from edgeinfer.converters.gguf_words import WORDS
 from edgeinfer.errors import TokenizerError
 from edgeinfer.text import ChatTemplate, Tokenizer
 from tests.checkpoints import SENTENCES
@@ -259,6 +260,23 @@ def test_how_families_cut_words(name: str) -> None:
     assert "|".join(parts) == SPLITS[name]
 
 
+def test_numbers_are_counted_from_the_right_in_one_go() -> None:
+    """The family's own expression needs time with the square of a number's length."""
+    from tokenizers import Regex, pre_tokenizers
+
+    def splits(*patterns: str) -> Any:
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns])
+
+    ours, own = splits(*WORDS["tiny_aya"].splits[:2]), splits(r"\d{1,3}(?=(?:\d{3})*\b)")
+    rng = random.Random(1)
+    alphabet = [*"0123456789", *"ab_ .,-\n\u0663\uff14\u00b2\u00e9\u4e2d\u0301", "12", "1234567", "x1"]
+    for _ in range(5000):
+        text = "".join(rng.choices(alphabet, k=rng.randrange(20)))
+        assert ours.pre_tokenize_str(text) == own.pre_tokenize_str(text), text
+    for text in ("7" * 1_000_000, "7" * 1_000_000 + "a"):
+        assert ours.pre_tokenize_str(text)[0][0] == ("7" if text[-1] == "7" else text)
+
+
 def test_every_name_opens(tmp_path: Path) -> None:
     from edgeinfer.converters.gguf_words import WORDS
 
@@ -366,6 +384,8 @@ def test_chat_templates(bpe: dict[str, Any], tmp_path: Path) -> None:
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0]}, "it has 3 tokens but 1 scores"),
         ({"model": "t5", "unknown_token_id": 0, "scores": [0.0, 1.0, np.nan]}, "the score of token 2 is nan"),
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0, 1.0, "x"]}, "its scores are no numbers"),
+        ({"model": "llama", "unknown_token_id": 0, "scores": ["0", "1", "2"]}, "its scores are no numbers"),
+        ({"model": "llama", "unknown_token_id": 0, "scores": [0.0, 1.0, 1e300]}, r"the score of token 2 is 1e\+300"),
         ({"merges": ["#version a"]}, r"merge 0 \('#version a'\) needs the piece '#version', which is no token"),
         ({"model": "llama", "unknown_token_id": 0, "scores": [0.0] * 3, "token_type": [1, 6, 1]},
          r"its byte tokens are not the 256 that there are \('<0x00>'\)"),
@@ -391,6 +411,17 @@ def test_merges_that_look_like_a_comment(tmp_path: Path) -> None:
     assert ["#version", "a"] in json.loads(read(metadata).files["tokenizer.json"])["model"]["merges"]
     tokenizer = opened(metadata, tmp_path)
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
+
+
+def test_tokens_behind_unused_ones_are_read(tmp_path: Path) -> None:
+    """Unused tokens leave gaps among the ids, so that there are fewer tokens than ids."""
+    metadata, unused = bpe_metadata(*small_bpe(), "gpt-2"), [f"<unused{i}>" for i in range(99)]
+    metadata[P + "tokens"][:0] = unused
+    metadata[P + "token_type"][:0] = [5] * 99
+    tokenizer = opened(metadata, tmp_path)
+    assert tokenizer.vocab_size == len(metadata[P + "tokens"])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
+    assert tokenizer.token_text(50) == "" and max(tokenizer.encode(SENTENCES[0])) > 300
 
 
 def test_no_tokenizer() -> None:

@@ -17,6 +17,8 @@ from .libraries import library_errors
 from .pieces import rules_of_decoder
 
 _UNKNOWN = -1
+GAP = 4096
+"""Ids in a row without a token, behind which no further ones are expected."""
 
 
 class FastTokenizer:
@@ -37,7 +39,7 @@ class FastTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max([tokenizer.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self.vocab_size = _highest_id(tokenizer, max([tokenizer.get_vocab_size(), *(i + 1 for i in added)]) - 1) + 1
         self.bos_id: int | None = None
         self.eos_id: int | None = None
 
@@ -118,6 +120,16 @@ class FastTokenizer:
             "normalisers": data["normalizer"], "pre-tokenisers": data["pre_tokenizer"],
             "other settings": json.dumps(model, sort_keys=True),
         }
+
+
+def _highest_id(tokenizer: Any, start: int) -> int:
+    """Return the highest id that has a token: ids may have gaps, so that it is above the number of tokens.
+
+    Listing all tokens takes some tenths of a second, so looking ends where none follows within `GAP` ids.
+    """
+    while (following := [i for i in range(start + 1, start + GAP) if tokenizer.id_to_token(i) is not None]):
+        start = following[-1]
+    return start
 
 
 def open_tokenizer_json(path: Path) -> FastTokenizer:
