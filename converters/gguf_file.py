@@ -28,6 +28,8 @@ MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 16
 CHUNK_BYTES = 1 << 20
 """First piece of a header that is read; later ones double what is there."""
+KEY_BYTES, KNOWN_BYTES = 256, 64 << 20
+"""Of an array of texts: what it is looked up by, and how much of such arrays is remembered."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -55,7 +57,8 @@ class GgufHeader:
 
     path: Path
     fields: dict[str, Any]
-    """Values by key. Arrays of numbers are `array.array`, of flags bytes, of texts lists."""
+    """Values by key. Arrays of numbers are `array.array`, of flags bytes, of texts lists; a range as long where
+    texts were passed over."""
     tensors: dict[str, GgufTensor]
     data: int
     """Where the tensors' data begin."""
@@ -92,8 +95,10 @@ def gguf_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
     """Return the header of one file; of the data nothing is read, and nothing has to be there.
+
+    With `passed` the texts of arrays, which take nearly all the time, are passed over.
 
     Raises
     ------
@@ -102,20 +107,22 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with open_plain(path) as file:
-            return _Reader(file, path).header()
+            return _Reader(file, path, passed).header()
     except OSError as error:
         raise CheckpointError(f"Cannot read the GGUF file {path}: {error.strerror or error}.") from None
 
 
-def read_headers(path: Path) -> list[GgufHeader]:
+def read_headers(path: Path, passed: PassedOver | None = None) -> list[GgufHeader]:
     """Return the headers of all files of a model that begins with this one, the first of a split or the only one.
+
+    With `passed` as `read_header`.
 
     Raises
     ------
     CheckpointError
         As `read_header`; or a part of a split is missing, or belongs to another one, or is not the first.
     """
-    first = read_header(path)
+    first = read_header(path, passed)
     count = _split_number(first, "count")
     if count <= 1:
         return [first]
@@ -130,7 +137,7 @@ def read_headers(path: Path) -> list[GgufHeader]:
     for i, part in enumerate(gguf_parts(path)[1:], 1):
         if not part.exists():
             raise CheckpointError(f"{path} is the first of {count} parts, and {part} is missing; download it too.")
-        headers.append(read_header(part))
+        headers.append(read_header(part, passed))
         _check_part(headers[-1], first, i)
     total, wanted = sum(len(header.tensors) for header in headers), first.fields.get("split.tensors.count")
     if wanted is not None and wanted != total:
@@ -155,11 +162,34 @@ def _split_number(header: GgufHeader, name: str) -> int:
     return value
 
 
+class PassedOver:
+    """Arrays of texts that were passed over, so that the same vocabulary in the next file is passed in one step."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bytes], list[bytes]] = {}
+        self._nbytes = 0
+
+    def find(self, count: int, data: bytes, at: int) -> int:
+        """Return the bytes of an array that begins at `at`, if it is a known one; 0 where it is not."""
+        found = self._known.get((count, data[at : at + KEY_BYTES]), ())
+        return next((len(known) for known in found if data.startswith(known, at)), 0)
+
+    def longest(self, count: int, beginning: bytes) -> int:
+        """Return how many bytes `find` would compare at most."""
+        return max(map(len, self._known.get((count, beginning), ())), default=0)
+
+    def add(self, count: int, array: bytes) -> None:
+        """Remember an array, while there is room."""
+        if self._nbytes + len(array) <= KNOWN_BYTES:
+            self._nbytes += len(array)
+            self._known.setdefault((count, array[:KEY_BYTES]), []).append(array)
+
+
 class _Reader:
     """Walks through the header; by reads and not by a mapping, of which a file that shrinks would end the process."""
 
-    def __init__(self, file: BinaryIO, path: Path):
-        self._file, self._path = file, path
+    def __init__(self, file: BinaryIO, path: Path, passed: PassedOver | None = None):
+        self._file, self._path, self._passed = file, path, passed
         self._size = os.fstat(file.fileno()).st_size
         self._data, self._at = b"", 0
 
@@ -227,7 +257,8 @@ class _Reader:
         if kind == _ARRAY:
             raise self._bad("an array holds arrays")
         if kind == _STRING:
-            return self._texts(self._count(MAX_ITEMS, "items of an array", 8))
+            count = self._count(MAX_ITEMS, "items of an array", 8)
+            return self._texts(count) if self._passed is None else self._pass_texts(count, self._passed)
         form = self._form(kind)
         data = self._take(self._count(MAX_ITEMS, "items of an array", struct.calcsize(form)) * struct.calcsize(form))
         if form == "?":
@@ -259,6 +290,28 @@ class _Reader:
             at = stop
         self._at = at
         return out
+
+    def _pass_texts(self, count: int, passed: PassedOver) -> range:
+        """Go behind the strings of an array; only their lengths are looked at."""
+        self._want(min(KEY_BYTES, self._size - self._at))
+        beginning = self._data[self._at : self._at + KEY_BYTES]
+        if (longest := passed.longest(count, beginning)) and self._at + longest <= self._size:
+            self._want(longest)
+        if nbytes := passed.find(count, self._data, self._at):
+            self._at += nbytes
+            return range(count)
+        begin, at, data, length_at = self._at, self._at, self._data, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > len(data):
+                self._at = at
+                self._want(8)
+                data = self._data
+            at += 8 + length_at(data, at)[0]
+        self._at = begin
+        self._want(at - begin)
+        self._at = at
+        passed.add(count, self._data[begin:at])
+        return range(count)
 
     def _text(self) -> str:
         return self._take(self._count(MAX_TEXT, "bytes of a text", 1)).decode("utf-8", "replace")
