@@ -91,7 +91,9 @@ class Checkpoint:
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
         if not path.is_dir():
-            raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
+            what = "a file" if path.is_file() else "no plain file"
+            raise CheckpointError(f"{path} is {what}; give the directory that holds {CONFIG_FILE} and the weights, or "
+                                  "a GGUF file.")
         config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
         if config_file is None:
             raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")

@@ -111,7 +111,8 @@ def gguf_structure(headers: list[GgufHeader]) -> Hashable:
              if not key.startswith(("general.", "tokenizer.")) or key in OF_STRUCTURE}
     tensors = tuple((name, tensor.kind.name, tensor.shape) for header in headers
                     for name, tensor in header.tensors.items())
-    return tuple(named.items()), tensors, len(fields.get("tokenizer.ggml.tokens", ()))
+    tokens = fields.get("tokenizer.ggml.tokens")
+    return tuple(named.items()), tensors, len(tokens) if isinstance(tokens, range) else None
 
 
 def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:

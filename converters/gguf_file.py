@@ -28,8 +28,8 @@ MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 16
 CHUNK_BYTES = 1 << 20
 """First piece of a header that is read; later ones double what is there."""
-KEY_BYTES, KNOWN_BYTES = 256, 64 << 20
-"""Of an array of texts: what it is looked up by, and how much of such arrays is remembered."""
+KEY_BYTES = 1024
+"""Of an array of texts, its first and last: what it is looked up by."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -64,6 +64,8 @@ class GgufHeader:
     """Where the tensors' data begin."""
     size: int
     """Bytes of the file."""
+    version: int = VERSIONS[-1]
+    """Of GGUF."""
 
     def check_data(self) -> None:
         """Refuse tensors that leave the file or overlap; raises `CheckpointError`."""
@@ -107,7 +109,14 @@ def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
     """
     try:
         with open_plain(path) as file:
-            return _Reader(file, path, passed).header()
+            reader = _Reader(file, path, passed)
+            try:
+                return reader.header()
+            except CheckpointError:
+                if not reader.presumed:
+                    raise
+                file.seek(0)
+                return _Reader(file, path, PassedOver()).header()
     except OSError as error:
         raise CheckpointError(f"Cannot read the GGUF file {path}: {error.strerror or error}.") from None
 
@@ -163,26 +172,22 @@ def _split_number(header: GgufHeader, name: str) -> int:
 
 
 class PassedOver:
-    """Arrays of texts that were passed over, so that the same vocabulary in the next file is passed in one step."""
+    """Arrays of texts that were passed over, so that the same vocabulary in the next file is passed in one step.
+
+    An array is taken for a known one where their counts, their first and their last bytes are the same. Whoever is
+    misled by a file that was made for it ends at a place where no field begins, and reads again without this.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bytes], list[bytes]] = {}
-        self._nbytes = 0
+        self._known: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
 
-    def find(self, count: int, data: bytes, at: int) -> int:
-        """Return the bytes of an array that begins at `at`, if it is a known one; 0 where it is not."""
-        found = self._known.get((count, data[at : at + KEY_BYTES]), ())
-        return next((len(known) for known in found if data.startswith(known, at)), 0)
-
-    def longest(self, count: int, beginning: bytes) -> int:
-        """Return how many bytes `find` would compare at most."""
-        return max(map(len, self._known.get((count, beginning), ())), default=0)
+    def ends(self, count: int, beginning: bytes) -> list[tuple[int, bytes]]:
+        """Return the lengths of known arrays that begin so, each with its last bytes."""
+        return self._known.get((count, beginning), [])
 
     def add(self, count: int, array: bytes) -> None:
-        """Remember an array, while there is room."""
-        if self._nbytes + len(array) <= KNOWN_BYTES:
-            self._nbytes += len(array)
-            self._known.setdefault((count, array[:KEY_BYTES]), []).append(array)
+        """Remember an array."""
+        self._known.setdefault((count, array[:KEY_BYTES]), []).append((len(array), array[-KEY_BYTES:]))
 
 
 class _Reader:
@@ -190,14 +195,17 @@ class _Reader:
 
     def __init__(self, file: BinaryIO, path: Path, passed: PassedOver | None = None):
         self._file, self._path, self._passed = file, path, passed
-        self._size = os.fstat(file.fileno()).st_size
+        self._whole = self._size = os.fstat(file.fileno()).st_size
         self._data, self._at = b"", 0
+        self.presumed = 0
+        """Bytes in front of `_data` that were not read: known arrays, and what stood before them."""
 
     def header(self) -> GgufHeader:
         if not self._size or not MAGIC.startswith(self._peek(4)):
             raise CheckpointError(f"{self._path} is no GGUF file: it does not begin with GGUF.")
         self._take(4)
-        self._check_version(self._number("I"))
+        version = self._number("I")
+        self._check_version(version)
         n_tensors, n_pairs = self._count(MAX_TENSORS, "tensors", 24), self._count(MAX_PAIRS, "fields", 13)
         fields: dict[str, Any] = {}
         for _ in range(n_pairs):
@@ -212,7 +220,8 @@ class _Reader:
             if name in tensors:
                 raise self._bad(f"it has the tensor {name:.60} twice")
             tensors[name] = self._tensor(name, alignment)
-        return GgufHeader(self._path, fields, tensors, -(-self._at // alignment) * alignment, self._size)
+        end = self.presumed + self._at
+        return GgufHeader(self._path, fields, tensors, -(-end // alignment) * alignment, self._whole, version)
 
     def _check_version(self, version: int) -> None:
         if version in VERSIONS:
@@ -295,11 +304,9 @@ class _Reader:
         """Go behind the strings of an array; only their lengths are looked at."""
         self._want(min(KEY_BYTES, self._size - self._at))
         beginning = self._data[self._at : self._at + KEY_BYTES]
-        if (longest := passed.longest(count, beginning)) and self._at + longest <= self._size:
-            self._want(longest)
-        if nbytes := passed.find(count, self._data, self._at):
-            self._at += nbytes
-            return range(count)
+        for nbytes, end in passed.ends(count, beginning):
+            if nbytes > len(end) and self._at + nbytes <= self._size and self._leap(nbytes, end):
+                return range(count)
         begin, at, data, length_at = self._at, self._at, self._data, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > len(data):
@@ -312,6 +319,17 @@ class _Reader:
         self._at = at
         passed.add(count, self._data[begin:at])
         return range(count)
+
+    def _leap(self, nbytes: int, end: bytes) -> bool:
+        """Go so many bytes on, if those before the place are these; what lies between is not read."""
+        place = self.presumed + self._at + nbytes
+        here = self._file.tell()
+        self._file.seek(place - len(end))
+        if self._file.read(len(end)) != end:
+            self._file.seek(here)
+            return False
+        self._size, self.presumed, self._data, self._at = self._whole - place, place, b"", 0
+        return True
 
     def _text(self) -> str:
         return self._take(self._count(MAX_TEXT, "bytes of a text", 1)).decode("utf-8", "replace")
@@ -348,7 +366,7 @@ class _Reader:
             raise self._cut_short()
 
     def _cut_short(self) -> CheckpointError:
-        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._size} bytes; "
+        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._whole} bytes; "
                                "download it again.")
 
     def _bad(self, why: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from .gguf_types import EXACT, GGUF_TYPES, OWN_ERROR
 from .hub import ATTEMPT_SECONDS, Progress, asking, reporter
 
 _FILE = re.compile(r"(.*?)(?:-([0-9]{5})-of-([0-9]{5}))?\.gguf", re.IGNORECASE | re.DOTALL)
-_TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q[1-9](?:_[0-9A-Z]+)*|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32))(?=[-.]|$)",
+_TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q[1-9](?:_[0-9A-Z]+)+|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32))(?=[-.]|$)",
                    re.IGNORECASE)
 NO_MODELS = re.compile(r"(^|[-_./])(mmproj|imatrix)([-_.]|$)", re.IGNORECASE)
 """Names of files beside models: image encoders and importance matrices."""
@@ -25,8 +25,8 @@ SPARE_SHARE, SPARE_BYTES = 1.1, 256_000_000
 """What a run needs beside its weights, as a share of the file and for the program: a guess, before there is a plan."""
 
 
-def cached_gguf(name: str, room: int | None = None) -> Path:
-    """Return the file that `fetch_gguf` downloaded before; nothing is asked of the hub.
+def cached_gguf(name: str, room: int | None = None, anew: bool = False) -> Path:
+    """Return the file that `fetch_gguf` with the same arguments downloaded before; nothing is asked of the hub.
 
     Raises `ModelNotFoundError` where it did not.
     """
@@ -35,7 +35,7 @@ def cached_gguf(name: str, room: int | None = None) -> Path:
     if not sizes:
         raise ModelNotFoundError(f"hf:{name} was not downloaded yet, and its plan needs the file's header: edgeinfer "
                                  f"convert hf:{name} DST downloads it.")
-    return snapshots(_folder(repo_id))[0] / chosen(sizes, repo_id, kind, room)[0]
+    return snapshots(_folder(repo_id))[0] / chosen(sizes, repo_id, kind, room, anew)[0]
 
 
 def fetch_gguf(name: str, progress: Progress | None = None, room: int | None = None, anew: bool = False) -> Path:

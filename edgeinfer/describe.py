@@ -29,7 +29,7 @@ from .graph import (
     requested_types,
     supported_architectures,
 )
-from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, gguf_path, is_hub_id, unknown_model
+from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, Storage, demo_path, gguf_path, is_hub_id, unknown_model
 from .quant import KV_TYPES as STORED_KV
 from .quant import TYPES, embedding_type
 from .sizes import format_size
@@ -221,7 +221,7 @@ def describe(
     name = os.fspath(model)
     if not name:
         raise ModelNotFoundError("The name of the model is empty.")
-    path = gguf_path(name, download=False) or Path(name).expanduser()
+    path = gguf_path(name, download=False, storage=Storage(weights, group_size)) or Path(name).expanduser()
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):

@@ -89,6 +89,15 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: Pro
             yield judge.judged(item)
 
 
+def look_at_gguf(name: str, path: Path) -> LocalModel:
+    """Look at one GGUF file, which is called `name`; raises `CheckpointError` where its header cannot be read."""
+    from .converters import Found, gguf_parts, read_headers
+
+    read_headers(path)
+    nbytes = sum(part.stat().st_size for part in gguf_parts(path))
+    return _Judge().judged(Found("folder", "gguf", path, name, nbytes))
+
+
 def own_models() -> Iterator[Found]:
     """Find the embedded model, and bundles in the cache."""
     from .converters import models_below

@@ -15,6 +15,7 @@ from edgeinfer.converters import convert
 from edgeinfer.converters.gguf_file import PassedOver, read_headers
 from edgeinfer.converters.ollama import ADAPTER_LAYER
 from edgeinfer.converters.stores import llama_cpp_folder, lm_studio_folders
+from edgeinfer.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, write_gguf
@@ -122,7 +123,7 @@ def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_pat
     table = edgeinfer("models", folder, "--only").out
     assert "the file is an importance matrix, not a language model." in table and "--weights: runs where" in table
     assert all(len(line) <= 80 or str(folder) in line for line in table.splitlines())
-    assert "10 models" not in table and "7 models, 0 of them run" in table
+    assert "6 models, 0 of them run" in table
 
 
 @linked
@@ -235,14 +236,23 @@ def test_the_same_vocabulary_is_passed_in_one_step(tmp_path: Path, monkeypatch: 
     def fields(tokens: list[str]) -> dict[str, Any]:
         return {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "general.name": "behind"}
 
-    for name, tokens in (("a", words), ("b", words), ("c", [*words[:-1], "x"]), ("d", [*words[:-2], "yy", "z" * 40])):
+    middle = [*words[:2000], "short", *words[2001:]]  # begins and ends as the others do
+    for name, tokens in (("a", words), ("b", words), ("c", [*words[:-1], "x"]), ("d", [*words[:-2], "yy", "z" * 40]),
+                         ("m", middle), ("n", [*words[:2000], "token x000x 2000", *words[2001:]])):
         (tmp_path / name).write_bytes(header(fields(tokens), {"t": (32,)}))
     passed = PassedOver()
-    for name in "abcd":
+    for name in "abcdmnbm":
         (found,) = read_headers(tmp_path / name, passed)
         (whole,) = read_headers(tmp_path / name)
         assert found.fields["tokenizer.ggml.tokens"] == range(5000) and found.fields["general.name"] == "behind"
         assert (found.data, found.tensors) == (whole.data, whole.tensors)
+    hostile = header(fields([*words[:2000], "\0" * 100, *words[2001:]]), {"t": (32,)})  # a place that misleads
+    end = (tmp_path / "a").read_bytes()
+    place = end.index(struct.pack("<Q", 12) + b"general.name")
+    hostile = hostile[:place - 1024] + end[place - 1024 : place] + hostile[place:]
+    (tmp_path / "h").write_bytes(hostile)
+    with pytest.raises(CheckpointError, match=r"cut short|damaged"):
+        read_headers(tmp_path / "h", passed)
     data = (tmp_path / "a").read_bytes()
     for end in (200, 3000, 60_000, len(data) - 600):
         (tmp_path / "e").write_bytes(data[:end])
