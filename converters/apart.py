@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from edgeinfer import errors
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.process import python_command
+from edgeinfer.process import python_command, say
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, item); the stages are download and convert."""
@@ -32,9 +32,15 @@ STOP_SECONDS = 10.0
 
 def convert_apart(
     source: str | Path, destination: Path, weights: str | None, group_size: int | None, *, hub: bool = False,
-    progress: Progress | None = None,
-) -> None:
+    origin: str = "", progress: Progress | None = None,
+) -> list[str]:
     """Convert a checkpoint as `convert` does, over a bundle that is there; `hub`: `source` is an id, fetched first.
+
+    Returns
+    -------
+    list of str
+        Sentences for whoever asked for it: remarks, and the errors of both steps where quantised weights were quantised
+        again.
 
     Raises
     ------
@@ -42,7 +48,7 @@ def convert_apart(
         As `fetch` and `convert`, or if the process was ended from outside.
     """
     request = {"source": os.fspath(source), "hub": hub, "destination": os.fspath(destination), "weights": weights,
-               "group_size": group_size}
+               "group_size": group_size, "origin": origin}
     child, ended = _start(), False
     try:
         with suppress(OSError):  # of a child that has ended already, which is told below
@@ -52,7 +58,7 @@ def convert_apart(
             what, told = json.loads(line)
             ended = what != "progress"
             if what == "done":
-                return
+                return list(told)
             if what == "error":
                 raise getattr(errors, told[0])(told[1])
             if what == "bug":
@@ -108,8 +114,7 @@ def main() -> int:
 
     threading.Thread(target=_obey, args=(commands,), daemon=True).start()
     try:
-        _convert(request, lambda *told: tell("progress", told))
-        outcome: tuple[str, Any] = ("done", None)
+        outcome: tuple[str, Any] = ("done", _convert(request, lambda *told: tell("progress", told)))
     except EdgeInferError as error:
         outcome = "error", (type(error).__name__, str(error))
     except KeyboardInterrupt:
@@ -124,15 +129,16 @@ def main() -> int:
     return 0
 
 
-def _convert(request: dict[str, Any], progress: Progress) -> None:
+def _convert(request: dict[str, Any], progress: Progress) -> list[str]:
     from .conversion import convert
     from .hub import fetch
 
     source = request["source"]
     if request["hub"]:
         source = fetch(source, progress=partial(progress, "download"))
-    convert(source, request["destination"], weights=request["weights"], group_size=request["group_size"],
-            overwrite=True, progress=partial(progress, "convert"))
+    report = convert(source, request["destination"], weights=request["weights"], group_size=request["group_size"],
+                     overwrite=True, origin=request["origin"], announce=say, progress=partial(progress, "convert"))
+    return [*report.remarks, *filter(None, [report.anew])]
 
 
 def _obey(commands: BinaryIO) -> None:

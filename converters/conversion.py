@@ -15,16 +15,20 @@ from edgeinfer.errors import CheckpointError, TokenizerError
 from edgeinfer.graph import Graph, Weight, WeightType, requested_types
 from edgeinfer.process import say
 from edgeinfer.quant import layouts, quantise
+from edgeinfer.sizes import format_size
 from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .assembly import assembled
 from .checkpoint import Checkpoint
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import is_gguf
+from .json_file import CONFIG_FILE
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
 F16_MAX = 65504.0
+MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
+"""How fast weights are taken as they are, searched scales for, and rounded or widened."""
 ENTRY_BYTES = 1024
 """Room asked for per tensor and file, for its line in the header and the rest of its last block on the disk."""
 
@@ -39,6 +43,8 @@ def convert(
     head: str | None = None,
     ffn_layout: str = "tile16",
     overwrite: bool = False,
+    origin: str = "",
+    announce: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
@@ -63,6 +69,10 @@ def convert(
         How FFNs are stored: as matrices, or neuron by neuron (quantised types), so that dead neurons are not read.
     overwrite : bool
         Replace an existing bundle.
+    origin : str
+        What the bundle says that it was made of, beside the model's own name; by default that name alone.
+    announce : callable, optional
+        Told in a sentence how large the bundle will be and how long it takes, once it is known that there is room.
     progress : callable, optional
         Called with (done_bytes, total_bytes, name of the tensor) as the checkpoint is read.
 
@@ -91,8 +101,11 @@ def convert(
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []
         with BundleWriter(destination, checkpoint.config, asked, overwrite=overwrite,
-                          source=checkpoint.label, waiting=_told_once(destination)) as writer:
-            writer.reserve(bundle_bytes(graph, list(files.values())) + sum(map(len, made.values())))
+                          source=_named(checkpoint, origin), waiting=_told_once(destination)) as writer:
+            nbytes = bundle_bytes(graph, list(files.values())) + sum(map(len, made.values()))
+            writer.reserve(nbytes)
+            if announce:
+                announce(_outlook(origin or source, destination, reading.total, nbytes, _seconds(checkpoint, graph)))
             for name, path in files.items():
                 writer.copy_file(path, name)
             for name, content in made.items():
@@ -117,6 +130,30 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open what holds a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
     path = Path(path)
     return GgufCheckpoint.open(path) if path.is_file() and is_gguf(path) else Checkpoint.open(path)
+
+
+def _named(checkpoint: Checkpoint, origin: str) -> str:
+    """What a bundle says it was made of: the model's own name, and where that was found."""
+    own = checkpoint.label
+    return f"{own}, from {origin}" if origin and own not in origin and checkpoint.says != CONFIG_FILE else origin or own
+
+
+def _outlook(source: str | Path, destination: str | Path, read_bytes: int, nbytes: int, seconds: float) -> str:
+    """Say how large a bundle will be, and how long it takes to make."""
+    return (f"{source} ({format_size(read_bytes)}) becomes a bundle of {format_size(nbytes)}, {destination}; this "
+            f"takes {max(1, round(seconds))} s or so.")
+
+
+def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
+    """About how long a conversion takes, by what one did on two shared cores of Zen 3."""
+    seconds = 0.0
+    for weight in graph.weights:
+        stored = graph.types[weight.name]
+        if checkpoint.moved(weight, stored, lambda *_: None):
+            seconds += stored.nbytes(weight.shape) / MOVED_BYTES_PER_S
+        else:
+            seconds += prod(weight.shape) / (QUANTISED_PER_S if stored.quantised else ROUNDED_PER_S)
+    return seconds
 
 
 def _told_once(destination: str | Path) -> Callable[[], None]:

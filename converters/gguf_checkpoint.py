@@ -56,7 +56,7 @@ class GgufCheckpoint(Checkpoint):
     says: ClassVar[str] = "its metadata"
 
     @classmethod
-    def open(cls, path: str | Path, data: bool = True) -> GgufCheckpoint:
+    def open(cls, path: str | Path, data: bool = True, headers: list[GgufHeader] | None = None) -> GgufCheckpoint:
         """Read the headers of all parts; of the tensors only the factors of the rotation.
 
         Parameters
@@ -66,6 +66,8 @@ class GgufCheckpoint(Checkpoint):
         data : bool
             Refuse a file without all bytes of its tensors; else the header is enough, and the factors are passed over
             where they are missing.
+        headers : list of GgufHeader, optional
+            Of all parts, where they were read before.
 
         Raises
         ------
@@ -75,7 +77,7 @@ class GgufCheckpoint(Checkpoint):
             If the model's mathematics is not implemented.
         """
         path = Path(path)
-        headers = read_headers(path)
+        headers = headers or read_headers(path)
         files: dict[str, GgufFile] = {}
         try:
             for header in headers:
@@ -180,8 +182,8 @@ def refuse_inexact(kinds: Kinds, path: Path) -> None:
         said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
         raise UnsupportedModelError(
             f"{path} has tensors of types that edgeinfer does not hold without loss, yet ({said}); as they are it "
-            f"takes {', '.join(EXACT)}. To quantise the whole anew, with its error told: edgeinfer convert {path} DST "
-            "--weights q4 (or int8, f16), and run DST.")
+            f"takes {', '.join(EXACT)}. To quantise the whole anew, with its error told, add --weights q4 (or int8, "
+            "f16) to run, convert and others.")
 
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:

@@ -55,10 +55,9 @@ def architecture(header: GgufHeader) -> str:
     UnsupportedModelError
         The name is not known; the message has those that are.
     """
-    kind, name = header.fields.get("general.type"), header.fields.get("general.architecture")
-    kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
-    if kind in PURPOSES and not (kind == "vocab" and not header.tensors):
-        raise CheckpointError(f"{header.path} is {PURPOSES[kind]}, not a language model; give the model's own file.")
+    name = header.fields.get("general.architecture")
+    if other := purpose(header):
+        raise CheckpointError(f"{header.path} is {PURPOSES[other]}, not a language model; give the model's own file.")
     known = list(dict.fromkeys([*RUNNABLE, *OUTLINES]))
     if not isinstance(name, str) or name not in known:
         import difflib
@@ -68,6 +67,13 @@ def architecture(header: GgufHeader) -> str:
         raise UnsupportedModelError(f"{header.path} holds a model of architecture {name!r:.60}; known: "
                                     f"{', '.join(known)}{hint}.")
     return name
+
+
+def purpose(header: GgufHeader) -> str:
+    """Return what a file is that is no model, one of `PURPOSES`; empty for a model."""
+    kind, name = header.fields.get("general.type"), header.fields.get("general.architecture")
+    kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
+    return str(kind) if kind in PURPOSES and not (kind == "vocab" and not header.tensors) else ""
 
 
 def is_outline(header: GgufHeader) -> bool:
@@ -158,7 +164,7 @@ def _value(value: Any) -> Any:
 def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str) -> int | None:
     """Entries of the vocabulary; the tokens, the key and the embedding must agree on it."""
     tokens, own = header.fields.get("tokenizer.ggml.tokens"), header.fields.get(f"{name}.vocab_size")
-    found = {"its tokens": len(tokens) if isinstance(tokens, list) else None, f"{name}.vocab_size": own,
+    found = {"its tokens": len(tokens) if isinstance(tokens, list | range) else None, f"{name}.vocab_size": own,
              "the rows of token_embd.weight": tensors["token_embd.weight"].shape[0]
              if "token_embd.weight" in tensors else None}
     counts = {what: count for what, count in found.items() if count is not None}

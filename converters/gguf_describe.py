@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Hashable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,17 @@ from edgeinfer.graph import ModelConfig, TypeOf, read_outline, requested_types
 
 from .checkpoint import WEIGHTS
 from .gguf_checkpoint import GgufCheckpoint, all_tensors
-from .gguf_config import config_fields, is_outline
-from .gguf_file import GgufHeader, read_headers
+from .gguf_config import PURPOSES, config_fields, is_outline, purpose
+from .gguf_file import GgufHeader, PassedOver, read_headers
+from .gguf_tokenizer import check_kind
 
 TOLERANCE = 0.01
 """Largest difference between the parameters that the fields of a family that cannot run give and its tensors'."""
+
+
+OF_STRUCTURE = ("general.architecture", "general.type", "tokenizer.ggml.model", "tokenizer.ggml.pre",
+                "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")
+"""Fields beyond those of the architecture that a description depends on."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,12 @@ class GgufDescription:
     """Bytes of the file's tensors by type, the largest first."""
     note: str
     """What becomes of them; the end of a sentence."""
+    refused: str
+    """Why converting refuses the file as it is; empty where it does not."""
 
 
-def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None) -> GgufDescription:
+def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None,
+                  headers: list[GgufHeader] | None = None) -> GgufDescription:
     """Describe the model of a file, of which no more than the header has to be there.
 
     Parameters
@@ -46,6 +57,8 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         Of a split model the first file.
     weights, group_size : optional
         As for `convert`; by default the types of the file.
+    headers : list of GgufHeader, optional
+        Of all its parts, where they were read before.
 
     Raises
     ------
@@ -54,7 +67,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
     UnsupportedModelError
         Not even the sizes of its architecture are known, or a key that changes the mathematics is not implemented.
     """
-    headers = read_headers(path)
+    headers = headers or read_headers(path, PassedOver())
     tensors = all_tensors(headers)
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -64,19 +77,42 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         fields = config_fields(headers[0], tensors)
         _compare(fields, headers, path)
         note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return GgufDescription(fields, None, None, None, sizes, note)
-    with GgufCheckpoint.open(path, data=False) as checkpoint:
+        return GgufDescription(fields, None, None, None, sizes, note, "")
+    refused = ""
+    with GgufCheckpoint.open(path, data=False, headers=headers) as checkpoint:
         try:
             type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
             note = f"quantised anew as --weights {weights} asks" if weights else "taken as it is, codes and scales kept"
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
             if weights or group_size:
                 raise
+            refused = str(error)
             type_of, quantisation = checkpoint.storage(WEIGHTS, None, None, None, "tile16")
-            note = (f"not all of these types can be held without loss, yet, so these figures are those of convert "
-                    f"--weights {WEIGHTS}, which quantises anew")
-        checkpoint.check(checkpoint.graph(type_of))
-        return GgufDescription({}, checkpoint.config, type_of, quantisation, sizes, note)
+            note = (f"not all of these types can be held without loss, yet: run takes the file with --weights only, "
+                    f"and these figures are those of --weights {WEIGHTS}, which quantises anew")
+        checkpoint.check(checkpoint.graph(type_of), compare=False)
+        return GgufDescription({}, checkpoint.config, type_of, quantisation, sizes, note, refused)
+
+
+def gguf_purpose(header: GgufHeader) -> str:
+    """Return in words what a file is that is no model, such as an importance matrix; empty for a model."""
+    return PURPOSES[kind].split(",")[0] if (kind := purpose(header)) else ""
+
+
+def check_tokenizer(header: GgufHeader) -> None:
+    """Refuse a kind of tokenizer that is not known, with `TokenizerError`; no token is looked at."""
+    check_kind(header.fields, str(header.path))
+
+
+def gguf_structure(headers: list[GgufHeader]) -> Hashable:
+    """Return what a description follows from: files that are equal in it are described by the same words."""
+    fields = headers[0].fields
+    named = {key: value.tobytes() if isinstance(value, array) else str(value) for key, value in fields.items()
+             if not key.startswith(("general.", "tokenizer.")) or key in OF_STRUCTURE}
+    tensors = tuple((name, tensor.kind.name, tensor.shape) for header in headers
+                    for name, tensor in header.tensors.items())
+    tokens = fields.get("tokenizer.ggml.tokens")
+    return tuple(named.items()), tensors, len(tokens) if isinstance(tokens, range) else None
 
 
 def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:

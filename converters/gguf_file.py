@@ -28,6 +28,8 @@ MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 16
 CHUNK_BYTES = 1 << 20
 """First piece of a header that is read; later ones double what is there."""
+KEY_BYTES = 1024
+"""Of an array of texts, its first and last: what it is looked up by."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -55,12 +57,15 @@ class GgufHeader:
 
     path: Path
     fields: dict[str, Any]
-    """Values by key. Arrays of numbers are `array.array`, of flags bytes, of texts lists."""
+    """Values by key. Arrays of numbers are `array.array`, of flags bytes, of texts lists; a range as long where
+    texts were passed over."""
     tensors: dict[str, GgufTensor]
     data: int
     """Where the tensors' data begin."""
     size: int
     """Bytes of the file."""
+    version: int = VERSIONS[-1]
+    """Of GGUF."""
 
     def check_data(self) -> None:
         """Refuse tensors that leave the file or overlap; raises `CheckpointError`."""
@@ -102,8 +107,10 @@ def gguf_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
     """Return the header of one file; of the data nothing is read, and nothing has to be there.
+
+    With `passed` the texts of arrays, which take nearly all the time, are passed over.
 
     Raises
     ------
@@ -112,20 +119,29 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with open_plain(path) as file:
-            return _Reader(file, path).header()
+            reader = _Reader(file, path, passed)
+            try:
+                return reader.header()
+            except CheckpointError:
+                if not reader.presumed:
+                    raise
+                file.seek(0)
+                return _Reader(file, path, PassedOver()).header()
     except OSError as error:
         raise CheckpointError(f"Cannot read the GGUF file {path}: {error.strerror or error}.") from None
 
 
-def read_headers(path: Path) -> list[GgufHeader]:
+def read_headers(path: Path, passed: PassedOver | None = None) -> list[GgufHeader]:
     """Return the headers of all files of a model that begins with this one, the first of a split or the only one.
+
+    With `passed` as `read_header`.
 
     Raises
     ------
     CheckpointError
         As `read_header`; or a part of a split is missing, or belongs to another one, or is not the first.
     """
-    first = read_header(path)
+    first = read_header(path, passed)
     count = _split_number(first, "count")
     if count <= 1:
         return [first]
@@ -141,7 +157,7 @@ def read_headers(path: Path) -> list[GgufHeader]:
     for i, part in enumerate(gguf_parts(path)[1:], 1):
         if not part.exists():
             raise CheckpointError(f"{path} is the first of {count} parts, and {part} is missing; download it too.")
-        headers.append(read_header(part))
+        headers.append(read_header(part, passed))
         _check_part(headers[-1], first, i)
     total, wanted = sum(len(header.tensors) for header in headers), first.fields.get("split.tensors.count")
     if wanted is not None and wanted != total:
@@ -166,19 +182,41 @@ def _split_number(header: GgufHeader, name: str) -> int:
     return value
 
 
+class PassedOver:
+    """Arrays of texts that were passed over, so that the same vocabulary in the next file is passed in one step.
+
+    An array is taken for a known one where their counts, their first and their last bytes are the same. Whoever is
+    misled by a file that was made for it ends at a place where no field begins, and reads again without this.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
+
+    def ends(self, count: int, beginning: bytes) -> list[tuple[int, bytes]]:
+        """Return the lengths of known arrays that begin so, each with its last bytes."""
+        return self._known.get((count, beginning), [])
+
+    def add(self, count: int, array: bytes) -> None:
+        """Remember an array."""
+        self._known.setdefault((count, array[:KEY_BYTES]), []).append((len(array), array[-KEY_BYTES:]))
+
+
 class _Reader:
     """Walks through the header; by reads and not by a mapping, of which a file that shrinks would end the process."""
 
-    def __init__(self, file: BinaryIO, path: Path):
-        self._file, self._path = file, path
-        self._size = os.fstat(file.fileno()).st_size
+    def __init__(self, file: BinaryIO, path: Path, passed: PassedOver | None = None):
+        self._file, self._path, self._passed = file, path, passed
+        self._whole = self._size = os.fstat(file.fileno()).st_size
         self._data, self._at = b"", 0
+        self.presumed = 0
+        """Bytes in front of `_data` that were not read: known arrays, and what stood before them."""
 
     def header(self) -> GgufHeader:
         if not self._size or not MAGIC.startswith(self._peek(4)):
             raise CheckpointError(f"{self._path} is no GGUF file: it does not begin with GGUF.")
         self._take(4)
-        self._check_version(self._number("I"))
+        version = self._number("I")
+        self._check_version(version)
         n_tensors, n_pairs = self._count(MAX_TENSORS, "tensors", 24), self._count(MAX_PAIRS, "fields", 13)
         fields: dict[str, Any] = {}
         for _ in range(n_pairs):
@@ -193,7 +231,8 @@ class _Reader:
             if name in tensors:
                 raise self._bad(f"it has the tensor {name:.60} twice")
             tensors[name] = self._tensor(name, alignment)
-        return GgufHeader(self._path, fields, tensors, -(-self._at // alignment) * alignment, self._size)
+        end = self.presumed + self._at
+        return GgufHeader(self._path, fields, tensors, -(-end // alignment) * alignment, self._whole, version)
 
     def _check_version(self, version: int) -> None:
         if version in VERSIONS:
@@ -240,7 +279,8 @@ class _Reader:
         if kind == _ARRAY:
             raise self._bad("an array holds arrays")
         if kind == _STRING:
-            return self._texts(self._count(MAX_ITEMS, "items of an array", 8))
+            count = self._count(MAX_ITEMS, "items of an array", 8)
+            return self._texts(count) if self._passed is None else self._pass_texts(count, self._passed)
         form = self._form(kind)
         data = self._take(self._count(MAX_ITEMS, "items of an array", struct.calcsize(form)) * struct.calcsize(form))
         if form == "?":
@@ -275,6 +315,37 @@ class _Reader:
             at = stop
         self._at = at
         return out
+
+    def _pass_texts(self, count: int, passed: PassedOver) -> range:
+        """Go behind the strings of an array; only their lengths are looked at."""
+        self._want(min(KEY_BYTES, self._size - self._at))
+        beginning = self._data[self._at : self._at + KEY_BYTES]
+        for nbytes, end in passed.ends(count, beginning):
+            if nbytes > len(end) and self._at + nbytes <= self._size and self._leap(nbytes, end):
+                return range(count)
+        begin, at, data, length_at = self._at, self._at, self._data, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > len(data):
+                self._at = at
+                self._want(8)
+                data = self._data
+            at += 8 + length_at(data, at)[0]
+        self._at = begin
+        self._want(at - begin)
+        self._at = at
+        passed.add(count, self._data[begin:at])
+        return range(count)
+
+    def _leap(self, nbytes: int, end: bytes) -> bool:
+        """Go so many bytes on, if those before the place are these; what lies between is not read."""
+        place = self.presumed + self._at + nbytes
+        here = self._file.tell()
+        self._file.seek(place - len(end))
+        if self._file.read(len(end)) != end:
+            self._file.seek(here)
+            return False
+        self._size, self.presumed, self._data, self._at = self._whole - place, place, b"", 0
+        return True
 
     def _text(self) -> str:
         return self._take(self._count(MAX_TEXT, "bytes of a text", 1)).decode("utf-8", "replace")
@@ -311,7 +382,7 @@ class _Reader:
             raise self._cut_short()
 
     def _cut_short(self) -> CheckpointError:
-        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._size} bytes; "
+        return CheckpointError(f"{self._path} is cut short: its header goes on after the file's {self._whole} bytes; "
                                "download it again.")
 
     def _bad(self, why: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from edgeinfer.errors import TokenizerError
 from .gguf_fast import bpe_json, wordpiece_json
 from .gguf_pieces import added_tokens, sentencepiece_model
 from .gguf_vocabulary import PREFIX, Vocabulary, damaged, flag, read_vocabulary
-from .gguf_words import words_of
+from .gguf_words import Words, words_of
 
 MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
 """Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Gemma 4's, WordPiece, and Unigram."""
@@ -52,12 +52,9 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokeniz
     TokenizerError
         The kind of tokenizer or its pre-tokenizer is not known, or the vocabulary contradicts itself.
     """
-    model = metadata.get(PREFIX + "model")
-    if model in (None, "none", "no_vocab"):
+    model = check_kind(metadata, source)
+    if not model:
         return None
-    if model not in MODELS:
-        raise TokenizerError(f"{source} has a tokenizer of the kind {model!r:.60} (tokenizer.ggml.model), which "
-                             f"edgeinfer does not know; known are {', '.join(MODELS)}.")
     vocabulary = read_vocabulary(metadata, model, source)
     remarks: list[str] = []
     if model in ("llama", "t5"):
@@ -70,7 +67,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokeniz
         name = metadata.get(PREFIX + "pre") or ""
         if not name and model == "gpt2":
             remarks.append(_NO_PRE.format(source=source))
-        words = words_of("gemma4" if model == "gemma4" else str(name or "default"), source)
+        words = _words(metadata, model, source)
         add_bos, add_eos = _around(metadata, vocabulary, words.add_bos, False, remarks, always=not words.byte_level)
         files = {"tokenizer.json": bpe_json(metadata, vocabulary, words, add_bos, add_eos)}
     settings: dict[str, Any] = {f"{role}_token": vocabulary.text(role) for role in vocabulary.named}
@@ -83,6 +80,27 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokeniz
     ends = {"eos_token_id": list(vocabulary.end_ids), **({} if bos is None else {"bos_token_id": bos})}
     files |= {"tokenizer_config.json": _json(settings), "generation_config.json": _json(ends)}
     return GgufTokenizer(files, len(vocabulary.tokens), bos, vocabulary.end_ids, tuple(remarks))
+
+
+def check_kind(metadata: Mapping[str, Any], source: str) -> str:
+    """Return the kind of tokenizer, empty where there is none; of its tokens nothing is looked at.
+
+    Raises `TokenizerError` where the kind, or its pre-tokenizer, is not known.
+    """
+    model = metadata.get(PREFIX + "model")
+    if model in (None, "none", "no_vocab"):
+        return ""
+    if model not in MODELS:
+        raise TokenizerError(f"{source} has a tokenizer of the kind {model!r:.60} (tokenizer.ggml.model), which "
+                             f"edgeinfer does not know; known are {', '.join(MODELS)}.")
+    if model in ("gpt2", "gemma4"):
+        _words(metadata, model, source)
+    return str(model)
+
+
+def _words(metadata: Mapping[str, Any], model: str, source: str) -> Words:
+    """Return how a BPE vocabulary's text is cut into words."""
+    return words_of("gemma4" if model == "gemma4" else str(metadata.get(PREFIX + "pre") or "default"), source)
 
 
 def _around(

@@ -15,17 +15,26 @@ from edgeinfer.errors import CheckpointError, ModelNotFoundError
 
 from .json_file import read_json
 
+OLLAMA = "ollama:"
+"""Beginning of the names of its models."""
 REGISTRY, LIBRARY, TAG = "registry.ollama.ai", "library", "latest"
 MODEL_LAYER = "application/vnd.ollama.image.model"
+ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
 _NAME = re.compile(rf"(?:({_PART}(?::[0-9]+)?)/)?(?:({_PART})/)?({_PART})(?::({_PART}))?")
 _DIGEST = re.compile(r"sha256[:-][0-9a-f]{64}")
 
 
+SERVICE = Path("/usr/share/ollama/.ollama/models")
+"""The store of the service that ollama's installer sets up on Linux, which runs as a user of its own."""
+
+
 def store() -> Path:
-    """Where ollama keeps its models: OLLAMA_MODELS, else ``~/.ollama/models``."""
-    given = os.environ.get("OLLAMA_MODELS")
-    return Path(given).expanduser() if given else Path.home() / ".ollama" / "models"
+    """Where ollama keeps its models: OLLAMA_MODELS, else ``~/.ollama/models``, else that of its service."""
+    if given := os.environ.get("OLLAMA_MODELS"):
+        return Path(given).expanduser()
+    own = Path.home() / ".ollama" / "models"
+    return SERVICE if not (own / "manifests").is_dir() and (SERVICE / "manifests").is_dir() else own
 
 
 def ollama_file(name: str) -> Path:
@@ -67,6 +76,9 @@ def _model_digest(manifest: dict[str, Any], name: str, path: Path) -> str:
     if not models:
         raise CheckpointError(f"The manifest {path} has no layer with a model ({MODEL_LAYER}): {name} is an adapter or "
                               "runs elsewhere; choose another tag.")
+    if any(isinstance(layer, dict) and layer.get("mediaType") == ADAPTER_LAYER for layer in layers):
+        raise CheckpointError(f"ollama's model {name} is a model with an adapter, and edgeinfer applies none; choose "
+                              "a tag without one.")
     digest = models[0].get("digest")
     if len(models) > 1 or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise CheckpointError(f"The manifest {path} is damaged: its layer with the model has the digest "

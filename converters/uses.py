@@ -30,8 +30,11 @@ def check_uses(uses: list[Use], path: Path, model_type: str) -> None:
     masks = np.zeros((len(uses), shape[-1]), bool)
     for mask, (_, columns) in zip(masks, taken, strict=True):
         mask[columns] = True
-    _, kinds = np.unique(masks, axis=1, return_inverse=True)  # columns that the same weights take
-    kinds = kinds.reshape(-1)
+    if masks.all():  # as nearly always, and sorting columns takes a while
+        kinds = np.zeros(shape[-1], np.intp)
+    else:
+        _, kinds = np.unique(masks, axis=1, return_inverse=True)  # columns that the same weights take
+        kinds = kinds.reshape(-1)
     for kind in range(kinds.max() + 1):
         columns = np.flatnonzero(kinds == kind)
         owner = np.full(prod(shape[:-1]), -1)

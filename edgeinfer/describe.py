@@ -29,12 +29,13 @@ from .graph import (
     requested_types,
     supported_architectures,
 )
-from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, demo_path, gguf_path, is_hub_id, unknown_model
+from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, Storage, demo_path, gguf_path, is_hub_id, unknown_model
 from .quant import KV_TYPES as STORED_KV
 from .quant import TYPES, embedding_type
 from .sizes import format_size
 
 if TYPE_CHECKING:
+    from .converters import GgufHeader
     from .devices import DeviceProfile, Traffic
     from .runtime import SparseFfn
 
@@ -72,6 +73,8 @@ class ModelDescription:
     """Of a GGUF file: bytes of its tensors by their type."""
     file_says: str = ""
     """What becomes of them; the end of a sentence."""
+    file_refused: str = ""
+    """Why converting refuses the file as it is; empty where it does not."""
 
     @property
     def file_note(self) -> str:
@@ -218,7 +221,7 @@ def describe(
     name = os.fspath(model)
     if not name:
         raise ModelNotFoundError("The name of the model is empty.")
-    path = gguf_path(name, download=False) or Path(name).expanduser()
+    path = gguf_path(name, download=False, storage=Storage(weights, group_size)) or Path(name).expanduser()
     if name == DEMO and not path.exists():
         path = demo_path()
     if path.is_dir() and is_bundle(path):
@@ -228,7 +231,7 @@ def describe(
             from .converters import is_gguf
 
             if is_gguf(path):
-                return _from_gguf(name, path, weights, group_size, recipe)
+                return describe_gguf_file(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
@@ -237,12 +240,14 @@ def describe(
         raise
 
 
-def _from_gguf(
-    name: str, path: Path, weights: str | None, group_size: int | None, recipe: Recipe | None
+def describe_gguf_file(
+    name: str, path: Path, weights: str | None = None, group_size: int | None = None, recipe: Recipe | None = None,
+    headers: list[GgufHeader] | None = None,
 ) -> ModelDescription:
+    """Describe the model of a GGUF file, whose headers may have been read before; raises as `describe`."""
     from .converters import describe_gguf
 
-    found, source = describe_gguf(path, weights, group_size), f"GGUF file {path}"
+    found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
     if found.model is None or found.type_of is None or found.quantisation is None:
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
     else:
@@ -250,7 +255,7 @@ def _from_gguf(
         nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
         described = ModelDescription(name, source, found.model, found.quantisation, graph, nbytes,
                                      recipe=recipe or Recipe())
-    return replace(described, file_types=found.file_types, file_says=found.note)
+    return replace(described, file_types=found.file_types, file_says=found.note, file_refused=found.refused)
 
 
 def describe_config(

@@ -18,6 +18,7 @@ from .checks import PATH, checked
 from .errors import DestinationError
 from .files import sync_directory
 from .lock import DestinationLock
+from .sizes import format_size
 
 Own = TypeVar("Own", bound="Destination")
 
@@ -103,8 +104,8 @@ class Destination(abc.ABC):
         """Refuse to start where the disk has no room for this many bytes."""
         free = shutil.disk_usage(self.folder).free
         if free < nbytes:
-            raise DestinationError(f"{self.path} needs {nbytes / 1e6:.0f} MB, but its disk has only {free / 1e6:.0f} "
-                                   "MB free; free some space or choose another place.")
+            raise DestinationError(f"{self.path} needs {format_size(nbytes)}, but its disk has only "
+                                   f"{format_size(free)} free; free some space or choose another place.")
 
     @abc.abstractmethod
     def _objection(self) -> str | None:

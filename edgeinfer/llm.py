@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, Rule, checked, shown, whole
 from .config import BEAMS, GenerationConfig, Recipe, RuntimeConfig, from_options, rows_for_guesses
 from .errors import RequestError, UsageError
-from .models import Progress, resolve
+from .models import Progress, Storage, resolve
 from .sizes import parse_size
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ class LLM:
     kv_layout : {"slots", "pages"}, optional
         How devices of onnxruntime keep KV: a slot for each sequence, as by default, or pages that sequences take as
         they grow and share, which cuda has.
+    weights : {"q4", "int8", "f16", "f32"}, optional
+        Type of weights that a checkpoint or GGUF file is converted to; by default q4, but of a GGUF file each as it is.
+        A bundle that is stored otherwise is refused.
+    group_size : {32, 64, 128}, optional
+        Weights per scale, where it is converted; by default 32.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded or lowered.
@@ -162,6 +167,8 @@ class LLM:
         lazy: str | Schedule | None = None,
         device: str | None = None,
         kv_layout: str | None = None,
+        weights: str | None = None,
+        group_size: int | None = None,
         progress: Progress | None = None,
     ):
         passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
@@ -193,7 +200,7 @@ class LLM:
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
-        self.path = resolve(self.name, progress)
+        self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
         from .bundle import Bundle
         from .engine import RequestQueue, Times
         from .text import ChatTemplate, Tokenizer

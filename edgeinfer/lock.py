@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class DestinationLock:
                     lock.acquire(timeout=0)
                 break
             except filelock.Timeout:
+                self._refuse_no_place()
                 if waiting is None:
                     raise DestinationError(f"{self._destination} is being written by another process; wait until it "
                                            "has finished.") from None
@@ -95,6 +97,11 @@ class DestinationLock:
                     self.path.unlink()
             self._lock.release()
             self._lock = None
+
+    def _refuse_no_place(self) -> None:
+        """Raise an OSError where the lock's file cannot be made, which the library takes for a lock of others."""
+        if not os.path.lexists(self.path):  # or its owner has just removed it
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644))
 
     def _without(self, lock: BaseFileLock) -> bool:
         lock.release()

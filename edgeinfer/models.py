@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from . import cache
 from .bundle import FORMAT_VERSION, Bundle, is_bundle
-from .errors import BundleError, DestinationError, ModelNotFoundError
+from .dataclass import dataclass
+from .errors import BundleError, CheckpointError, DestinationError, ModelNotFoundError, UsageError
 from .lock import DestinationLock
 from .process import say
-from .sizes import format_size
 
 if TYPE_CHECKING:
     from .graph import Shape
@@ -36,8 +36,6 @@ KNOWN_NAMES = {
 """Short names of models on the hub."""
 OLLAMA, HUB_FILE = "ollama:", "hf:"
 """Beginnings of the names of GGUF files that lie in ollama's store, and on the hub."""
-IMPORT_BYTES_PER_S = 250e6
-"""At least, of a file that is taken as it is; for what is said before."""
 LISTING, SHOWN_NAMES = "edgeinfer plan --list", 4
 """The command that lists all names, and how many a message has."""
 WEIGHTS, GROUP_SIZE = "q4", 32
@@ -50,7 +48,39 @@ def demo_path() -> Path:
     return Path(__file__).parent / "demo" / "bundle"
 
 
-def resolve(model: str | Path, progress: Progress | None = None, convert: bool = True) -> Path:
+@dataclass(frozen=True)
+class Storage:
+    """How weights are to be stored where something is converted on the way."""
+
+    weights: str | None = None
+    """Type of the matrices; None leaves those of a GGUF file as they are, and is q4 for others."""
+    group_size: int | None = None
+    """Weights per scale; by default 32."""
+    budget_bytes: int | None = None
+    """Most memory of the run, by which one of several files of a model on the hub is chosen; None: what there is."""
+
+    @property
+    def of_checkpoint(self) -> tuple[str, int]:
+        """Type and group size of a checkpoint's weights."""
+        return self.weights or WEIGHTS, self.group_size or GROUP_SIZE
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is said."""
+        return self.weights is not None or self.group_size is not None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is asked for."""
+        groups = f"groups of {self.group_size}" if self.group_size else ""
+        return tuple(filter(None, (self.weights or "", groups)))
+
+
+AS_IT_IS = Storage()
+
+
+def resolve(model: str | Path, progress: Progress | None = None, convert: bool = True, storage: Storage = AS_IT_IS
+            ) -> Path:
     """Return the bundle that a user means.
 
     A directory goes before a known name if it holds a model, and a known name before the hub. A checkpoint is
@@ -63,6 +93,7 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
         ``hf:OWNER/REPO[:TYPE]``), a known name (``demo``), or an id on the hub (``owner/name``)
     progress : told of downloads and conversions
     convert : whether a checkpoint may be converted now; False finds bundles and earlier conversions only
+    storage : how a checkpoint is stored when it is converted; a bundle that is stored otherwise is refused
 
     Raises
     ------
@@ -70,24 +101,30 @@ def resolve(model: str | Path, progress: Progress | None = None, convert: bool =
         There is no such model; the message has the nearest names.
     CheckpointError, DestinationError
         A checkpoint cannot be converted.
+    UsageError
+        For an unknown type or group size, or a bundle that is stored otherwise.
     """
     name = os.fspath(model)
-    if file := gguf_path(name, progress, download=convert):
-        return _from_gguf(file, name, progress, convert)
+    if storage.asked:
+        from .graph import requested_types
+
+        requested_types(*storage.of_checkpoint)  # or it is refused
+    if file := gguf_path(name, progress, download=convert, storage=storage):
+        return _from_gguf(file, name, progress, convert, storage)
     path = Path(name).expanduser()
     known = name == DEMO or name in KNOWN_NAMES
     if path.exists() and not (known and not _is_model(path)):
-        return _from_path(path, progress, convert)
+        return _from_path(path, progress, convert, storage)
     if name == DEMO:
-        return demo_path()
+        return _stored_so(demo_path(), storage)
     if known:
-        return _from_hub(KNOWN_NAMES[name], progress, convert)
+        return _from_hub(KNOWN_NAMES[name], progress, convert, storage)
     if is_hub_id(name):
-        return _from_hub(name, progress, convert)
+        return _from_hub(name, progress, convert, storage)
     raise ModelNotFoundError(_unknown(name))
 
 
-def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Path:
+def checkpoint_path(source: str | Path, progress: Progress | None = None, storage: Storage = AS_IT_IS) -> Path:
     """Return the checkpoint that a user means: a directory, a GGUF file, a known name, or a model of the hub.
 
     Raises
@@ -96,10 +133,12 @@ def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Pat
         There is no such checkpoint, or it cannot be downloaded.
     """
     name = os.fspath(source)
-    if file := gguf_path(name, progress):
+    if file := gguf_path(name, progress, storage=storage):
         return file
     path = Path(name).expanduser()
     repo_id = KNOWN_NAMES.get(name, name)
+    if name == DEMO and not path.exists():
+        raise CheckpointError(f"{DEMO} is a bundle already, embedded in the package: run it, or copy {demo_path()}.")
     if path.exists() and not (name in KNOWN_NAMES and not _is_model(path)):
         return path
     if name not in KNOWN_NAMES and not is_hub_id(name):
@@ -109,10 +148,12 @@ def checkpoint_path(source: str | Path, progress: Progress | None = None) -> Pat
     return fetch(repo_id, progress=progress and partial(progress, "download"))
 
 
-def gguf_path(name: str, progress: Progress | None = None, download: bool = True) -> Path | None:
+def gguf_path(name: str, progress: Progress | None = None, download: bool = True, storage: Storage = AS_IT_IS
+              ) -> Path | None:
     """Return the GGUF file that a name in a store stands for; None where the name means something else.
 
-    ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be.
+    ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be;
+    without a type the best one that fits is taken, and said.
 
     Raises
     ------
@@ -125,9 +166,25 @@ def gguf_path(name: str, progress: Progress | None = None, download: bool = True
 
     if name.startswith(OLLAMA):
         return ollama_file(name[len(OLLAMA) :])
+    from .memory_planner import process_budget
+
+    room, asked = storage.budget_bytes or process_budget(), name[len(HUB_FILE) :]
     if not download:
-        return cached_gguf(name[len(HUB_FILE) :])
-    return fetch_gguf(name[len(HUB_FILE) :], progress=progress and partial(progress, "download"))
+        return cached_gguf(asked, room, anew=storage.weights is not None)
+    return fetch_gguf(asked, progress and partial(progress, "download"), room, anew=storage.weights is not None)
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a name means, in a store or as a path; None where it means something else.
+
+    Nothing is downloaded; raises as `gguf_path`.
+    """
+    from .converters import is_gguf
+
+    if file := gguf_path(name, download=False):
+        return file
+    path = Path(name).expanduser()
+    return path if path.is_file() and is_gguf(path) else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -140,17 +197,37 @@ def _is_model(path: Path) -> bool:
     return is_bundle(path) or (path / "config.json").is_file()
 
 
-def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
+def _stored_so(bundle: Path, storage: Storage) -> Path:
+    """Return a bundle; raises `UsageError` where its weights are stored otherwise than was asked for."""
+    if storage.asked:
+        with Bundle.open(bundle) as opened:
+            own = opened.quantisation
+        if (storage.weights or own.weights, storage.group_size or own.group_size) != (own.weights, own.group_size):
+            raise UsageError(
+                f"{bundle} is a bundle with weights in {own.weights}, groups of {own.group_size}, and runs as it is "
+                f"stored, not in {' with '.join(storage.words)}; convert the "
+                "checkpoint or GGUF file that it was made of anew, or leave the type out.")
+    return bundle
+
+
+def _from_path(path: Path, progress: Progress | None, convert: bool, storage: Storage) -> Path:
     if path.is_file():
         from .converters import is_gguf
 
         if is_gguf(path):
-            return _from_gguf(path, str(path), progress, convert)
+            return _from_gguf(path, str(path), progress, convert, storage)
     if not path.is_dir():
-        raise ModelNotFoundError(f"{path} is a file; MODEL is the directory of a bundle or of a checkpoint, or a GGUF "
+        from .files import refuse_special
+
+        what = "a file"
+        try:
+            refuse_special(path, path.stat())
+        except OSError as error:
+            what = str(error.strerror).removeprefix("it is ")
+        raise ModelNotFoundError(f"{path} is {what}; MODEL is the directory of a bundle or of a checkpoint, or a GGUF "
                                  "file.")
     if is_bundle(path):
-        return path
+        return _stored_so(path, storage)
     if not _is_model(path):
         raise ModelNotFoundError(
             f"{path} is neither a bundle (it has no bundle.json) nor a checkpoint (it has no config.json)."
@@ -160,42 +237,41 @@ def _from_path(path: Path, progress: Progress | None, convert: bool) -> Path:
         from .converters import open_checkpoint
 
         open_checkpoint(path).close()
-    origin, stamps = _digest(str(path), WEIGHTS, str(GROUP_SIZE)), _digest(*_file_stamps(path))
-    of_format_1, name = _digest(str(path), WEIGHTS, str(GROUP_SIZE), "1"), _plain_name(path.name)
+    asked = storage.of_checkpoint
+    stored = (asked[0], str(asked[1]))
+    origin, stamps = _digest(str(path), *stored), _digest(*_file_stamps(path))
+    of_format_1, name = _digest(str(path), *stored, "1"), _plain_name(path.name)
     changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]
-    return cached_bundle(str(path), f"{name}-{origin}-{stamps}", lambda target: _convert(path, target, progress),
-                         convert, f"{name}-{of_format_1}-{stamps}", changed, progress)
+    return cached_bundle(str(path), f"{name}-{origin}-{stamps}",
+                         lambda target: _convert(path, target, progress, asked, str(path)), convert,
+                         f"{name}-{of_format_1}-{stamps}", changed, progress)
 
 
-def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool) -> Path:
-    """Find or make the bundle of a GGUF file, in which each weight is as the file has it."""
+def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool, storage: Storage) -> Path:
+    """Find or make the bundle of a GGUF file, in which each weight is as the file has it unless a type is asked for."""
     from .converters import gguf_origin, gguf_parts, open_checkpoint
 
     path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
     parts = [(part, part.stat()) for part in gguf_parts(path) if part.exists()]
-    origin, stamps = _digest(str(path), "gguf"), _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
-    nbytes = sum(status.st_size for _, status in parts)
+    asked = (storage.weights, storage.group_size) if storage.asked else (None, None)
+    origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
+    stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
 
     if not convert:  # what cannot be converted is said here, for there is nothing to find
         open_checkpoint(path).close()
-
-    def make(target: Path) -> None:
-        with open_checkpoint(path) as checkpoint:  # what cannot be converted is said before anything else is
-            checkpoint.storage(None, None, None, None, "tile16")
-        say(f"{model} ({format_size(nbytes)}) is converted once, to a bundle of about that size in {target.parent}; "
-            f"this takes {max(1, round(nbytes / IMPORT_BYTES_PER_S))} s or so.")
-        _convert(path, target, progress, as_stored=True)
-
-    return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}", make, convert,
+    said = model if Path(model).exists() else f"{model} ({path})"
+    return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",
+                         lambda target: _convert(path, target, progress, asked, said), convert,
                          changed=[f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)],
                          progress=progress)
 
 
-def _from_hub(repo_id: str, progress: Progress | None, convert: bool) -> Path:
+def _from_hub(repo_id: str, progress: Progress | None, convert: bool, storage: Storage) -> Path:
     """Find or make the bundle of a hub model; one that is there is used without asking the hub for news."""
-    name = f"{_plain_name(repo_id)}-{_digest(repo_id, WEIGHTS, str(GROUP_SIZE))}"
-    return cached_bundle(repo_id, name, lambda target: _convert(repo_id, target, progress, hub=True), convert,
-                         format_1=name, progress=progress)
+    asked = storage.of_checkpoint
+    name = f"{_plain_name(repo_id)}-{_digest(repo_id, asked[0], str(asked[1]))}"
+    return cached_bundle(repo_id, name, lambda target: _convert(repo_id, target, progress, asked, repo_id, hub=True),
+                         convert, format_1=name, progress=progress)
 
 
 def cached_bundle(
@@ -285,12 +361,13 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False,
-             as_stored: bool = False) -> None:
+def _convert(source: str | Path, target: Path, progress: Progress | None, asked: tuple[str | None, int | None],
+             origin: str, hub: bool = False) -> None:
+    """Convert into the cache; what is to be told of it is."""
     from .converters import convert_apart
 
-    asked = (None, None) if as_stored else (WEIGHTS, GROUP_SIZE)
-    convert_apart(source, target, *asked, hub=hub, progress=progress)
+    for remark in convert_apart(source, target, *asked, hub=hub, origin=origin, progress=progress):
+        say(remark)
 
 
 def _file_stamps(directory: Path) -> list[str]:

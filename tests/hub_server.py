@@ -62,9 +62,9 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub, body: bool) -> None:
         status, code, message = hub.error
         send(request, status, b"{}", {"X-Error-Code": code, "X-Error-Message": message}, body)
     elif path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-        names = sorted(p.name for p in hub.folder.iterdir())
+        files = sorted(hub.folder.iterdir())
         info = {"id": hub.repo_id, "modelId": hub.repo_id, "sha": COMMIT, "private": False, "tags": [], "downloads": 0,
-                "likes": 0, "siblings": [{"rfilename": name} for name in names]}
+                "likes": 0, "siblings": [{"rfilename": p.name, "size": p.stat().st_size} for p in files]}
         send(request, 200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
     elif path == f"{api}/tree/{COMMIT}":
         tree = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": COMMIT} for p in hub.folder.iterdir()]

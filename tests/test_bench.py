@@ -266,7 +266,7 @@ def test_a_model_without_tokenizer_has_no_first_token(tmp_path: Path, capsys: py
         (["demo", "-r", "0"], "-r 0 is out of range; it must be from 1 to 1000 repetitions"),
         ([], "Give either MODEL or --shape"),
         (["demo", "--shape", "llama-2-7b"], "Give either MODEL or --shape"),
-        (["demo", "--weights", "q4"], "--weights belongs to --shape; a model is measured as it is stored"),
+        (["demo", "--weights", "f16"], "is a bundle with weights in q4, groups of 32, and runs as it is stored"),
         (["--shape", "llama-2-7b", "--weights", "q5"], "--weights 'q5' is no type; choose one of q4, int8, f16, f32"),
         (["--shape", "llama-2-7b", "--group-size", "48"], "--group-size 48 is not offered; choose one of 32, 64, 128"),
         (["demo", "--prefill-chunk", "0"], "prefill_chunk is 0; it must be from 1 to 4096"),

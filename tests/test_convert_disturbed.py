@@ -94,7 +94,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 1000))
-    with pytest.raises(DestinationError, match=r"bundle needs \d+ MB, but its disk has only 0 MB free; free"):
+    with pytest.raises(DestinationError, match=r"bundle needs \d+ kB, but its disk has only 1.0 kB free; free"):
         convert(source, tmp_path / "bundle")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 

@@ -27,7 +27,8 @@ def test_directories(tmp_path: Path, source: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty") == "SOURCE is no checkpoint: it has no config.json."
     file = source / "model.safetensors"
-    assert refused(file) == "SOURCE is a file; give the directory that holds config.json and the weights."
+    assert refused(file) == (
+        "SOURCE is a file; give the directory that holds config.json and the weights, or a GGUF file.")
     file.unlink()
     assert refused(source) == (
         "SOURCE has no weights: neither model.safetensors nor model.safetensors.index.json is there."

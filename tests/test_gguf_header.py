@@ -193,7 +193,7 @@ def test_plan_and_estimate_tell_files_of_one_model_apart(tmp_path: Path) -> None
         assert plan["file_types"] == speed["file_types"] == wanted
         note = next(note for note in plan["notes"] if note.startswith("The file holds"))
         exact = "Q4_K" not in wanted
-        said = "taken as it is, codes and scales kept" if exact else "those of convert --weights q4, which quantises"
+        said = "taken as it is, codes and scales kept" if exact else "those of --weights q4, which quantises"
         assert said in note and speed["file_note"] == note
         totals.add(sum(wanted.values()))
         figures.add((plan["total_bytes"], speed["weight_bytes"]))
@@ -208,7 +208,7 @@ GOOD = header(fields_of("smollm2-135m"), tensors_of("smollm2-135m"))
 GOOD_DATA = -(-(len(GOOD) - 32 * len(tensors_of("smollm2-135m")) - 64) // 32) * 32
 
 
-@pytest.mark.parametrize("command", ["run", "info", "convert", "bench"])
+@pytest.mark.parametrize("command", ["run", "verify", "convert", "bench"])
 def test_a_file_without_its_data_says_what_to_do(tmp_path: Path, command: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(GOOD)
@@ -217,6 +217,7 @@ def test_a_file_without_its_data_says_what_to_do(tmp_path: Path, command: str) -
         f"{path} is cut short: it has {len(GOOD)} bytes, but the tensor token_embd.weight ends at byte "
         f"{GOOD_DATA + 4 * 49152 * 576}; download it again."
     )
+    assert f"is cut short: it has {len(GOOD)} bytes" in edgeinfer("info", path, "--json").json["header"]["reason"]
 
 
 def test_the_table_of_types_is_that_of_the_package() -> None:

@@ -216,12 +216,12 @@ def test_other_types_are_refused_by_name_unless_asked_for(tmp_path: Path, kind: 
     path = tmp_path / "m.gguf"
     tensors = write_gguf(path, source, {"ffn_down": kind, "": "Q8_0"})
     with pytest.raises(UnsupportedModelError, match=rf"types that edgeinfer does not hold .*\(2 of {kind}\); .* "
-                                                    r"edgeinfer convert .* --weights q4"):
+                                                    r"add --weights q4"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     done = edgeinfer("run", path, stdin=b"hello")
     assert done.code == 1 and f"(2 of {kind})" in done.sentence
-    assert "those of convert --weights q4, which quantises anew" in describe(path).file_note
+    assert "those of --weights q4, which quantises anew" in describe(path).file_note
     report = convert(path, tmp_path / "out", weights="int8")
     assert {tensor.name for tensor in report.rounded} == {"layers.0.down", "layers.1.down"}
     assert f"2 of {len(report.tensors)} tensors were quantised anew" in report.anew

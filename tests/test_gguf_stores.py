@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import ollama_file
-from edgeinfer.converters.hub_files import chosen
+from edgeinfer.converters.hub_files import chosen, gguf_type
 from edgeinfer.describe import describe
-from edgeinfer.errors import CheckpointError, ModelNotFoundError
-from edgeinfer.models import checkpoint_path, resolve
+from edgeinfer.errors import CheckpointError, ModelNotFoundError, UsageError
+from edgeinfer.llm import LLM
+from edgeinfer.models import Storage, checkpoint_path, resolve
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, write_gguf
@@ -107,7 +109,7 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
     source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
     folder.mkdir()
-    for kind in ("Q4_0", "Q8_0"):
+    for kind in ("Q4_0", "Q8_0", "F16"):
         write_gguf(folder / f"tiny-{kind}.gguf", source, kind)
     (folder / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF")
 
@@ -130,20 +132,139 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:
         with Bundle.open(tmp_path / "out") as bundle:
             assert str(bundle.types["embed"]) == "int8g32"
         assert not any("Q4_0.gguf" in request or "mmproj" in request for request in hub.requests)
+        done = ran("run", "hf:owner/tiny-GGUF", "x", "--json", "-n", "1")  # no type: the best one that fits, said
+        said = " ".join(done.stderr.split())
+        assert "has 3 types; taken is Q8_0 (" in said and "the best that fits in " in said, said
+        assert "The others are F16, Q4_0: hf:owner/tiny-GGUF:TYPE." in said
+        assert not any("Q4_0.gguf" in request or "F16.gguf" in request for request in hub.requests)
+        done = ran("run", "hf:owner/tiny-GGUF", "x", "--json", "-n", "1", "--budget", "1MB")
+        assert "the smallest: none fits in 1.0 MB of memory" in " ".join(done.stderr.split())
+        (folder / "other-Q8_0.gguf").write_bytes((folder / "tiny-Q8_0.gguf").read_bytes())
         done = converted("hf:owner/tiny-GGUF", "other")
-        assert "has 2: tiny-Q4_0, tiny-Q8_0; choose one with hf:owner/tiny-GGUF:TYPE" in " ".join(done.stderr.split())
+        assert "has 4 models: other-Q8_0, tiny-F16, tiny-Q4_0, tiny-Q8_0; choose one with hf:owner/tiny-GGUF:TYPE" in \
+            " ".join(done.stderr.split())
     done = converted("hf:owner/tiny-GGUF:Q8_0", "again")  # the hub is gone, its cache is not
     assert done.returncode == 0 and "is the copy in its cache" in done.stderr
     assert ran("plan", "hf:owner/tiny-GGUF:Q8_0").returncode == 0
 
 
+def test_the_best_type_that_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of types that are held without loss; Q8_0 before floats, of which nobody can tell it apart."""
+    gb = 10**9
+    sizes = {"m-Q2_K.gguf": 3 * gb, "m-Q4_0.gguf": 4 * gb, "m-Q4_K_M.gguf": 4 * gb + 5, "m-Q8_0.gguf": 8 * gb,
+             "m-BF16.gguf": 15 * gb, "m-F16-00001-of-00002.gguf": 8 * gb, "m-F16-00002-of-00002.gguf": 7 * gb,
+             "mmproj-F16.gguf": 1, "README.md": 1}
+
+    def taken(room: int | None, anew: bool = False, but: str = "none") -> str:
+        return chosen({name: size for name, size in sizes.items() if but not in name}, "o/r", "", room, anew)[0]
+
+    assert taken(None) == taken(10 * gb) == "m-Q8_0.gguf"
+    assert taken(20 * gb, but="Q8_0") == "m-F16-00001-of-00002.gguf"
+    assert "of which" not in capsys.readouterr().err
+    monkeypatch.setattr("edgeinfer.converters.hub_files.EXACT", dict.fromkeys(["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16"]))
+    assert taken(6 * gb) == "m-Q4_K_M.gguf"
+    monkeypatch.setattr("edgeinfer.converters.hub_files.EXACT", dict.fromkeys(["Q8_0", "F16"]))
+    assert taken(6 * gb) == "m-Q8_0.gguf"  # none fits that can be held: the smallest of them
+    said = capsys.readouterr().err
+    assert "the smallest: none fits in 6.00 GB of memory, of those that can be held without loss" in said
+    assert taken(6 * gb, anew=True) == "m-Q4_K_M.gguf" and taken(gb, anew=True) == "m-Q2_K.gguf"
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("m-Q4_K_M.gguf", "Q4_K_M"), ("m.Q8_0.gguf", "Q8_0"), ("m-UD-IQ2_XXS.gguf", "UD-IQ2_XXS"), ("q8-model.gguf", ""),
+    ("m-bf16.gguf", "bf16"), ("m-MXFP4_MOE.gguf", "MXFP4_MOE"), ("m-Q4_0-00001-of-00002.gguf", "Q4_0"), ("m.gguf", "")])
+def test_the_type_in_a_name(name: str, kind: str) -> None:
+    assert gguf_type(name) == kind
+
+
+def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, source, {"attn_q": "Q5_1", "": "Q8_0"})
+    done = edgeinfer("run", path, "x", "-n", "1")
+    assert done.code == 1 and "does not hold without loss" in done.err and "add --weights q4" in done.err
+
+    with LLM(path, weights="int8", group_size=64) as llm:
+        assert str(llm.session.bundle.types["layers.0.down"]) == "int8g64"
+    bundle = resolve(path, storage=Storage("int8", 64))
+    assert bundle != resolve(path, storage=Storage("q4"))
+    for asked, message in ((Storage("q4"), "is a bundle with weights in int8, groups of 64, and runs as it is stored, "
+                            "not in q4; convert"), (Storage(None, 32), "not in groups of 32;")):
+        with pytest.raises(UsageError, match=message):
+            resolve(bundle, storage=asked)
+    assert resolve(bundle, storage=Storage("int8")) == bundle
+    with pytest.raises(UsageError, match="q3"):
+        resolve(path, storage=Storage("q3"))
+    with pytest.raises(UsageError, match="is a bundle with weights in q4"):
+        resolve("demo", storage=Storage("f32"))
+    with Bundle.open(resolve(source, storage=Storage("f16"))) as opened:
+        assert str(opened.types["layers.0.down"]) == "f16" and opened.header.source == str(source)
+    assert resolve(source) != resolve(source, storage=Storage("f16"))
+
+
+def test_what_a_conversion_costs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, source, {"attn_q": "Q5_1", "": "Q8_0"}, {"general.name": "Tiny"})
+    bundle = resolve(path, storage=Storage("q4"))
+    said = " ".join(capfd.readouterr().err.split())
+    size = re.search(r"m\.gguf \([0-9]+ kB\) becomes a bundle of ([0-9]+) kB, .*; this takes 1 s or so\.", said)
+    assert size, said
+    on_disk = sum(file.stat().st_size for file in bundle.iterdir())
+    assert on_disk <= 1000 * int(size[1]) <= 1.5 * on_disk
+    assert "were quantised anew: what the file's own types lose is typically (Q5_1 1.4e-03, Q8_0 3.0e-05)" in said
+    with Bundle.open(bundle) as opened:
+        assert opened.header.source == f"Tiny, from {path}"
+    assert f"Tiny, from {path}" in edgeinfer("cache", "list").out
+    (entry,) = edgeinfer("cache", "list", "--json").json["bundles"]
+    assert entry["source"] == f"Tiny, from {path}"
+
+
 def test_choosing_among_names() -> None:
-    names = ["a/Q4_K_M/m-Q4_K_M-00001-of-00002.gguf", "a/Q4_K_M/m-Q4_K_M-00002-of-00002.gguf", "m.Q8_0.gguf",
-             "imatrix.gguf", "m-IQ4_XS.gguf", "README.md", "x-mmproj-f16.gguf"]
-    assert chosen(names, "o/r", "Q4_K_M") == names[:2]
+    names = dict.fromkeys(["a/Q4_K_M/m-Q4_K_M-00001-of-00002.gguf", "a/Q4_K_M/m-Q4_K_M-00002-of-00002.gguf",
+                           "m.Q8_0.gguf", "imatrix.gguf", "m-IQ4_XS.gguf", "README.md", "x-mmproj-f16.gguf"], 1)
+    assert chosen(names, "o/r", "Q4_K_M") == list(names)[:2]
     assert chosen(names, "o/r", "q8_0") == ["m.Q8_0.gguf"]
     for kind, message in (("Q4_K", "no model of the type Q4_K: m-Q4_K_M, "), ("Q5_0", "no model of the type Q5_0: ")):
         with pytest.raises(ModelNotFoundError, match=message):
             chosen(names, "o/r", kind)
     with pytest.raises(ModelNotFoundError, match="has no GGUF file with a model"):
-        chosen(["config.json", "mmproj-F16.gguf"], "o/r", "F16")
+        chosen({"config.json": 1, "mmproj-F16.gguf": 1}, "o/r", "F16")
+
+
+def test_info_of_a_file_says_what_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    path = tmp_path / "m.gguf"
+    tensors = write_gguf(path, source, {"attn_q": "Q5_1", "": "Q8_0"}, {"general.name": "Tiny"})
+    header = edgeinfer("info", path, "--json", "--tensors").json["header"]
+    assert header["parameters"] == sum(tensor.size for tensor in tensors.values()) and not header["runs"]
+    assert header["remedy"] == "--weights" and "(2 of Q5_1)" in header["reason"] and header["name"] == "Tiny"
+    assert {one["type"]: one["tensors"] for one in header["types"]} == {"Q8_0": 14, "Q5_1": 2, "F32": 5}
+    assert sum(one["bytes"] for one in header["types"]) == sum(one["bytes"] for one in header["tensors"])
+    assert header["fields"]["embedding_length"] == SIZES["hidden_size"] and header["tokenizer"]["tokens"] is None
+    text = edgeinfer("info", path).out
+    assert "Q5_1: 2 tensors" in text and "runs       no:" in text and "llama, " in text
+    path = tmp_path / "runs.gguf"
+    write_gguf(path, source, "Q8_0")
+    assert "runs       yes, in " in edgeinfer("info", path).out
+    done = edgeinfer("info", path, "--program")
+    assert done.code == 2 and "--program is about a bundle" in done.err
+    resolve(path)
+    assert edgeinfer("info", path, "--json").json["quantisation"]["weights"] == "int8"
+    path.write_text("no")
+    assert "is no GGUF file" in edgeinfer("info", path).err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fifos there")
+def test_sentences_for_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f.gguf")
+    for command in (["run", "x"], ["info"], ["verify"]):
+        assert "f.gguf is a fifo, not a plain file; MODEL is" in edgeinfer(
+            command[0], tmp_path / "f.gguf", *command[1:]).err
+    refused = edgeinfer("convert", tmp_path / "f.gguf", tmp_path / "o").err
+    assert "f.gguf is no plain file; give the directory" in refused
+    assert "demo is a bundle already" in edgeinfer("convert", "demo", tmp_path / "o").err

@@ -27,15 +27,15 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["runtime", "models", "backends"], "5"),
     **dict.fromkeys(["sparse", "offload"], "5a"),
     **dict.fromkeys(["describe", "engine"], "5b"),
-    **dict.fromkeys(["choice", "draft"], "5c"),
+    **dict.fromkeys(["choice", "draft", "inventory"], "5c"),
     **dict.fromkeys(["opening"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["cli", "server"], "7"),
     **dict.fromkeys(["__main__"], "8"),
 }
 CONVERTERS_MAY_IMPORT = {"dataclass", "errors", "files", "lazy", "json_text", "process", "config", "bundle", "graph",
-                         "devices", "quant", "text"}
-MAY_IMPORT_CONVERTERS = {"models", "describe", "cli"}
+                         "devices", "quant", "sizes", "text"}
+MAY_IMPORT_CONVERTERS = {"models", "describe", "inventory", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 
 

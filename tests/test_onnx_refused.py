@@ -97,7 +97,7 @@ def test_destinations_that_are_none(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match=r"^The destination is 3; it must be the path of a file or directory\.$"):
         export(bundle, 3)  # type: ignore[arg-type]
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1e6)), \
-            pytest.raises(DestinationError, match=r"needs .* MB, but its disk has only 1 MB free"):
+            pytest.raises(DestinationError, match=r"needs .* MB, but its disk has only 1.0 MB free"):
         export(bundle, tmp_path / "m.onnx")
     with pytest.raises(DestinationError, match=r"Cannot write /proc/nobody/m\.onnx: "):
         export(bundle, "/proc/nobody/m.onnx")

@@ -232,4 +232,4 @@ def test_a_full_disk_is_told_before_any_work(bundles: Path, monkeypatch: pytest.
     usage = shutil.disk_usage(bundles)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     sentence = refused(bundles, "--text", bundles / "text.txt")
-    assert "needs 0 MB, but its disk has only 0 MB free" in sentence
+    assert " kB, but its disk has only 10 kB free" in sentence

@@ -22,7 +22,7 @@ from .values import read_plainly
 COMMANDS = {
     "run": "run", "convert": "convert", "export": "export", "plan": "plan", "estimate": "estimate",
     "devices": "devices", "bench": "bench", "info": "info", "verify": "verify", "eval": "evaluate",
-    "sparsify": "sparsify", "warmup": "warmup", "cache": "app",
+    "sparsify": "sparsify", "models": "models", "warmup": "warmup", "cache": "app",
 }
 """What each module of a command calls it: a function, or a group of commands."""
 EXIT_FAILED, EXIT_USAGE = 1, 2

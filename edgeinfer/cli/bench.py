@@ -111,10 +111,11 @@ def bench(
         typer.Option(metavar="NAME", help="Random weights of a known shape, written once into the cache."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar=WEIGHTS, help="With --shape: type of the weights.  [default: q4]")
+        str | None, typer.Option(metavar=WEIGHTS, help="Type of the weights of a shape, or that a checkpoint or GGUF "
+                                                       "file is converted to.  [default: q4; of GGUF each as it is]")
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(metavar=GROUPS, help="With --shape: weights per scale.  [default: 32]")
+        int | None, typer.Option(metavar=GROUPS, help="Weights per scale of these.  [default: 32]")
     ] = None,
     threads: Threads = None,
     kv: Kv = "int8",
@@ -177,13 +178,13 @@ def bench(
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                            lazy=pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     with ProgressLine() as progress:
-        path = find_bundle(model, shape, weights or "q4", group_size or 32, progress)
+        path = find_bundle(model, shape, weights, group_size, progress, limit)
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress, provider)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])
         if speculate:
             guesser = None if draft is None else find_bundle(
-                None if shape else draft, draft if shape else None, "q4", 32, progress)
+                None if shape else draft, draft if shape else None, None, None, progress)
             report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
                                                max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"]
@@ -211,18 +212,13 @@ def check_request(
         raise UsageError(f"-r {repetitions} is out of range; it must be from 1 to 1000 repetitions.")
     if (model is None) == (shape is None):
         raise UsageError("Give either MODEL or --shape, as in: edgeinfer bench --shape llama-2-7b.")
-    if shape is None:
-        for option, value in (("--weights", weights), ("--group-size", group_size)):
-            if value is not None:
-                raise UsageError(f"{option} belongs to --shape; a model is measured as it is stored.")
-        return
     if weights is not None and weights not in WEIGHT_TYPES:
         raise UsageError(f"--weights {weights!r} is no type; choose one of {', '.join(WEIGHT_TYPES)}.")
     if group_size is not None and group_size not in GROUP_SIZES:
         raise UsageError(f"--group-size {group_size} is not offered; choose one of {', '.join(map(str, GROUP_SIZES))}.")
     from ..converters import SHAPES
 
-    if shape not in SHAPES:
+    if shape is not None and shape not in SHAPES:
         near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
         names = " or ".join(repr(name) for name in near)
         hint = f"did you mean {names}?" if near else f"shapes are {', '.join(sorted(SHAPES))}."
@@ -280,12 +276,15 @@ def _with_self(bundle: Bundle, config: RuntimeConfig, opened: ExitStack) -> tupl
     return session, None
 
 
-def find_bundle(model: str | None, shape: str | None, weights: str, group_size: int, progress: ProgressLine) -> Path:
+def find_bundle(model: str | None, shape: str | None, weights: str | None, group_size: int | None,
+                progress: ProgressLine, budget: int | None = None) -> Path:
     """Return the model's bundle, or one with random weights of the shape, which is made unless the cache has it."""
-    from ..models import cached_bundle, resolve
+    from ..models import Storage, cached_bundle, resolve
 
+    storage = Storage(weights, group_size, budget)
     if shape is None:
-        return resolve(model or "", progress)
+        return resolve(model or "", progress, storage=storage)
+    weights, group_size = storage.of_checkpoint
     from ..converters import SHAPES, write_random_bundle
 
     config, told = replace(SHAPES[shape], max_position_embeddings=SHAPE_CTX), partial(progress, "write")

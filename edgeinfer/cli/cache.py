@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..cache import KINDS, CacheEntry, cache_entries, cache_root, clear_cache
-from ..errors import UsageError
+from ..errors import BundleError, UsageError, printable
 from ..sizes import format_size
 from .options import Json
 from .output import print_json, table
@@ -16,7 +16,7 @@ from .output import print_json, table
 JSON_FIELDS = {
     "cache list": {
         "directory": "the cache",
-        "bundles": "converted checkpoints: `name`, `path`, `bytes`",
+        "bundles": "converted checkpoints: `name`, `path`, `bytes`, `source` (what each was made of)",
         "kernels": "sets of compiled kernels, likewise",
         "checks": "which bundles' files passed the check on opening, likewise",
         "quality": "what approximations of a bundle were measured to cost, likewise",
@@ -50,8 +50,12 @@ def list_entries(json: Json = False) -> None:
         return
     rows = [(entry.kind, entry.name, format_size(entry.nbytes)) for entry in entries]
     total = sum(entry.nbytes for entry in entries)
-    for line in table([*rows, ("total", str(cache_root()), format_size(total))], right=[2]):
+    *shown, last = table([*rows, ("total", str(cache_root()), format_size(total))], right=[2])
+    for entry, line in zip(entries, shown, strict=True):
         print(line)
+        if source := made_of(entry):
+            print(f"{'':9}of {source}")
+    print(last)
 
 
 @app.command("clear")
@@ -78,6 +82,19 @@ def clear(
         print(f"{len(entries)} entries deleted, {format_size(freed)}.")
 
 
+def made_of(entry: CacheEntry) -> str:
+    """Return what a bundle was made of, empty for others; a damaged one is told of when it is used."""
+    from ..bundle import Bundle
+
+    if entry.kind != "bundles":
+        return ""
+    try:
+        with Bundle.open(entry.path, compare=False) as bundle:
+            return printable(bundle.header.source)
+    except BundleError:
+        return ""
+
+
 def _ask(entries: list[CacheEntry]) -> None:
     size = format_size(sum(entry.nbytes for entry in entries))
     question = f"Delete {len(entries)} entries ({size}) of {cache_root()}?"
@@ -91,5 +108,6 @@ def _ask(entries: list[CacheEntry]) -> None:
 def _report(entries: list[CacheEntry]) -> dict[str, object]:
     kinds: dict[str, list[dict[str, object]]] = {kind: [] for kind in KINDS}
     for entry in entries:
-        kinds[entry.kind].append({"name": entry.name, "path": str(entry.path), "bytes": entry.nbytes})
+        kinds[entry.kind].append({"name": entry.name, "path": str(entry.path), "bytes": entry.nbytes,
+                                  **({"source": made_of(entry)} if entry.kind == "bundles" else {})})
     return {"directory": str(cache_root()), **kinds, "total_bytes": sum(entry.nbytes for entry in entries)}

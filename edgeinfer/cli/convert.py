@@ -84,12 +84,13 @@ def convert(
       edgeinfer convert model-Q8_0.gguf ./model
     """
     from ..converters import convert as convert_checkpoint
-    from ..models import checkpoint_path
+    from ..models import Storage, checkpoint_path
 
     with ProgressLine() as progress:
         report = convert_checkpoint(
-            checkpoint_path(source, progress), destination, weights=weights, group_size=group_size, embedding=embedding,
-            head=head, ffn_layout=ffn_layout, overwrite=overwrite, progress=partial(progress, "convert"),
+            checkpoint_path(source, progress, Storage(weights, group_size)), destination, weights=weights,
+            group_size=group_size, embedding=embedding, head=head, ffn_layout=ffn_layout, overwrite=overwrite,
+            announce=say, progress=partial(progress, "convert"),
         )
     if json:
         print_json(report_object(report))

@@ -22,6 +22,8 @@ from .options import (
     DEFAULT_RECIPE,
     Attention,
     Budget,
+    ConvertGroups,
+    ConvertTo,
     Head,
     Json,
     Kv,
@@ -42,6 +44,7 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..backends import Provider
     from ..evaluate import Evaluation
+    from ..models import Storage
     from ..runner import Runner
 
 MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
@@ -105,6 +108,8 @@ def evaluate(
     lazy_layers: LazyLayers = None,
     device: RunOn = CPU,
     kv_layout: KvLayout = None,
+    weights: ConvertTo = None,
+    group_size: ConvertGroups = None,
     reference_device: Annotated[
         str, typer.Option("--reference-device", metavar="|".join(DEVICES), help="Who runs the reference.")
     ] = CPU,
@@ -138,6 +143,7 @@ def evaluate(
     from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
     from ..evaluate import evaluate as measure
     from ..graph import without_approximations
+    from ..models import AS_IT_IS, Storage
     from ..quality import Setting, measured_identity, measurement, remember
     from ..runtime import everywhere
 
@@ -154,15 +160,17 @@ def evaluate(
                  else _searched(lazy, lazy_layers, lazy_target), kv_layout=kv_layout)
     if own.lazy and (decode is None or decode < LEAST_PROMPT):
         raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
+    stored, of_reference = Storage(weights, group_size, limit), AS_IT_IS
     setting, kept = None if decode is None else Setting.of_run(own), None
     exact: dict[str, Any] = {"kv": reference_kv or (other_provider.kv[0] if other_provider else "f32")}
     if setting and not (setting.exact and lazy_target is None) and not reference:
         reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
+        of_reference = stored
         kept = setting
     with ExitStack() as stack, ProgressLine() as progress:
         file = stack.enter_context(open_text(text))
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
-        session, tokenizer = open_runner(stack, model, every, progress, provider)
+        session, tokenizer = open_runner(stack, model, every, progress, provider, stored)
         if setting:
             setting = Setting.of_run(replace(own, lazy=session.config.lazy))  # with its boundaries in their places
             kept = kept and setting
@@ -170,7 +178,8 @@ def evaluate(
         if reference:
             more = planned - session.plan.region("python").bytes  # the interpreter is there only once
             left = None if limit is None else max(limit - more, 1)
-            other = open_runner(stack, reference, config(budget_bytes=left, **exact), progress, other_provider)[0]
+            other = open_runner(stack, reference, config(budget_bytes=left, **exact), progress, other_provider,
+                                of_reference)[0]
             planned = more + other.plan.total_bytes
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
         most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
@@ -222,14 +231,14 @@ def _calibrate(session: Runner, measured: Callable[[], Evaluation], target: floa
 
 
 def open_runner(stack: ExitStack, model: str, config: RuntimeConfig, progress: ProgressLine,
-                provider: Provider | None = None) -> tuple[Runner, Any]:
+                provider: Provider | None, storage: Storage) -> tuple[Runner, Any]:
     """Open a model for scoring, to be closed by the stack; returns it with its tokenizer."""
     from .. import opening
     from ..bundle import Bundle
     from ..models import resolve
     from ..text import Tokenizer
 
-    path = resolve(model, progress)
+    path = resolve(model, progress, storage=storage)
     bundle = stack.enter_context(Bundle.open(path))
     runner: Runner
     if provider:

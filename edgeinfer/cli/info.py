@@ -10,9 +10,10 @@ import typer
 
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
-from ..errors import printable
+from ..errors import EdgeInferError, printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
+from . import info_gguf
 from .decision import FIELD
 from .options import DEFAULT_RECIPE, Attention, Budget, Converted, Ctx, Head, Json, Kv, MaxKld, Passes, Sparse, Threads
 from .output import print_json, print_table
@@ -40,6 +41,7 @@ JSON_FIELDS = {
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
         "tensors": "per tensor `name`, `type`, `group_size`, `layout`, `shape`, `offset`, `bytes`",
+        "header": info_gguf.FIELD,
         "program": "with --program: per record `record`, `kernel`, `operation`, `bytes_read`",
     },
 }
@@ -63,19 +65,29 @@ def info(
     max_kld: MaxKld = MAX_KLD,
     json: Json = False,
 ) -> None:
-    """Say what is inside a bundle.
+    """Say what is inside a bundle, or a GGUF file.
+
+    Of a GGUF file that was converted before that is its bundle; of others what the header says, and whether it runs.
 
     \b
     Examples:
       edgeinfer info demo
       edgeinfer info ./my-bundle --program
+      edgeinfer info model-Q8_0.gguf
     """
     from ..bundle import Bundle
     from ..choice import told
-    from ..models import resolve
+    from ..models import gguf_file, resolve
 
     bound = checked("max_kld", max_kld, NATS)
-    path = resolve(model, convert=False)
+    file = gguf_file(model)
+    try:
+        path = resolve(model, convert=False)
+    except EdgeInferError:
+        if file is None:
+            raise
+        info_gguf.show(model, file, tensors, program, json)
+        return
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
         config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,

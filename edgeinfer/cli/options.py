@@ -142,6 +142,12 @@ Weights = Annotated[str | None, typer.Option(
 GroupSize = Annotated[int | None, typer.Option(
     metavar=GROUPS, help="Weights per scale.  [default: the bundle's, else 32]")]
 
+ConvertTo = Annotated[str | None, typer.Option(
+    "--weights", metavar=WEIGHTS,
+    help="Type of weights that a checkpoint or GGUF file is converted to.  [default: q4; of GGUF each as it is]")]
+ConvertGroups = Annotated[int | None, typer.Option(
+    "--group-size", metavar=GROUPS, help="Weights per scale, where it is converted.  [default: 32]")]
+
 
 def from_environment(command: typer.Context, name: str) -> bool:
     """Return whether a value came from its variable: what is set for all commands contradicts no flag of one."""

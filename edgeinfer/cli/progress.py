@@ -11,6 +11,7 @@ from .output import say
 
 STAGES = {
     "download": "downloading", "convert": "converting", "compile": "compiling kernels", "verify": "verifying",
+    "look": "looking at models",
     "wait": "waiting", "export": "exporting", "lower": "lowering the model for onnxruntime",
     "evaluate": "evaluating", "write": "writing weights", "measure": "measuring", "load": "loading weights",
     "memory": "reading memory", "arithmetic": "multiplying", "storage": "reading storage",

@@ -63,6 +63,8 @@ def run(
     stop: options.Stop = None,
     kv: options.Kv = _RUNTIME.kv,
     budget: options.Budget = None,
+    weights: options.ConvertTo = None,
+    group_size: options.ConvertGroups = None,
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
@@ -147,7 +149,7 @@ def run(
             own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
             draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device,
-            kv_layout=kv_layout, progress=progress,
+            kv_layout=kv_layout, weights=weights, group_size=group_size, progress=progress,
         )
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:

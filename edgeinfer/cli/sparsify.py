@@ -15,7 +15,7 @@ from ..config import MAX_KLD
 from ..errors import UsageError
 from .eval import open_text, read_text
 from .options import Json, Threads
-from .output import print_json, print_table
+from .output import print_json, print_table, say
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ JSON_FIELDS = {
 
 def sparsify(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Bundle, checkpoint directory, known name, or hub id.",
+        str, typer.Argument(metavar="SRC", help="Bundle, checkpoint directory, GGUF file, known name, or hub id.",
                             show_default=False)
     ],
     destination: Annotated[
@@ -91,8 +91,8 @@ def sparsify(
     Runs the text through the model, orders the neurons of each layer by how often they fire, fits a predictor that
     tells from a layer's input which of them are worth computing, and measures what that costs, on the end of the text,
     which nothing was fitted on. Layers of which so many neurons fire that dense is faster stay dense. A
-    predictor over --max-kld is stored and not enabled. A checkpoint is converted to 4 bits first; convert it yourself
-    for other types.
+    predictor over --max-kld is stored and not enabled. A checkpoint or GGUF file is converted to 4 bits first; convert
+    it yourself for other types.
 
     --head adds what estimates all logits in few bytes, so that a token computes the rows of the output head that can
     hold its largest logit and leaves the others at their estimates. SRC may be sparse already.
@@ -158,7 +158,7 @@ def _open(stack: ExitStack, source: str, destination: Path, layout: str,
     """
     from ..bundle import Bundle, is_bundle
     from ..converters import convert
-    from ..models import DEMO, checkpoint_path, demo_path
+    from ..models import DEMO, WEIGHTS, checkpoint_path, demo_path
 
     if source == DEMO and not Path(source).exists():
         return stack.enter_context(Bundle.open(demo_path())), None
@@ -170,7 +170,10 @@ def _open(stack: ExitStack, source: str, destination: Path, layout: str,
     folder = Path(stack.enter_context(room))
 
     def converted(layout: str) -> Bundle:
-        convert(checkpoint, folder / layout, ffn_layout=layout, progress=partial(progress, "convert"))
+        report = convert(checkpoint, folder / layout, weights=WEIGHTS, ffn_layout=layout,
+                         progress=partial(progress, "convert"))
+        for remark in filter(None, (*report.remarks, report.anew)):
+            say(remark)
         return stack.enter_context(Bundle.open(folder / layout))
 
     return converted(layout), partial(converted, "tile16")

@@ -1,0 +1,125 @@
+"""`edgeinfer models`: the models on this machine, which of them run, and which not and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from ..sizes import format_size
+from .options import Json
+from .output import COLUMNS, folded, print_json
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..inventory import LocalModel
+
+JSON_FIELDS = {
+    "models": {
+        "models": "per model `name` (what `run` takes), `path`, `format` (bundle, checkpoint, gguf; empty for what is "
+        "none of them, such as a download that is not complete), `runs`, `reason` (why not, as `run` says it), "
+        "`remedy` (an option with which it runs nevertheless), `bytes`, `fits` (whether the plan of a run with default "
+        "settings is within `budget_bytes`; null without a plan), `planned_bytes`, `store` (edgeinfer, ollama, "
+        "lmstudio, llama.cpp, hub; folder for one that was given), `kind` (model, or what a file is that is none), "
+        "`holds` (types of its weights), `source` (what a bundle was made of)",
+        "budget_bytes": "memory that this system can give now",
+    },
+}
+"""Fields of the JSON object, by command."""
+STORES = {
+    "edgeinfer": "edgeinfer: embedded, and converted into the cache", "ollama": "ollama", "lmstudio": "LM Studio",
+    "llama.cpp": "llama.cpp's cache", "hub": "the hub's cache", "folder": "in the folders given",
+}
+NAME, SIZE, HOLDS = 38, 9, 12
+"""Widths of columns."""
+ANEW = "--weights: runs where run is told by --weights q4 (or int8, f16, f32) to quantise it anew."
+
+
+def models(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FOLDER]...", show_default=False,
+                       help="Look through these folders, and all within them, too."),
+    ] = None,
+    only: Annotated[bool, typer.Option("--only", help="Look at the given folders alone.")] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="List those that run, and no others.")] = False,
+    json: Json = False,
+) -> None:
+    """List the models on this machine: which run, which not and why, and which fit.
+
+    Looks at the cache (EDGEINFER_CACHE), at ollama's store (OLLAMA_MODELS), LM Studio's folders, llama.cpp's cache and
+    that of the Hugging Face hub (HF_HOME). Headers alone are read, and nothing is written: that a model runs means that
+    its architecture, its types of weights and its kind of tokenizer are known and its files are whole, not that nothing
+    in them is damaged. Whether it fits is said of a run with default settings and the memory that is free now.
+
+    \b
+    Examples:
+      edgeinfer models
+      edgeinfer models . --only --json
+    """
+    from ..inventory import list_models, summary
+    from ..memory_planner import process_budget
+
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder; give one with models in it.")
+    if only and not folders:
+        raise UsageError("--only is about folders, and none is given; add one.")
+    with ProgressLine() as progress:
+        found = [model for model in list_models(folders or (), not only, progress) if model.runs or not runs]
+    if json:
+        print_json({"models": [model_object(model) for model in found], "budget_bytes": process_budget()})
+        return
+    for line in lines(found):
+        print(line)
+    if any(model.remedy for model in found):
+        print("\n".join(folded(ANEW)))
+    print("\n".join(folded(summary(found))))
+
+
+def model_object(model: LocalModel) -> dict[str, Any]:
+    """Return a model as a JSON object."""
+    return {"name": model.name, "path": str(model.path), "format": model.format, "runs": model.runs,
+            "reason": model.reason, "remedy": model.remedy, "bytes": model.nbytes, "fits": model.fits,
+            "planned_bytes": model.planned_bytes, "store": model.store, "kind": model.kind, "holds": model.holds,
+            "source": model.source}
+
+
+def lines(found: list[LocalModel]) -> Iterator[str]:
+    """Return a table: the stores, in each its models, below those that do not run why."""
+    for store, title in STORES.items():
+        of_store = [model for model in found if model.store == store]
+        if of_store:
+            yield title
+            for model in of_store:
+                yield from _rows(model)
+            yield ""
+
+
+def _rows(model: LocalModel) -> Iterator[str]:
+    """A model's line; a name too long for its column has one of its own, and is never cut: it is to be typed."""
+    rest = f"{format_size(model.nbytes):>{SIZE}}  {_cut(model.holds, HOLDS):<{HOLDS}} {_verdict(model)}"
+    if len(model.name) <= NAME:
+        yield f"  {model.name:<{NAME}} {rest}"
+    else:
+        yield f"  {model.name}"
+        yield f"  {'':<{NAME}} {rest}"
+    if model.reason:
+        why = model.reason.replace(str(model.path), "the file" if model.format == "gguf" else "it")
+        yield from folded(f"{why.split('; ')[0].rstrip('.')}.", "      ")
+    if model.source:
+        yield f"      of {_cut(model.source, COLUMNS - 9)}"
+
+
+def _verdict(model: LocalModel) -> str:
+    """Whether it runs and fits, in two words."""
+    if not model.runs:
+        return model.remedy or ("no" if model.kind == "model" else "no model")
+    return "runs" if model.fits else f"needs {format_size(model.planned_bytes or 0)}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[:width - 2]}.."

@@ -1,0 +1,213 @@
+"""The models on this machine: which of them run, which not and why, and which fit; headers alone are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .bundle import Bundle
+from .cache import cache_root
+from .config import DEFAULT_DRAFT_TOKENS, RuntimeConfig
+from .dataclass import dataclass
+from .errors import EdgeInferError
+from .memory_planner import Planner, default_ctx, default_threads, process_budget, to_request
+from .models import DEMO, demo_path
+from .sizes import format_size
+
+if TYPE_CHECKING:
+    from .converters import Found, PassedOver
+    from .describe import ModelDescription
+    from .graph import Graph, ModelConfig
+
+Progress = Callable[[str, int, int, str], None]
+OWN = "edgeinfer"
+"""The store of the embedded model and of what was converted into the cache."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """Something on this machine that is a model, or looks like one."""
+
+    name: str
+    """What `run` takes."""
+    store: str
+    """Whose folder it lies in: edgeinfer, ollama, lmstudio, llama.cpp, hub, or folder for one that was given."""
+    path: Path
+    format: str
+    """bundle, checkpoint or gguf; empty for what is none of them."""
+    kind: str
+    """model, or what a file is that is none, in words."""
+    nbytes: int
+    """Of its files."""
+    holds: str
+    """Types of its weights, the largest first."""
+    source: str
+    """What a bundle was made of."""
+    runs: bool
+    reason: str
+    """Why it does not; a sentence, as `run` gives it."""
+    remedy: str
+    """An option with which it runs though it does not as it is; empty where there is none."""
+    fits: bool | None
+    """Whether the plan of a run with default settings is within `budget_bytes`; None where there is no plan."""
+    planned_bytes: int | None
+
+
+def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: Progress | None = None
+                ) -> Iterator[LocalModel]:
+    """Look at all models of this machine, store by store.
+
+    Parameters
+    ----------
+    folders : iterable of Path
+        Further folders, which are looked through with all within them.
+    stores : bool
+        Whether the embedded model, the cache and the stores of other programs are looked at.
+    progress : callable, optional
+        Called with (stage, done, total, item).
+
+    Returns
+    -------
+    iterator of LocalModel
+        Of a file that lies in several places the first; ollama may call one by several names.
+    """
+    from .converters import find_models, models_below
+
+    found = [*own_models(), *find_models()] if stores else []
+    for folder in folders:
+        found += models_below(folder, "folder")
+    judge, seen = _Judge(), set()
+    for number, item in enumerate(found):
+        if progress:
+            progress("look", number, len(found), item.path.name)
+        key = (item.name if item.store == "ollama" else "", os.path.realpath(item.path), item.problem)
+        if key not in seen:
+            seen.add(key)
+            yield judge.judged(item)
+
+
+def look_at_gguf(name: str, path: Path) -> LocalModel:
+    """Look at one GGUF file, which is called `name`; raises `CheckpointError` where its header cannot be read."""
+    from .converters import Found, gguf_parts, read_headers
+
+    read_headers(path)
+    nbytes = sum(part.stat().st_size for part in gguf_parts(path))
+    return _Judge().judged(Found("folder", "gguf", path, name, nbytes))
+
+
+def own_models() -> Iterator[Found]:
+    """Find the embedded model, and bundles in the cache."""
+    from .converters import models_below
+
+    for found in models_below(demo_path(), OWN):
+        yield replace(found, name=DEMO)
+    folder = cache_root() / "bundles"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and not path.name.startswith("."):
+            yield from models_below(path, OWN)
+
+
+class _Judge:
+    """Says of one model after another whether it runs; what it learns of one helps with the next."""
+
+    def __init__(self) -> None:
+        from .converters import PassedOver
+
+        self.budget, self.threads = process_budget(), default_threads()
+        self._passed: PassedOver = PassedOver()
+        self._known: dict[Hashable, tuple[ModelDescription, int]] = {}
+
+    def judged(self, found: Found) -> LocalModel:
+        """Say whether it runs."""
+        if found.problem:
+            return self._refused(found, found.problem)
+        try:
+            if found.format == "bundle":
+                return self._bundle(found)
+            return self._checkpoint(found) if found.format == "checkpoint" else self._gguf(found)
+        except EdgeInferError as error:
+            return self._refused(found, str(error))
+        except OSError as error:
+            return self._refused(found, f"Cannot read {error.filename or found.path}: {error.strerror or error}.")
+
+    def _refused(self, found: Found, why: str, kind: str = "model", holds: str = "") -> LocalModel:
+        return LocalModel(found.name, found.store, found.path, found.format, kind, found.nbytes, holds, "", False, why,
+                          "", None, None)
+
+    def _judged(self, found: Found, planned: int, holds: str, reason: str = "", remedy: str = "", source: str = ""
+                ) -> LocalModel:
+        return LocalModel(found.name, found.store, found.path, found.format, "model", found.nbytes, holds, source,
+                          not reason, reason, remedy, planned <= self.budget, planned)
+
+    def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int) -> int:
+        """Bytes of the plan of a run with default settings."""
+        config = RuntimeConfig(default_ctx(model), threads=self.threads, draft_tokens=DEFAULT_DRAFT_TOKENS)
+        return Planner(graph, weight_bytes).plan(to_request(config)).total_bytes
+
+    def _bundle(self, found: Found) -> LocalModel:
+        from .graph import build_graph, expected_types
+
+        with Bundle.open(found.path, compare=False) as bundle:
+            graph = build_graph(bundle.config, expected_types(bundle.types))
+            bundle.check({weight.name: weight.shape for weight in graph.weights})
+            planned = self._planned(bundle.config, graph, bundle.weights_bytes)
+            return self._judged(found, planned, bundle.quantisation.weights, source=bundle.header.source)
+
+    def _gguf(self, found: Found) -> LocalModel:
+        from .converters import check_tokenizer, gguf_purpose, gguf_structure, read_headers
+        from .describe import describe_gguf_file
+
+        headers = read_headers(found.path, self._passed)
+        if purpose := gguf_purpose(headers[0]):
+            return self._refused(found, f"{found.path} is {purpose}, not a language model.", purpose)
+        sizes: dict[str, int] = {}
+        for header in headers:
+            for tensor in header.tensors.values():
+                sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes
+        holds = ", ".join(sorted(sizes, key=lambda kind: -sizes[kind])[:3])
+        try:
+            for header in headers:
+                header.check_data()
+            key = gguf_structure(headers)
+            if key not in self._known:
+                model = describe_gguf_file(found.name, found.path, headers=headers)
+                self._known[key] = model, self._planned(model.config, model.graph, model.weight_bytes)
+            check_tokenizer(headers[0])
+        except EdgeInferError as error:
+            return self._refused(found, str(error), holds=holds)
+        model, planned = self._known[key]
+        reason = model.file_refused.replace(model.source.removeprefix("GGUF file "), str(found.path))
+        return self._judged(found, planned, holds, reason or _family(model), "--weights" if reason else "")
+
+    def _checkpoint(self, found: Found) -> LocalModel:
+        from .converters import open_checkpoint
+        from .describe import describe
+
+        model = describe(found.path)
+        reason, holds = _family(model), ""
+        if model.runnable:
+            try:
+                with open_checkpoint(found.path) as checkpoint:
+                    checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
+                    holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
+            except EdgeInferError as error:
+                reason = str(error)
+        return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
+
+
+def _family(model: ModelDescription) -> str:
+    """Say why a model of a family that can be planned only does not run; empty where it does."""
+    return f"{model.reason}." if model.reason else ""
+
+
+def summary(models: list[LocalModel]) -> str:
+    """Say in a sentence how many there are, and how many of them run and fit."""
+    whole = [model for model in models if model.kind == "model" and model.format]
+    runs = [model for model in whole if model.runs]
+    fits = sum(bool(model.fits) for model in runs)
+    nbytes = {model.path: model.nbytes for model in models}
+    return (f"{len(whole)} models, {len(runs)} of them run and {fits} of these fit; "
+            f"{format_size(sum(nbytes.values()))} on the disk.")
