@@ -142,7 +142,7 @@ def test_parts_of_a_matrix_keep_their_types(tmp_path: Path, monkeypatch: pytest.
         described = describe(tmp_path / "m.gguf")
         assert described.weight_bytes == bundle.weights_bytes and described.quantisation == bundle.quantisation
     assert [kind for name, kind in parts.items() if "bias" not in name] == stored
-    assert [name for name in parts if "bias" not in name][0] == "layers.1.qkv.0"
+    assert next(name for name in parts if "bias" not in name) == "layers.1.qkv.0"
     convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
     ids = [1, 5, 9, 4, 100, 31, 7, 8, 2, 44, 6]
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
