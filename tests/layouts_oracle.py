@@ -54,7 +54,9 @@ def tile16_group(codes: np.ndarray, dtype: str, group: int, tile: int, g: int, l
     return bytes(out)
 
 
-def tile16_packed(stored: np.ndarray, bits: int, group: int, factors: list[np.ndarray], outer: list[np.ndarray]) -> bytes:
+def tile16_packed(
+    stored: np.ndarray, bits: int, group: int, factors: list[np.ndarray], outer: list[np.ndarray]
+) -> bytes:
     """Codes as they are stored (rows, cols), factors (rows, groups), outer ones (rows, 256-column blocks) or none."""
     rows, cols = stored.shape
     per_record = 256 // group if outer else 2
