@@ -185,14 +185,14 @@ def test_types_and_bytes_are_those_of_the_file(tmp_path: Path, kinds: dict[str, 
 def test_plan_and_estimate_tell_files_of_one_model_apart(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     totals, figures = set(), set()
-    for kinds in (Q4_K_M, dict.fromkeys(MATRICES, "Q8_0"), dict.fromkeys(MATRICES, "F16")):
+    for kinds in (Q4_K_M, {**Q4_K_M, "attn_q": "Q3_K"}, *(dict.fromkeys(MATRICES, kind) for kind in ("Q8_0", "F16"))):
         path.unlink(missing_ok=True)
         wanted = quantised_file(path, kinds)
         plan = edgeinfer("plan", path, "--ctx", 64, "--json").json
         speed = edgeinfer("estimate", path, "--device", "rpi5", "--ctx", 64, "--json").json
         assert plan["file_types"] == speed["file_types"] == wanted
         note = next(note for note in plan["notes"] if note.startswith("The file holds"))
-        exact = "Q4_K" not in wanted
+        exact = "Q3_K" not in wanted
         said = "taken as it is, codes and scales kept" if exact else "those of --weights q4, which quantises"
         assert said in note and speed["file_note"] == note
         totals.add(sum(wanted.values()))
@@ -200,7 +200,7 @@ def test_plan_and_estimate_tell_files_of_one_model_apart(tmp_path: Path) -> None
         for command in (["plan", path], ["estimate", path, "--device", "rpi5"]):
             words = " ".join(edgeinfer(*command, "--ctx", 64).out.split())
             assert f"The file holds {format_size(sum(wanted.values()))} of tensors" in words
-    assert len(totals) == len(figures) == 3
+    assert len(totals) == len(figures) == 4
     assert edgeinfer("plan", "smollm2-135m", "--json").json["file_types"] is None
 
 

@@ -26,7 +26,7 @@ from edgeinfer.quant import layouts
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, permuted, random_blocks, write_gguf
-from tests.sessions import logits_of, session
+from tests.sessions import logits_of, scored, session
 
 STORED = {"Q4_0": "q4g32", "Q4_1": "q4mg32", "Q5_0": "q5g32", "Q5_1": "q5mg32", "Q8_0": "int8g32", "IQ4_NL": "iq4g32",
           "MXFP4": "mxfp4g32", "F16": "f16", "F32": "f32", "BF16": "f32", "Q4_K": "q4kg32", "Q5_K": "q5kg32",
@@ -142,7 +142,7 @@ def test_parts_of_a_matrix_keep_their_types(tmp_path: Path, monkeypatch: pytest.
         described = describe(tmp_path / "m.gguf")
         assert described.weight_bytes == bundle.weights_bytes and described.quantisation == bundle.quantisation
     assert [kind for name, kind in parts.items() if "bias" not in name] == stored
-    assert next(name for name in parts if "bias" not in name) == "layers.1.qkv.0"
+    assert next(iter(parts)) == "layers.1.qkv.0"
     convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
     ids = [1, 5, 9, 4, 100, 31, 7, 8, 2, 44, 6]
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
@@ -403,20 +403,25 @@ def test_options_that_need_weights(tmp_path: Path) -> None:
     convert(tmp_path / "m.gguf", tmp_path / "out", weights="q4", ffn_layout="neuron")
 
 
-@pytest.mark.parametrize("model", ["stories260K-hf-Q4_0", "stories260K-hf-Q8_0", "stories260K-hf-F16",
-                                   "stories260K-hf-Q4_1", "stories260K-hf-Q5_1", "stories260K-hf-Q5_K_M",
-                                   "stories260K-hf-IQ4_NL", "fables-5m-silu-Q8_0", "fables-5m-silu-Q4_0",
-                                   "fables-5m-silu-Q4_K_M", "fables-5m-silu-Q5_K_M", "fables-5m-silu-Q6_K",
-                                   "fables-5m-silu-IQ4_XS"])
+@pytest.mark.parametrize("model", [
+    *(f"stories260K-hf-{kind}" for kind in ("F16", "Q4_0", "Q4_1", "Q4_K_M", "Q5_0", "Q5_1", "Q5_K_M", "Q8_0",
+                                            "IQ4_NL")),
+    *(f"fables-5m-silu-{kind}" for kind in ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS"))])
 def test_real_files_say_what_llama_cpp_says(shared_data: Callable[[str], Path], tmp_path: Path, model: str
                                             ) -> None:
-    """For at least a sentence: llama.cpp rounds activations and its KV cache in other places."""
+    """Each token of llama.cpp's greedy texts is the likeliest, or as good as that: it rounds in other places."""
     cases = json.loads(shared_data("gguf/golden.json").read_text())["cases"][f"{model}.gguf"]
     convert(shared_data(f"gguf/{model}.gguf"), tmp_path / "out")
     with LLM(tmp_path / "out") as llm:
+        tokenizer = llm.tokenizer
+    with session(tmp_path / "out", kv="f16") as opened:
         for case in cases:
-            text = llm.generate(case["prompt"], max_tokens=24, temperature=0)
-            assert case["greedy_text_with_prompt"].lstrip().startswith(case["prompt"] + text)
+            prompt = tokenizer.encode(case["prompt"])
+            ids = tokenizer.encode(case["greedy_text_with_prompt"].lstrip())
+            assert ids[: len(prompt)] == prompt and len(ids) > len(prompt) + 60
+            logits, chosen = scored(opened, ids)[len(prompt) - 1 : -1], ids[len(prompt) :]
+            behind = logits.max(axis=1) - logits[np.arange(len(chosen)), chosen]
+            assert behind.max() < 0.1 and (behind == 0).mean() > 0.95
 
 
 def test_the_plan_of_a_file_is_that_of_its_bundle(shared_data: Callable[[str], Path], tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from tests.test_gguf_import import split
 ROOT = Path(__file__).resolve().parents[1]
 DIGEST = "ab" * 32
 LAYER = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{DIGEST}", "size": 1}
+WHOLE = {**SIZES, "hidden_size": 256}
+"""Rows that Q3_K, which no type of ours holds, can have."""
 
 
 @pytest.fixture
@@ -179,9 +181,9 @@ def test_the_type_in_a_name(name: str, kind: str) -> None:
 
 def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
-    source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    source = make_checkpoint(tmp_path / "hf", "llama", **WHOLE)
     path = tmp_path / "m.gguf"
-    write_gguf(path, source, {"attn_q": "Q5_1", "": "Q8_0"})
+    write_gguf(path, source, {"attn_q": "Q3_K", "": "Q8_0"})
     done = edgeinfer("run", path, "x", "-n", "1")
     assert done.code == 1 and "does not hold without loss" in done.err and "add --weights q4" in done.err
 
@@ -237,17 +239,17 @@ def test_choosing_among_names() -> None:
 
 def test_info_of_a_file_says_what_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
-    source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    source = make_checkpoint(tmp_path / "hf", "llama", **WHOLE)
     path = tmp_path / "m.gguf"
-    tensors = write_gguf(path, source, {"attn_q": "Q5_1", "": "Q8_0"}, {"general.name": "Tiny"})
+    tensors = write_gguf(path, source, {"attn_q": "Q3_K", "": "Q8_0"}, {"general.name": "Tiny"})
     header = edgeinfer("info", path, "--json", "--tensors").json["header"]
     assert header["parameters"] == sum(tensor.size for tensor in tensors.values()) and not header["runs"]
-    assert header["remedy"] == "--weights" and "(2 of Q5_1)" in header["reason"] and header["name"] == "Tiny"
-    assert {one["type"]: one["tensors"] for one in header["types"]} == {"Q8_0": 14, "Q5_1": 2, "F32": 5}
+    assert header["remedy"] == "--weights" and "(2 of Q3_K)" in header["reason"] and header["name"] == "Tiny"
+    assert {one["type"]: one["tensors"] for one in header["types"]} == {"Q8_0": 14, "Q3_K": 2, "F32": 5}
     assert sum(one["bytes"] for one in header["types"]) == sum(one["bytes"] for one in header["tensors"])
-    assert header["fields"]["embedding_length"] == SIZES["hidden_size"] and header["tokenizer"]["tokens"] is None
+    assert header["fields"]["embedding_length"] == WHOLE["hidden_size"] and header["tokenizer"]["tokens"] is None
     text = edgeinfer("info", path).out
-    assert "Q5_1: 2 tensors" in text and "runs       no:" in text and "llama, " in text
+    assert "Q3_K: 2 tensors" in text and "runs       no:" in text and "llama, " in text
     path = tmp_path / "runs.gguf"
     write_gguf(path, source, "Q8_0")
     assert "runs       yes, in " in edgeinfer("info", path).out

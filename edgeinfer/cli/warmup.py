@@ -32,9 +32,9 @@ def warmup(
 ) -> None:
     """Compile the kernels of this machine now.
 
-    They go into the cache; what is there already is kept. Without this a run compiles those that its model needs, and
-    so it does in any case for types that only GGUF files have. A release brings them in its package, and there is
-    nothing to do.
+    They go into the cache; what is there already is kept. Without this a run compiles those that its model needs, as it
+    does in any case for types that only GGUF files have. A release brings all in its package, and there is nothing to
+    do.
 
     \b
     Example:
