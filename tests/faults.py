@@ -250,8 +250,9 @@ def full_disks(directory: Path, count: int, seed: int) -> str:
         shutil.rmtree(place.cache / "bundles", ignore_errors=True)
         place.check(resolve(place.checkpoint))
 
-    def here(source: Path, destination: Path, weights: str, group_size: int, **_: object) -> None:
+    def here(source: Path, destination: Path, weights: str, group_size: int, **_: object) -> list[str]:
         convert(source, destination, weights=weights, group_size=group_size, overwrite=True)
+        return []
 
     cache = mock.patch.dict(os.environ, EDGEINFER_CACHE=str(place.cache))
     with cache, mock.patch("edgeinfer.converters.convert_apart", here):  # it converts in another process, else

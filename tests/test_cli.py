@@ -129,7 +129,7 @@ def test_a_checkpoint_runs_after_one_conversion(tmp_path: Path, own_cache: Path)
     for _ in range(2):
         assert edgeinfer("run", source, "hello", "-n", 2, "--json", "-t", 1).json["model"] == str(source)
     assert len(list((own_cache / "bundles").iterdir())) == 1
-    assert edgeinfer("info", source, "--json").json["source"] == "tiny"
+    assert edgeinfer("info", source, "--json").json["source"] == str(source)
 
 
 def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_convert_reports_the_errors_of_quantisation(tmp_path: Path) -> None:
 
 def test_info_describes_a_bundle() -> None:
     report = edgeinfer("info", "demo", "--json").json
-    assert set(report) == set(FIELDS["info"]) - {"program"}
+    assert set(report) == set(FIELDS["info"]) - {"program", "header"}
     assert report["config"]["model_type"] == "llama" and report["parameters"] == 4_983_552
     shown = edgeinfer("info", "demo", "--tensors")
     assert shown.code == 0 and "llama: 5 layers, hidden 256" in shown.out
@@ -324,7 +324,8 @@ def test_the_cache_is_listed_and_cleared(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / kind / name / "data").write_bytes(b"12345")
     report = edgeinfer("cache", "list", "--json").json
     assert set(report) == set(FIELDS["cache list"]) and report["total_bytes"] == 10
-    assert report["bundles"] == [{"name": "tiny", "path": str(tmp_path / "bundles" / "tiny"), "bytes": 5}]
+    assert report["bundles"] == [{"name": "tiny", "path": str(tmp_path / "bundles" / "tiny"), "bytes": 5,
+                                  "source": ""}]
     assert "tiny" in edgeinfer("cache", "list").out
     asked = edgeinfer("cache", "clear")
     assert asked.code == 2 and asked.sentence.endswith("Add --yes, since nobody can be asked here.")

@@ -95,7 +95,8 @@ def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_pat
     folder = tmp_path / "models"
     folder.mkdir()
     write_gguf(folder / "pre.gguf", source, "Q8_0", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "lama-bpe"})
-    write_gguf(folder / "type.gguf", source, {"attn_q": "Q5_1", "": "Q8_0"})
+    wide = make_checkpoint(tmp_path / "wide", "llama", **{**SIZES, "hidden_size": 256})
+    write_gguf(folder / "type.gguf", wide, {"attn_q": "Q3_K", "": "Q8_0"})
     (folder / "arch.gguf").write_bytes(header({"general.architecture": "lama"}, {"a": (32,)}) + bytes(128))
     for name, fields in (("mmproj.gguf", {"general.architecture": "clip"}),
                          ("imatrix.gguf", {"general.architecture": "", "imatrix.chunk_count": 1}),
