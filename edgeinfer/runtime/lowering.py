@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import singledispatch
 from typing import NamedTuple
@@ -13,15 +12,20 @@ from typing import NamedTuple
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
     INSTEAD,
+    Activate,
+    AddPositions,
     Attention,
     Draw,
     Embed,
     Gated,
     GatherOutputs,
     Graph,
+    LayerNorm,
     Linear,
     NeuronDown,
     NeuronGated,
+    NormedSum,
+    NormPart,
     Op,
     Product,
     Quantize,
@@ -45,10 +49,13 @@ from edgeinfer.kernels import (
     NEURON_GATED,
     NEURON_MASK,
     NEURON_RESOLVE,
+    POSITIONS,
     RELEASE,
     ROPE,
     ROWS,
     SCREEN,
+    VALUE_FUNCTIONS,
+    VALUES,
     abi,
     fill,
 )
@@ -70,6 +77,10 @@ class Operand(NamedTuple):
     offset: int
     nbytes: int
     """How far it reaches; `Program.check` proves that this lies inside its region."""
+
+    def behind(self, skipped: int) -> Operand:
+        """Return what of it lies behind so many bytes."""
+        return Operand(self.region, self.offset + skipped, self.nbytes - skipped)
 
 
 NEURON_BEHIND = 30
@@ -187,14 +198,15 @@ def lower(op: Op, at: Lowering) -> list[Record]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(op: Op, at: Lowering, x: Tensor, operands: list[Operand], **more: int | float) -> list[Record]:
+def _rows(op: Op, at: Lowering, x: Tensor, operands: list[Operand], flags: int = 0,
+          **more: int | float) -> list[Record]:
     """The record of an operation on rows, whose output may be quantised."""
     if op.out.dtype == "q8":
         _, scales, offsets = abi.q8_row_bytes(op.out.width, op.out.group_size)
         more |= {"scales": scales, "offsets": offsets, "group": op.out.group_size, "token_tiles": at.token_tiles}
     parameters = fill(ROWS, width=op.out.width, in_stride=at.stride(x), out_stride=at.stride(op.out),
                       rows=rows(op.out), **more)
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters)]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
 @lower.register
@@ -207,6 +219,40 @@ def _(op: Embed, at: Lowering) -> list[Record]:
 def _(op: RmsNorm, at: Lowering) -> list[Record]:
     operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch]
     return _rows(op, at, op.x, operands, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register
+def _(op: LayerNorm, at: Lowering) -> list[Record]:
+    operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch, at.at(op.bias)]
+    flags = abi.FLAG_CENTRED | (abi.FLAG_BIAS if op.bias else 0)
+    return _rows(op, at, op.x, operands, flags, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register
+def _(op: NormedSum, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.h, [at.at(op.h), at.at(op.out), at.at(op.weight)], abi.FLAG_RESIDUAL, eps=op.eps)
+
+
+@lower.register
+def _(op: NormPart, at: Lowering) -> list[Record]:
+    part = at.at(op.out).behind(4 * op.start)
+    parameters = fill(ROWS, width=op.weight.shape[0], in_stride=at.stride(op.x), out_stride=at.stride(op.out),
+                      rows=rows(op.out), eps=op.eps)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [part, part, at.at(op.weight)], parameters)]
+
+
+@lower.register
+def _(op: Activate, at: Lowering) -> list[Record]:
+    parameters = fill(VALUES, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out),
+                      function=VALUE_FUNCTIONS[op.function], factor=op.factor)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out)], parameters)]
+
+
+@lower.register
+def _(op: AddPositions, at: Lowering) -> list[Record]:
+    parameters = fill(POSITIONS, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out), offset=op.offset,
+                      tile_bytes=at.types[op.table.name].tile_bytes(op.out.width))
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), at.at(op.table)], parameters)]
 
 
 @lower.register(Quantize)
@@ -241,7 +287,7 @@ def _input(op: Product, at: Lowering) -> dict[str, int | float]:
     return more | {"out_stride": at.stride(op.out), "scratch": at.plan.thread_scratch_bytes}
 
 
-def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **more: int) -> list[Record]:
+def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **more: int | float) -> list[Record]:
     """Units of so many tiles of 16 rows are claimed in chunks."""
     stored, cols = at.types[op.weight.name], op.weight.shape[1]
     size = stored.tile_bytes(cols)
@@ -263,7 +309,7 @@ def _(op: Linear, at: Lowering) -> list[Record]:
 
 @lower.register
 def _(op: Gated, at: Lowering) -> list[Record]:
-    return _product(op, at, op.weight.shape[0] // 32, 2, activation=ACTIVATIONS[op.activation])
+    return _product(op, at, op.weight.shape[0] // 32, 2, activation=ACTIVATIONS[op.activation], limit=op.limit)
 
 
 def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int], tuple[int, int]]:
@@ -311,7 +357,7 @@ def _ffn(op: NeuronGated | NeuronDown, at: Lowering) -> Operand:
 def _(op: NeuronGated, at: Lowering) -> list[Record]:
     more, (chunk, _) = _neurons(op, at)
     given: dict[str, int | float] = {
-        **_input(op, at), **more, "chunk": chunk, "activation": ACTIVATIONS[op.activation],
+        **_input(op, at), **more, "chunk": chunk, "activation": ACTIVATIONS[op.activation], "limit": op.limit,
         "token_tiles": at.token_tiles, "mask_stride": at.stride(op.mask) if op.mask else 0}
     operands = [_ffn(op, at), at.at(op.x), at.at(op.out), at.at(op.mask or op.threshold), at.scratch, at.at(op.bias),
                 at.shared, at.at(op.source), at.at(op.norm), *_slots(op, at)]
@@ -409,8 +455,10 @@ def _blocks(op: RopeStore | Attention, at: Lowering) -> Operand:
 @lower.register
 def _(op: RopeStore, at: Lowering) -> list[Record]:
     plan = at.plan
-    parameters = fill(ROPE, stride=at.stride(op.out), table_stride=plan.rope_row_bytes, eps=op.eps, **_heads(op, at))
-    table = Operand("constants", 0, plan.request.ctx * plan.rope_row_bytes)
+    parameters = fill(ROPE, stride=at.stride(op.out), table_stride=plan.rope_row_bytes, eps=op.eps,
+                      rotary=op.rotary, **_heads(op, at))
+    nbytes = plan.request.ctx * plan.rope_row_bytes
+    table = Operand("constants", op.table * nbytes, nbytes) if op.rotary else NOTHING
     operands = [at.at(op.out), table, _blocks(op, at), at.at(op.q_norm), at.at(op.k_norm)]
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_HEAD_NORM if op.q_norm else 0)]
 
@@ -420,7 +468,7 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
     """Records of attention of the tokens that a count says; of the walk's last ones where V is `chosen`."""
     parameters = fill(
         ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
-        scale=1.0 / math.sqrt(op.head_dim), scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
+        scale=op.scale, cap=op.cap, scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
         tokens=max(1, 32 * op.kv_heads // op.heads), **{**_heads(op, at), "rows": count}, **chosen)
     flags = (0 if operands[6] is NOTHING else abi.FLAG_HOLES) | (abi.FLAG_LAST if chosen else 0)
     records = []
