@@ -18,7 +18,7 @@ from edgeinfer.graph import Graph, ModelConfig, TypeOf, Weight, WeightType, buil
 from edgeinfer.quant import TYPES
 
 from .checkpoint import Checkpoint
-from .gguf_config import ROPE_FACTORS, read_gguf_model
+from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
 from .gguf_file import GgufHeader, GgufTensor, read_headers
 from .gguf_import import moved
 from .gguf_names import with_gguf_names
@@ -28,6 +28,7 @@ from .gguf_types import EXACT, smallest_exact
 
 SPARE_GROUP = 32
 """Group size that a header states where all weights are floats."""
+FACTORS = (ROPE_FACTORS, LONG, SHORT)
 Kinds = dict[str, str]
 """Names of the types of tensors, by the tensors' names."""
 
@@ -73,15 +74,13 @@ class GgufCheckpoint(Checkpoint):
                 files |= dict.fromkeys(file.tensors, file)
             if not files:
                 raise CheckpointError(f"{path} has no tensors: it is a vocabulary, not a model; give the model's file.")
-            factors = None
-            if ROPE_FACTORS in files and (data or files[ROPE_FACTORS].has(ROPE_FACTORS)):
-                n = files[ROPE_FACTORS].tensors[ROPE_FACTORS].shape[-1]
-                factors = files[ROPE_FACTORS].read(ROPE_FACTORS, [0], n)[0].tolist()
+            factors = {name: files[name].read(name, [0], files[name].tensors[name].shape[-1])[0].tolist()
+                       for name in FACTORS if name in files and (data or files[name].has(name))}
             config = read_gguf_model(headers[0], all_tensors(headers), factors)
             tokenizer = read_gguf_tokenizer(headers[0].fields, str(path)) if data else None
             if tokenizer:
                 config = replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.end_ids)
-            return cls(path, config, dict(files), {}, tuple(headers), files, tokenizer)
+            return cls(path, config, dict(files), {}, headers=tuple(headers), parts=files, tokenizer=tokenizer)
         except BaseException:
             for file in set(files.values()):
                 file.close()
@@ -110,8 +109,8 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """The factors of the rotation are in the config."""
-        return frozenset({ROPE_FACTORS})
+        """The factors of rotations are in the config."""
+        return frozenset(FACTORS)
 
     def kind(self, name: str) -> str:
         """Name of a tensor's type in the file."""
@@ -128,7 +127,7 @@ class GgufCheckpoint(Checkpoint):
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the file's names."""
-        return with_gguf_names(build_graph(self.config, type_of), self.config)
+        return with_gguf_names(build_graph(self.config, type_of), self.config, self.files)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
@@ -164,7 +163,7 @@ def refuse_inexact(kinds: Kinds, path: Path) -> None:
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:
     """The smallest exact type of each weight, and what a bundle's header says of them in one word each."""
-    graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
+    graph = with_gguf_names(build_graph(config, requested_types("f32")), config, kinds)
     table = {weight.name: _stored(weight, kinds) for weight in graph.weights if weight.kind != "vector"}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:

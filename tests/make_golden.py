@@ -92,9 +92,9 @@ CASES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "rope_theta": 300.0,
     },
     "gemma2-uncapped": {
-        "model_type": "gemma2", **BASE, "head_dim": 8, "num_key_value_heads": 1, "query_pre_attn_scalar": 8,
+        "model_type": "gemma2", **BASE, "head_dim": 8, "num_key_value_heads": 1, "query_pre_attn_scalar": 3,
         "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_hidden_layers": 2, "attention_bias": True,
-        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
     },
     "gemma3": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "final_logit_softcapping": 5.0},
     "gemma3-sections": {
@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "granite": {
         "model_type": "granite", **BASE, "embedding_multiplier": 7.0, "residual_multiplier": 0.3,
-        "attention_multiplier": 0.5, "logits_scaling": 4.0, "rms_norm_eps": 1e-2, "attention_bias": True,
+        "attention_multiplier": 0.5, "logits_scaling": 4.0, "rms_norm_eps": 0.08, "attention_bias": True,
         "mlp_bias": True, "tie_word_embeddings": True,
     },
     "olmo2": {"model_type": "olmo2", **BASE, "pad_token_id": 0, "rms_norm_eps": 1e-3, "rope_theta": 300.0},
@@ -186,7 +186,8 @@ CASES: dict[str, dict[str, Any]] = {
                         "rope_parameters": {**MROPE, "mrope_section": [3, 3, 3], "mrope_interleaved": True}},
     },
     "mistral3-wrapped": {
-        "model_type": "mistral3", "text_config": {**MISTRAL, "head_dim": 6, "sliding_window": None},
+        "model_type": "mistral3", "tie_word_embeddings": True,
+        "text_config": {**MISTRAL, "head_dim": 6, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **SIGLIP}, "image_token_index": 98,
     },
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},

@@ -70,9 +70,9 @@ class _State:
 
     def _tensor(self, source: Any) -> np.ndarray:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
-        ends = (source.name, f"lm_head.{source.name.rsplit('.', 1)[-1]}",
-                source.name.replace("model.", "model.language_model.", 1))
-        return next(self._tensors[name] for name in ends if name in self._tensors)
+        name = source.name
+        names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"))
+        return next(self._tensors[one] for one in names if one in self._tensors)
 
     def whole(self, weight: Any) -> np.ndarray:
         """The checkpoint tensors of a weight, one below the other."""

@@ -59,12 +59,13 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = F
     qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
     before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     norms = (norm(attn + "q_norm", c.head_dim), norm(attn + "k_norm", c.head_dim)) if qk_norm else ()
-    bias = c.attention_bias
 
     h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", d), feeds=name + "qkv")
-    h = g.linear(h, name + "qkv", weights(qkv), (c.query_width, c.kv_width, c.kv_width), biases(qkv) if bias else ())
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    h = g.linear(h, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
     h = g.attention(g.rope_store(h, *norms))
-    h = g.linear(h, name + "o", weights((attn + "o_proj",)), (d,), biases((attn + "o_proj",)) if bias else (),
+    out = (attn + "o_proj",)
+    h = g.linear(h, name + "o", weights(out), (d,), biases(out) if c.attention_output_bias else (),
                  residual=None if sandwich else x)
     if sandwich:
         h = g.normed_sum(x, h, name + "attention_out_norm", norm(hf + "post_attention_layernorm", d))

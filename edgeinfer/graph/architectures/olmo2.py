@@ -30,13 +30,14 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """One block: x + norm(attention(x)), then the same with the FFN."""
     g.layer, hf, name = i, f"model.layers.{i}.", f"layers.{i}."
-    attn, mlp, bias = hf + "self_attn.", hf + "mlp.", c.attention_bias
+    attn, mlp = hf + "self_attn.", hf + "mlp."
     qkv, out = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj")), (attn + "o_proj",)
-    h = g.linear(x, name + "qkv", weights(qkv), (c.query_width, c.kv_width, c.kv_width), biases(qkv) if bias else ())
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    h = g.linear(x, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
     h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
     h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
     h = g.attention(g.rope_store(h))
-    h = g.linear(h, name + "o", weights(out), (c.hidden_size,), biases(out) if bias else ())
+    h = g.linear(h, name + "o", weights(out), (c.hidden_size,), biases(out) if c.attention_output_bias else ())
     x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
     h = g.ffn(x, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight")
