@@ -62,7 +62,8 @@ def _gemma(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[s
                get("final_logit_softcapping")}
     if name == "gemma2":
         return fields | {"attn_logit_softcapping": get("attn_logit_softcapping")}
-    return fields | {"rope_local_base_freq": get("rope.freq_base_swa") or 10000.0}
+    return fields | {"rope_local_base_freq": get("rope.freq_base_swa") or 10000.0,
+                     "sliding_window_pattern": get("attention.sliding_window_pattern") or 6}
 
 
 def _phi3(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -105,7 +106,8 @@ _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dic
 }
 OWN_KEYS = {
     "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
-    "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"),
+    "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa",
+               "attention.sliding_window_pattern"),
     "phi3": ("attention.sliding_window", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
     "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
     "gptneox": ("use_parallel_residual",), "stablelm": ("use_parallel_residual",),
