@@ -312,8 +312,8 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        homes = graph.homes()  # of logits that are capped where they lie, too
-        made = (name for name, home in homes.items() if home == homes[graph.logits.name])
+        home_of = graph.homes()  # of logits that are capped where they lie, too
+        made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
                           weights.cold, holes)

@@ -223,3 +223,10 @@ def test_the_table_of_floors_is_the_one_that_is_enforced() -> None:
     there = {room for room in FLOORS if any((ROOT / base / room).with_suffix(end).exists()
                                             for base in ("", "edgeinfer") for end in ("", ".py"))}
     assert said == {room: FLOORS[room] for room in there - {"__main__"}}
+
+
+def test_the_table_of_models_is_that_of_the_program() -> None:
+    from tests.make_models import PAGE as MODELS
+    from tests.make_models import models
+
+    assert MODELS.read_text(encoding="utf-8") == models(), "run: python -m tests.make_models"

@@ -98,7 +98,7 @@ def read_outline(config: Mapping[str, Any], where: str = "config.json") -> Outli
     UnsupportedModelError
         A field has a value whose meaning is not known.
     """
-    reader = _FAMILIES.get(str(config.get("model_type")))
+    reader = FAMILIES.get(str(config.get("model_type")))
     if reader is None:
         return None
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
@@ -127,6 +127,6 @@ def _experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[int, 
     return n, c.integer("num_experts_per_tok", active, high=n)
 
 
-_FAMILIES: dict[str, Callable[[ConfigReader], Outline]] = {
+FAMILIES: dict[str, Callable[[ConfigReader], Outline]] = {
     "mixtral": _mixtral, "qwen3_moe": _qwen3_moe,
 }

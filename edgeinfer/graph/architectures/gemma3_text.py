@@ -11,7 +11,8 @@ from ..reader import ConfigReader
 from ..rope import read_section
 from . import gemma
 
-DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 131072, "rope_theta": 1e6,
+LONGEST = 131072
+DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": LONGEST, "rope_theta": 1e6,
             "vocab_size": 262208, "num_attention_heads": 8}
 KINDS = ("full_attention", "sliding_attention")
 
@@ -41,7 +42,7 @@ def _rotations(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
         return c, local
     inner = {kind: both.section(kind) for kind in KINDS}
     both.refuse_unread()
-    positions = c.integer("max_position_embeddings", DEFAULTS["max_position_embeddings"])
+    positions = c.integer("max_position_embeddings", LONGEST)
     if section := inner["sliding_attention"]:
         local = read_section(section, local.theta, None, positions)
         if local.kind != "default":
