@@ -169,8 +169,8 @@ class Lowering:
 @singledispatch
 def lower(op: Op, at: Lowering) -> None:
     """Turn an operation into nodes. Raises `UnsupportedModelError`: nobody has registered how."""
-    raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; run the "
-                                "model with --device cpu, or leave out the pass that puts it into the graph.")
+    raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; leave out "
+                                "the pass that puts it into the graph, or run the model with --device cpu.")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
