@@ -221,3 +221,62 @@ def test_a_wrapper_s_config_is_that_of_its_text_model() -> None:
     mrope = {"type": "mrope", "mrope_section": [2, 2, 1]}
     assert read_config({**flat, "rope_parameters": None, "rope_theta": 2000.0, "rope_scaling": mrope}) == \
         read_config(config)
+
+
+PUBLISHED = {  # what the hub's files hold beside sizes
+    "phi4-mini": {
+        "model_type": "phi3", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rope_theta": 10000.0,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.0] * 48},
+        "sliding_window": 262144, "tie_word_embeddings": True, "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999,
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}},
+    "qwen2.5-vl-3b": {
+        "model_type": "qwen2_5_vl", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000,
+        "max_window_layers": 70, "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": True,
+        "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "bos_token_id": 151643,
+        "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+        "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "vision_config": {"depth": 32}},
+    "gemma-3-4b-it": {
+        "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+        "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256, "vision_config": {},
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                        "num_hidden_layers": 34, "sliding_window": 1024,
+                        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+    "mistral-small-3.1": {
+        "model_type": "mistral3", "image_token_index": 10, "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu", "spatial_merge_size": 2, "vision_feature_layer": -1, "vision_config": {},
+        "text_config": {"model_type": "mistral", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+                        "intermediate_size": 32768, "max_position_embeddings": 131072, "num_attention_heads": 32,
+                        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
+                        "sliding_window": None, "vocab_size": 131072}},
+    "falcon-7b": {
+        "model_type": "falcon", "alibi": False, "apply_residual_connection_post_layernorm": False, "bias": False,
+        "hidden_size": 4544, "layer_norm_epsilon": 1e-5, "multi_query": True, "new_decoder_architecture": False,
+        "num_attention_heads": 71, "num_hidden_layers": 32, "num_kv_heads": 71, "parallel_attn": True,
+        "vocab_size": 65024, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"}},
+    "pythia-70m": {
+        "model_type": "gpt_neox", "hidden_act": "gelu", "hidden_size": 512, "intermediate_size": 2048,
+        "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_attention_heads": 8, "num_hidden_layers": 6,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True,
+        "vocab_size": 50304, "bos_token_id": 0, "eos_token_id": 0},
+    "command-r-v01": {
+        "model_type": "cohere", "hidden_size": 8192, "intermediate_size": 22528, "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625, "max_position_embeddings": 8192, "model_max_length": 131072, "num_attention_heads": 64,
+        "num_hidden_layers": 40, "num_key_value_heads": 64, "rope_theta": 8e6, "use_qk_norm": False,
+        "vocab_size": 256000, "bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
+}
+BILLIONS = {"phi4-mini": 3.84, "qwen2.5-vl-3b": 3.09, "gemma-3-4b-it": 3.88, "mistral-small-3.1": 23.6,
+            "falcon-7b": 6.92, "pythia-70m": 0.0704, "command-r-v01": 35.0}
+"""As published, of the text models."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood(name: str) -> None:
+    graph = build_graph(read_config(PUBLISHED[name]), requested_types())
+    vectors = sum(weight.shape[0] for weight in graph.weights if weight.kind == "vector")
+    assert graph.weight_count == pytest.approx(BILLIONS[name] * 1e9, rel=0.01) and vectors < 0.01 * graph.weight_count

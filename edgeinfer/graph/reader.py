@@ -70,6 +70,10 @@ class ConfigReader:
             raise self._wrong(name, value, f"a number above {above:g} and at most {high:g}")
         return float(value)
 
+    def own_code(self) -> None:
+        """Pass over Python code that a checkpoint brings along: that of an architecture which is known here."""
+        self._read.add("auto_map")
+
     def numbers(self, name: str, high: float = 1e6) -> tuple[float, ...]:
         """A list of finite numbers above 0."""
         value = self._value(name, ABSENT)

@@ -14,7 +14,7 @@ __all__ = ["forward", "read"]
 
 def read(c: ConfigReader) -> ModelConfig:
     """Its own code, which the config names, is Mistral's with dReLU; `hidden_act` says relu."""
-    c.get("auto_map")
+    c.own_code()
     if c.get("hidden_act", "relu") != "relu":
         raise c.unsupported("hidden_act", c.get("hidden_act"), "Bamboo's is relu")
     return replace(mistral.read(c), hidden_act="drelu")

@@ -18,6 +18,7 @@ def read(c: ConfigReader) -> ModelConfig:
     """Logits times `logit_scale`; heads that are normed one by one are refused."""
     c.called(rms_norm_eps="layer_norm_eps")
     bias = c.flag("attention_bias")
+    c.get("model_max_length")  # how long its makers let a text become
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, parallel_residual=True,
                         logits_scale=1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625))
 

@@ -16,6 +16,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 
 
 def read(c: ConfigReader) -> ModelConfig:
     """All matrices have a bias, the head too; heads that are normed one by one are refused."""
+    c.own_code()
     c.called(rms_norm_eps="layer_norm_eps")
     return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True,
                         parallel_residual=True, head_bias=True)

@@ -24,6 +24,10 @@ def read(c: ConfigReader) -> ModelConfig:
             kind = fields.get("rope_type", fields.get("type"))
             if kind in ("su", "yarn"):
                 c = c.instead(**{name: {**fields, "rope_type": "longrope", "type": "longrope"}})
+    c.own_code()
+    for name in ("full_attn_mod", "interpolate_factor"):
+        if c.integer(name, 1) != 1:
+            raise c.unsupported(name, c.get(name), "only 1 is supported")
     window, layers = c.integer("sliding_window", None), c.integer("num_hidden_layers", high=2**12)
     return read_decoder(c, DEFAULTS, windows=(window,) * layers if window else ())
 

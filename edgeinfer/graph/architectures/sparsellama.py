@@ -14,7 +14,7 @@ __all__ = ["forward", "read"]
 
 def read(c: ConfigReader) -> ModelConfig:
     """`hidden_act_param` is the limit; ReLU is the activation without one."""
-    c.get("auto_map")
+    c.own_code()
     if c.choice("hidden_act", c.get("hidden_act", "relu"), ("relu", "fatrelu")) == "relu":
         return llama.read(c)
     limit = c.number("hidden_act_param", above=-1e-9)

@@ -16,6 +16,7 @@ DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 32, "bos_tok
 
 def read(c: ConfigReader) -> ModelConfig:
     """Side by side, attention and FFN share a norm; heads that are normed one by one are refused."""
+    c.own_code()
     c.called(rms_norm_eps="layer_norm_eps" if c.has("layer_norm_eps") or not c.has("norm_eps") else "norm_eps")
     return read_decoder(c, DEFAULTS, attention_bias=c.flag("use_qkv_bias"),
                         parallel_residual=c.flag("use_parallel_residual"))

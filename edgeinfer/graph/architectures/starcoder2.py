@@ -19,7 +19,10 @@ def read(c: ConfigReader) -> ModelConfig:
     c.called(rms_norm_eps="norm_epsilon")
     for name, value in (("norm_type", "layer_norm"), ("mlp_type", "default")):
         c.choice(name, c.get(name, value), (value,))
-    c.get("attention_softmax_in_fp32")
+    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        c.get(name)  # in which type it is calculated
+    if not c.flag("scale_attn_weights", True):
+        raise c.unsupported("scale_attn_weights", False, "only true is supported")
     bias, window, layers = c.flag("use_bias", True), c.integer("sliding_window", None), c.integer("num_hidden_layers")
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias,
                         windows=(window,) * layers if window else ())
