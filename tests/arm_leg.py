@@ -42,7 +42,7 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
          "tests/test_kernels_screen.py", "tests/test_kernels_norms.py")
 SELECTION = ("((q4-32 or int8-32) and (exact or same_bits)) or neuron_mask or (kernels_screen and not q4-64 and not "
-             "int8-128) or (kernels_norms and (127 or values or cap))")
+             "int8-128) or (kernels_norms and (33 or cap))")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
           "norm_f32", "norm_q8", "activate", "add_positions")
