@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -15,13 +16,24 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.config import GROUP_SIZES
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import Graph, ModelConfig, Source, TypeOf, Weight, build_graph, read_config, requested_types
+from edgeinfer.graph import (
+    WRAPPERS,
+    Graph,
+    ModelConfig,
+    Source,
+    TypeOf,
+    Weight,
+    build_graph,
+    read_config,
+    requested_types,
+)
 from edgeinfer.quant import WeightType
 from edgeinfer.text import FOLDER
 
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
+from .text_tensors import is_buffer, names_of_text
 from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
@@ -73,6 +85,8 @@ class Checkpoint:
     """The file of each stored tensor, by the tensor's name."""
     aliases: dict[str, str]
     """Further names of stored tensors."""
+    pictures: frozenset[str] = frozenset()
+    """Stored tensors of the part of a model that sees pictures."""
     says: ClassVar[str] = CONFIG_FILE
     """What of the checkpoint says how large its tensors are."""
 
@@ -97,8 +111,14 @@ class Checkpoint:
         config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
         if config_file is None:
             raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
-        config = read_config(read_json(config_file), read_json(generation_file) if generation_file else None)
-        return cls(path, config, *open_shards(path))
+        fields = read_json(config_file)
+        config = read_config(fields, read_json(generation_file) if generation_file else None)
+        files, aliases = open_shards(path)
+        wrapped = fields.get("model_type") in WRAPPERS
+        names = names_of_text(files, config.model_type, wrapped)
+        if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
+            config = replace(config, tie_word_embeddings=HEAD not in {*files, *names.aliases})
+        return cls(path, config, files, {**names.aliases, **aliases}, names.pictures)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -149,12 +169,16 @@ class Checkpoint:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences for whoever converts it."""
-        return ()
+        if not self.pictures:
+            return ()
+        nbytes = sum(self.tensor(name).nbytes for name in self.pictures)
+        return (f"{len(self.pictures)} tensors of what sees pictures ({nbytes / 1e6:.1f} MB) are left out: the bundle "
+                f"is the text model, a {self.config.model_type}.",)
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Tensors that are no weights."""
-        return frozenset()
+        """Tensors that are no weights, or none of the text model."""
+        return frozenset(name for name in self.files if is_buffer(name)) | self.pictures
 
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""
@@ -207,9 +231,7 @@ class Checkpoint:
             check_uses(found, self.files[self.stored(name)].path, self.config.model_type)
         remarks = []
         for name in sorted(set(self.files) - set(map(self.stored, uses)) - self.ignored):
-            if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the config says
-                continue
-            if name == HEAD and self.config.tie_word_embeddings:
+            if name == self.stored(HEAD) and self.config.tie_word_embeddings:
                 embedding = next(weight.sources[0].name for weight in graph.weights if weight.kind == "embedding")
                 if compare and not self._same(HEAD, embedding):
                     remarks.append(f"{HEAD} differs from {embedding} and is left out: tie_word_embeddings is true.")

@@ -29,7 +29,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, TYPES
 
 from .checkpoint import Checkpoint
-from .gguf_config import ROPE_FACTORS, read_gguf_model
+from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
 from .gguf_file import GgufHeader, GgufTensor, read_headers
 from .gguf_import import moved
 from .gguf_names import with_gguf_names
@@ -39,6 +39,7 @@ from .gguf_types import EXACT, smallest_exact
 
 SPARE_GROUP = 32
 """Group size that a header states where the types of weights leave no choice."""
+FACTORS = (ROPE_FACTORS, LONG, SHORT)
 MOST_FACTORS = 1 << 16
 """Of a rotation: more than any head has, less than a file can hold."""
 Kinds = dict[str, str]
@@ -92,7 +93,7 @@ class GgufCheckpoint(Checkpoint):
             tokenizer = read_gguf_tokenizer(headers[0].fields, str(path)) if data else None
             if tokenizer:
                 config = replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.end_ids)
-            return cls(path, config, dict(files), {}, tuple(headers), files, tokenizer)
+            return cls(path, config, dict(files), {}, headers=tuple(headers), parts=files, tokenizer=tokenizer)
         except BaseException:
             for file in set(files.values()):
                 file.close()
@@ -121,8 +122,8 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """The factors of the rotation are in the config."""
-        return frozenset({ROPE_FACTORS})
+        """The factors of rotations are in the config."""
+        return frozenset(FACTORS)
 
     def kind(self, name: str) -> str:
         """Name of a tensor's type in the file."""
@@ -139,7 +140,7 @@ class GgufCheckpoint(Checkpoint):
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the file's names."""
-        return with_gguf_names(build_graph(self.config, type_of), self.config)
+        return with_gguf_names(build_graph(self.config, type_of), self.config, self.files)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
@@ -157,16 +158,17 @@ class GgufCheckpoint(Checkpoint):
         return storage_of_file(self.config, kinds)
 
 
-def _rope_factors(files: dict[str, GgufFile], data: bool) -> list[float] | None:
-    """The factors of the rotation, None where the file has none or, without `data`, ends before them."""
-    file = files.get(ROPE_FACTORS)
-    if not file or not (data or file.has(ROPE_FACTORS)):
-        return None
-    n = prod(file.tensors[ROPE_FACTORS].shape)
-    if n > MOST_FACTORS:
-        raise CheckpointError(f"{ROPE_FACTORS} in {file.path} has {n} values, more than any head needs; download it "
-                              "again.")
-    found: list[float] = file.read(ROPE_FACTORS, [0], n)[0].tolist()
+def _rope_factors(files: dict[str, GgufFile], data: bool) -> dict[str, list[float]]:
+    """The factors of the rotation, by tensor; without `data` those that the file does not end before."""
+    found: dict[str, list[float]] = {}
+    for name in FACTORS:
+        file = files.get(name)
+        if not file or not (data or file.has(name)):
+            continue
+        n = prod(file.tensors[name].shape)
+        if n > MOST_FACTORS:
+            raise CheckpointError(f"{name} in {file.path} has {n} values, more than any head needs; download it again.")
+        found[name] = file.read(name, [0], n)[0].tolist()
     return found
 
 
@@ -188,7 +190,7 @@ def refuse_inexact(kinds: Kinds, path: Path) -> None:
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:
     """The smallest exact type of each weight, or of its parts, and what a bundle's header says of them in one word."""
-    graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
+    graph = with_gguf_names(build_graph(config, requested_types("f32")), config, kinds)
     table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:

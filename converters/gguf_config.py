@@ -12,14 +12,15 @@ from typing import Any
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequencies, read_config
 
+from .gguf_families import ACTIVATIONS, OWN_KEYS, PARTIAL, RUNNABLE, TIED, WINDOWED, family_fields
 from .gguf_file import GgufHeader, GgufTensor
 from .gguf_vocabulary import NO_TOKEN
 
 ROPE_FACTORS = "rope_freqs.weight"
 """What the wavelengths of each pair of dimensions are multiplied by: the rule of Llama 3 as numbers."""
-RUNNABLE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF's names of architectures and ours. Mistral's is llama; one with a window becomes mistral."""
-OUTLINES = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3"}
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+"""LongRoPE's factors, of runs beyond the context of the training and of others."""
+OUTLINES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
 """Families that can be planned and not run; a llama with experts is one."""
 PURPOSES = {"imatrix": "an importance matrix, which a quantiser reads", "mmproj": "the image encoder of a vision model",
             "adapter": "an adapter, which changes a model and is none", "vocab": "a vocabulary without weights"}
@@ -28,7 +29,8 @@ _PLAIN = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+    "attention.layer_norm_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
 }
 _OF_OUTLINES = {
     "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "moe_intermediate_size",
@@ -82,8 +84,8 @@ def is_outline(header: GgufHeader) -> bool:
     return name not in RUNNABLE or bool(header.fields.get(f"{name}.expert_count"))
 
 
-def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], factors: Sequence[float] | None = None
-                    ) -> ModelConfig:
+def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
+                    factors: Mapping[str, Sequence[float]] | None = None) -> ModelConfig:
     """Understand the metadata of a model that can run.
 
     Parameters
@@ -92,8 +94,8 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], facto
         Of the first file.
     tensors : mapping
         Those of all files, which say whether the head is tied and what has a bias.
-    factors : sequence of float, optional
-        Elements of the tensor `ROPE_FACTORS`, where there is one.
+    factors : mapping of str to sequences of float, optional
+        Elements of the tensors `ROPE_FACTORS`, `LONG` and `SHORT`, as far as there are any.
 
     Raises
     ------
@@ -102,15 +104,16 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], facto
     UnsupportedModelError
         A key that changes the mathematics is not implemented; the message names it.
     """
-    config = config_fields(header, tensors)
-    prefix = architecture(header) + "."
+    config, factors, name = config_fields(header, tensors), factors or {}, architecture(header)
+    prefix = name + "."
     reader = ConfigReader({key: value.tolist() if isinstance(value, array) else value
                            for key, value in header.fields.items() if key.startswith(prefix)},
                           f"the metadata of {header.path}")
-    for key in (*_PLAIN, "vocab_size"):
+    for key in (*_PLAIN, *OWN_KEYS.get(name, ()), "vocab_size"):
         reader.get(prefix + key)
-    _read_rotation(reader, prefix, config, header)
-    _read_window(reader, prefix, config)
+    _read_rotation(reader, prefix, config, factors)
+    if name not in WINDOWED:
+        _read_window(reader, prefix, config)
     reader.refuse_unread({prefix + key: values for key, values in _NEUTRAL.items()})
     try:
         model = read_config(config)
@@ -118,9 +121,12 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor], facto
         if not str(error).startswith("config.json"):
             raise
         raise type(error)(f"{header.path}, as a {error}") from None
-    model = replace(model, attention_bias="blk.0.attn_q.bias" in tensors,
-                    attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
-    return model if factors is None else replace(model, rope=_of_factors(model, factors, header, prefix))
+    model = replace(model, attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
+                    attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
+                    head_bias="output.bias" in tensors)
+    if ROPE_FACTORS not in factors:
+        return model
+    return replace(model, rope=_of_factors(model, factors[ROPE_FACTORS], header, prefix))
 
 
 def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -130,12 +136,14 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
     names = _PLAIN | _OF_OUTLINES if outline else _PLAIN
     config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in names.items() if f"{name}.{key}" in fields}
     config["model_type"] = (OUTLINES if outline else RUNNABLE)[name]
-    config["hidden_act"] = "gelu_pytorch_tanh" if name.startswith("gemma") else "silu"
+    config["hidden_act"] = ACTIVATIONS.get(name, "silu")
     config["vocab_size"] = _vocabulary(header, tensors, name)
-    config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name.startswith("gemma")
+    config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name in TIED
     ids = {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
            if f"tokenizer.ggml.{key}_token_id" in fields}
     config |= {key: None if token_id in NO_TOKEN else token_id for key, token_id in ids.items()}
+    if not outline:
+        config |= family_fields(name, lambda key: _value(fields.get(f"{name}.{key}")), _with_head(config), tensors)
     if "blk.0.attn_q.bias" in tensors and outline:
         config["attention_bias"] = True
     if experts := fields.get(f"{name}.expert_count"):
@@ -174,17 +182,30 @@ def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str
     return next(iter(counts.values()), None)
 
 
-def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], header: GgufHeader) -> None:
-    """RoPE's keys as config.json's rope_scaling; heads that turn in part, or differ in width, are refused."""
+def _with_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the width of a head."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
-        config.setdefault("head_dim", width // heads)
-    head_dim = config.get("head_dim")
-    for key in ("rope.dimension_count", "attention.value_length"):
+    known = isinstance(heads, int) and isinstance(width, int) and heads > 0
+    return {**({"head_dim": width // heads} if known else {}), **config}  # type: ignore[operator]
+
+
+def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors: Mapping[str, Sequence[float]]
+                   ) -> None:
+    """RoPE's keys as config.json's rope_scaling; where all of a head must turn, another width is refused."""
+    name = prefix[:-1]
+    config |= _with_head(config)
+    head_dim, turned = config.get("head_dim"), r.get(prefix + "rope.dimension_count")
+    if name in PARTIAL and isinstance(turned, int) and isinstance(head_dim, int) and 0 < turned < head_dim:
+        config["partial_rotary_factor"] = (turned + 0.25) / head_dim  # so that no rounding makes it one less
+    elif name in PARTIAL:
+        config["partial_rotary_factor"] = 1.0
+    if SHORT in factors or LONG in factors:
+        return _read_longrope(r, prefix, config, factors)
+    for key in (*(() if name in PARTIAL or name == "gpt2" else ("rope.dimension_count",)), "attention.value_length"):
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
-    scale = r.number(prefix + "attention.scale", 0.0, above=-1.0)
+    scale = None if name == "granite" else r.number(prefix + "attention.scale", 0.0, above=-1.0)
     if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
     scaling = prefix + "rope.scaling."
@@ -219,6 +240,20 @@ def _scaling(r: ConfigReader, prefix: str) -> tuple[str, float]:
     kind = r.get(f"{prefix}rope.scaling.type") or ("none" if factor in (0, 1) else "linear")
     kind = r.choice(f"{prefix}rope.scaling.type", kind, ("none", "linear", "yarn"))
     return kind, 1.0 if kind == "none" else r.number(name)
+
+
+def _read_longrope(r: ConfigReader, prefix: str, config: dict[str, Any], factors: Mapping[str, Sequence[float]]
+                   ) -> None:
+    """LongRoPE: its factors are tensors, and the file says how much cosines and sines are scaled."""
+    r.get(prefix + "rope.scaling.type")
+    section: dict[str, Any] = {
+        "rope_type": "longrope", "long_factor": list(factors.get(LONG, ())),
+        "short_factor": list(factors.get(SHORT, ())),
+        "original_max_position_embeddings": r.integer(prefix + "rope.scaling.original_context_length",
+                                                      config.get("max_position_embeddings"))}
+    if stretch := r.number(prefix + "rope.scaling.attn_factor", None):
+        section["attention_factor"] = _value(stretch)
+    config["rope_scaling"] = section
 
 
 def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:

@@ -3,43 +3,80 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
-from edgeinfer.graph import Graph, ModelConfig, Source, Weight
+from edgeinfer.graph import Affine, Graph, ModelConfig, Source, Transposed, Weight
 
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTER = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+    "transformer.word_embeddings": "token_embd", "model.final_layernorm": "output_norm",
+}
 _LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up", "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "ln_attn": "attn_norm_2", "ln_mlp": "attn_norm",
+    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
 }
-_NAME = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)|(.+)\.(weight|bias)")
-INTERLEAVED = ("llama", "mistral")
+_ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+                   "post_feedforward_layernorm": "post_ffw_norm"}
+_OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")}
+_NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
+                   r"|(.+)\.(weight|bias)")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
 """Architectures whose q and k rows llama.cpp's converter reorders, for a rotation that turns neighbours."""
+_IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi")
+"""Architectures whose q, k and v the converter leaves in one tensor, as rows one behind the other."""
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
+"""Architectures to whose norms the converter adds 1."""
 
 
-def with_gguf_names(graph: Graph, config: ModelConfig) -> Graph:
-    """Return the graph with the sources of its weights as a GGUF file has them."""
-    return replace(graph, weights=tuple(_renamed(weight, config) for weight in graph.weights))
+def with_gguf_names(graph: Graph, config: ModelConfig, names: Collection[str] = ()) -> Graph:
+    """Return the graph with the sources of its weights as a GGUF file has them; `names` are those of its tensors."""
+    return replace(graph, weights=tuple(_renamed(weight, config, names) for weight in graph.weights))
 
 
-def _renamed(weight: Weight, config: ModelConfig) -> Weight:
+def _renamed(weight: Weight, config: ModelConfig, names: Collection[str]) -> Weight:
+    fused = re.fullmatch(r"layers\.([0-9]+)\.qkv(_bias)?", weight.name) if config.model_type in _IN_ROWS else None
+    name = f"blk.{fused[1]}.attn_qkv.{'bias' if fused[2] else 'weight'}" if fused else ""
+    if fused and (config.model_type != "phi" or name in names):
+        return replace(weight, sources=_rows(name, weight))
     return replace(weight, sources=tuple(_source(source, config) for source in weight.sources))
 
 
+def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
+    """Each part of the weight as rows of one tensor."""
+    counts = [source.shape[0] for source in weight.sources]
+    whole = Source(name, (sum(counts), *weight.sources[0].shape[1:]))
+    return tuple(whole.rows(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
+
+
 def _source(source: Source, config: ModelConfig) -> Source:
-    """The same elements by the file's name; steps of the architecture come behind those that undo the converter's."""
-    name = gguf_name(source.name)
-    plain = Source(name, source.stored, source.index, shared=source.shared)
+    """The same elements by the file's name; steps of the architecture come behind those that undo the converter's.
+
+    Steps that the converter has taken already are left out.
+    """
+    name, steps, stored = gguf_name(source.name, config.model_type), source.steps, source.stored
+    if any(isinstance(step, Transposed) for step in steps):
+        steps, stored = tuple(step for step in steps if not isinstance(step, Transposed)), stored[::-1]
+    if config.model_type in _PLUS_ONE:
+        steps = tuple(step for step in steps if step != Affine(plus=1.0))
+    plain = Source(name, stored, source.index, shared=source.shared)
     if config.model_type in INTERLEAVED and re.search(r"\.attn_[qk]\.", name):
         plain = plain.rope_halves(config.head_dim)
-    return replace(plain, steps=(*plain.steps, *source.steps))
+    return replace(plain, steps=(*plain.steps, *steps))
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, model_type: str = "") -> str:
     """The file's name of a tensor; one that has none there keeps its own, and will be said to be missing."""
-    match = _NAME.fullmatch(name)
-    if match and match[1] and match[2] in _LAYER:
-        return f"blk.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+    match, layer = _NAME.fullmatch(name), _OWN.get(model_type, _LAYER)
+    if match and match[1] and match[2] in layer:
+        return f"blk.{match[1]}.{layer[match[2]]}.{match[3]}"
     return f"{_OUTER[match[4]]}.{match[5]}" if match and match[4] in _OUTER else name

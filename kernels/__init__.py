@@ -26,10 +26,13 @@ if TYPE_CHECKING:
         NEURON_GATED,
         NEURON_MASK,
         NEURON_RESOLVE,
+        POSITIONS,
         RELEASE,
         ROPE,
         ROWS,
         SCREEN,
+        VALUE_FUNCTIONS,
+        VALUES,
         fill,
     )
     from .toolchain.link import Kernels
@@ -37,14 +40,14 @@ if TYPE_CHECKING:
     from .toolchain.provide import find_set
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK",
-           "NEURON_RESOLVE", "RELEASE", "ROPE", "ROWS", "SCREEN", "Isa", "Kernels", "abi", "available",
-           "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
-           "parameters", "reference", "sampling", "twin_of"]
+           "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa",
+           "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set",
+           "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION DRAW LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE RELEASE "
-                  "ROPE ROWS SCREEN fill parameters",
+                  "POSITIONS ROPE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
 })

@@ -51,8 +51,12 @@ FLAG_HEAD_NORM = 4
 FLAG_HOLES = 8
 """attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
+FLAG_CENTRED = 512
+"""norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256
 """attention_merge: the tokens are the last of the walk, not the first, and rows of V may have been left out."""
+VALUES_OF_A_UNIT = 2048
+"""activate: values of a row that a thread takes at once, a multiple of 16."""
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
 """What attention does about rows of V that are left out: nothing, as if they were 0; the weights of the others add up
 to 1; or what they weigh together goes to a mean of V (MEAN_BLOCKS)."""

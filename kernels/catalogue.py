@@ -25,10 +25,12 @@ from .parameters import (
     NEURON_GATED,
     NEURON_MASK,
     NEURON_RESOLVE,
+    POSITIONS,
     RELEASE,
     ROPE,
     ROWS,
     SCREEN,
+    VALUES,
 )
 from .vector.forms import FORMS
 
@@ -64,6 +66,9 @@ FAMILIES = (
     Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
     Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
            ("source", "out", "norm", "scratch"), ROWS),
+    Family("norm", ("norm_f32", "norm_q8"), ("source", "out", "norm", "scratch", "bias"), ROWS),
+    Family("values", ("activate",), ("rows",), VALUES),
+    Family("positions", ("add_positions",), ("rows", "table"), POSITIONS),
     Family("rope_store", tuple(f"rope_store_{kv}" for kv in KV), ("qkv", "table", "kv", "q_norm", "k_norm"), ROPE),
     Family("attention", (*(f"attention_{kv}" for kv in KV), *(f"attention_scores_{kv}" for kv in KV),
                          *(f"attention_values_{kv}" for kv in KV), "attention_select", "attention_merge"),

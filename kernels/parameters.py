@@ -40,6 +40,8 @@ class _Linear(NamedTuple):
     """Fused input: elements that share a scale."""
     eps: int
     """Fused input: epsilon of the norm, float32 bits."""
+    limit: int
+    """Gated: limit of fatrelu, float32 bits."""
 
 
 class _Rows(NamedTuple):
@@ -81,6 +83,8 @@ class _Rope(NamedTuple):
     """Epsilon of the head norms, float32 bits."""
     rows: int
     """Which count gives the tokens."""
+    rotary: int
+    """Dimensions of a head that turn, the first ones; 0 = none."""
 
 
 class _Attention(NamedTuple):
@@ -96,7 +100,7 @@ class _Attention(NamedTuple):
     window: int
     """Positions a query sees, itself included; 0 = all."""
     scale: int
-    """1 / sqrt(head_dim), float32 bits."""
+    """What scores are multiplied by, mostly 1 / sqrt(head_dim); float32 bits."""
     scratch: int
     """Scratch bytes of a thread."""
     splits: int
@@ -111,6 +115,8 @@ class _Attention(NamedTuple):
     """attention_select: how far below the largest score a wanted one may be, float32 bits; -inf = any."""
     instead: int
     """INSTEAD_*: what stands for the rows that are left out."""
+    cap: int
+    """Scores become cap x tanh(score / cap), float32 bits; 0 = they stay as they are."""
 
 
 class _NeuronGated(NamedTuple):
@@ -158,6 +164,8 @@ class _NeuronGated(NamedTuple):
     """Neurons at the beginning that the record leaves out: whole blocks."""
     behind: int
     """Neurons at the end that it leaves out."""
+    limit: int
+    """As in LINEAR."""
 
 
 class _NeuronResolve(NamedTuple):
@@ -273,25 +281,55 @@ class _Screen(NamedTuple):
     """How many of them the estimates were made of, rounded to int8."""
 
 
+class _Values(NamedTuple):
+    width: int
+    """Elements of a row."""
+    stride: int
+    rows: int
+    """Which count gives the rows."""
+    function: int
+    """Number of the function, see VALUE_FUNCTIONS."""
+    factor: int
+    """scale: what values are multiplied by; soft_cap: the cap; fatrelu: the limit. float32 bits."""
+
+
+class _Positions(NamedTuple):
+    width: int
+    """Elements of a row, and of one of the table."""
+    stride: int
+    """Bytes from one token's row to the next."""
+    rows: int
+    """Which count gives the rows."""
+    offset: int
+    """Row of the table that position 0 has."""
+    tile_bytes: int
+    """Bytes of a tile of the table."""
+
+
 class _Release(NamedTuple):
     part: int
     """Number of the part whose buffer is free."""
 
 
-LINEAR = _Linear(*range(16))
+LINEAR = _Linear(*range(17))
 ROWS = _Rows(*range(11))
-ROPE = _Rope(*range(9))
-ATTENTION = _Attention(*range(16))
-NEURON_GATED = _NeuronGated(*range(23))
+ROPE = _Rope(*range(10))
+ATTENTION = _Attention(*range(17))
+NEURON_GATED = _NeuronGated(*range(24))
 NEURON_DOWN = _NeuronDown(*range(14))
 NEURON_RESOLVE = _NeuronResolve(*range(12))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
 SCREEN = _Screen(*range(17))
+VALUES = _Values(*range(5))
+POSITIONS = _Positions(*range(5))
 RELEASE = _Release(*range(1))
 
-ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4}
-"""Numbers of the hidden activations in records."""
+ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4, "drelu": 5, "fatrelu": 6}
+"""Numbers of the hidden activations in records. drelu is ReLU of the gate and of what it multiplies (arXiv 2406.05955);
+fatrelu leaves what is above a limit, and is 0 elsewhere (arXiv 2402.13516)."""
+VALUE_FUNCTIONS = {**ACTIVATIONS, "scale": 16, "soft_cap": 17}
+"""Numbers of the functions of single values of rows."""
 
 
 def fill(family: Any, **values: int | float) -> list[int]:

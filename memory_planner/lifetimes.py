@@ -55,8 +55,8 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
     tensors: dict[str, Tensor] = {}
     for step, op in enumerate(graph.ops):
         for tensor in (*op.inputs, op.out):
-            if tensor.name != graph.logits.name:
-                home = homes[tensor.name]
+            home = homes[tensor.name]
+            if home != homes[graph.logits.name]:
                 births.setdefault(home, step)
                 deaths[home] = step
                 tensors.setdefault(home, tensor)

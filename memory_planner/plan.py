@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, KvAccess, Op, SelectedAttention, Sizes, Types
+from edgeinfer.graph import Graph, KvAccess, ModelConfig, Op, SelectedAttention, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
 from edgeinfer.sizes import round_up
@@ -281,7 +281,7 @@ class Planner:
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
         holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
-        rope_row = 2 * 4 * round_up(c.head_dim // 2, 16)
+        rope_row = 2 * 4 * round_up(c.rope_dim // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
         sizes = sizes_of(graph.types, splits, request)
         if sizes[1:] not in self._scratch:
@@ -303,7 +303,7 @@ class Planner:
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
-            Region("constants", request.ctx * rope_row + 64, f"rotary tables of {request.ctx} positions"),
+            Region("constants", len(c.rotations) * request.ctx * rope_row + 64, _rotary(c, request.ctx)),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits{_scored(graph, sizes)}"),
             *self._state(request),
@@ -312,7 +312,9 @@ class Planner:
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                    f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
         )
-        places = {**placements, graph.logits.name: logits, **weights.places}
+        home_of = graph.homes()  # of logits that are capped where they lie, too
+        made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
+        places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
                           weights.cold, holes)
 
@@ -412,6 +414,13 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
     """Return what scratch may depend on in a run."""
     return Sizes(types, splits, min(request.tokens, abi.ATTENTION_TOKENS), request.decoded_tokens)
+
+
+def _rotary(config: ModelConfig, ctx: int) -> str:
+    """Say what tables of rotations there are."""
+    if not config.rotations:
+        return "no rotary tables: positions are learned"
+    return f"rotary tables of {ctx} positions" + (", of two kinds of layers" if config.local_rope else "")
 
 
 def _scored(graph: Graph, sizes: Sizes) -> str:

@@ -70,14 +70,15 @@ def weights(name: str, shape: list[int] | tuple[int, ...]) -> np.ndarray:
     n = int(np.prod(shape))
     bits = np.frombuffer(hashlib.shake_256(name.encode()).digest(2 * n), "<i2")
     uniform = bits.reshape(shape) / 2.0**15
-    if name.endswith("norm.weight"):
+    if len(shape) == 1 and name.endswith(".weight"):
         values = 1 + 0.4 * uniform
     elif name.endswith("bias"):
         values = 0.5 * uniform
     elif name.endswith("embed_tokens.weight"):
         values = 0.5 * uniform  # the layers weigh more than the token itself
     else:
-        sharp = name.endswith(("q_proj.weight", "k_proj.weight"))
+        sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "query_key_value.weight",
+                               "c_attn.weight"))
         values = uniform * np.sqrt(3 / shape[-1]) * (1.6 if sharp else 1.0)
     return values.astype(np.float16)
 
@@ -96,7 +97,7 @@ def write_checkpoint(case: GoldenCase, directory: Path) -> Path:
 
     directory.mkdir(parents=True, exist_ok=True)
     save_file(case.tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    vocabulary = {f"t{i}": i for i in range(case.config["vocab_size"])}
+    vocabulary = {f"t{i}": i for i in range(case.config.get("text_config", case.config)["vocab_size"])}
     tokenizer = {
         "version": "1.0",
         "truncation": None,

@@ -6,6 +6,7 @@ original context of each RoPE scaling.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 from tests.golden_cases import FOLDER, GoldenCase, save, weights
 
 N_TOKENS = 44
+FEWER = 24  # of later cases: beyond their windows and LongRoPE's training context
+FIRST = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -30,6 +33,22 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEEP_YARN = {**YARN, "beta_fast": 8, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.6, "truncate": False}
+
+BASE = {"vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+NEOX = {"model_type": "gpt_neox", **BASE, "num_attention_heads": 5, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}  # fmt: skip
+del NEOX["num_key_value_heads"]
+GEMMA3 = {"model_type": "gemma3_text", **BASE, "head_dim": 14, "sliding_window": 7, "query_pre_attn_scalar": 20,
+          "sliding_window_pattern": 3, "rope_theta": 3000.0, "rope_local_base_freq": 50.0}  # fmt: skip
+FALCON = {"model_type": "falcon", "vocab_size": 99, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6,
+          "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "rope_theta": 300.0}  # fmt: skip
+SIDE = {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
+                          "out_hidden_size": 60, "fullatt_block_indexes": [0]}}  # fmt: skip
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 8, "patch_size": 4}  # fmt: skip
+MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 2000.0}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama-mha": {**LLAMA, "rope_theta": 10000.0, "rope_scaling": None},
@@ -67,6 +86,110 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma": {"model_type": "gemma", **BASE, "head_dim": 14, "hidden_act": "gelu", "rope_theta": 300.0},
+    "gemma2": {
+        "model_type": "gemma2", **BASE, "head_dim": 14, "sliding_window": 7, "query_pre_attn_scalar": 9,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "rope_theta": 300.0,
+    },
+    "gemma2-uncapped": {
+        "model_type": "gemma2", **BASE, "head_dim": 8, "num_key_value_heads": 1, "query_pre_attn_scalar": 3,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_hidden_layers": 2, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
+    },
+    "gemma3": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "final_logit_softcapping": 5.0},
+    "gemma3-sections": {
+        **{name: value for name, value in GEMMA3.items()
+           if name not in ("rope_theta", "rope_local_base_freq", "sliding_window_pattern")},
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 900.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
+    },
+    "gemma3-wrapped": {"model_type": "gemma3", "text_config": GEMMA3, "vision_config": SIGLIP,
+                       "mm_tokens_per_image": 4, "image_token_index": 98},
+    "phi3": {
+        "model_type": "phi3", **BASE, "sliding_window": 9, "pad_token_id": 0, "rope_theta": 300.0,
+        "original_max_position_embeddings": 64,
+    },
+    "phi3-longrope-partial": {
+        "model_type": "phi3", **BASE, "hidden_size": 72, "pad_token_id": 0, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.67,
+            "original_max_position_embeddings": 16, "short_factor": [1.0, 1.5, 1.0, 2.0],
+            "long_factor": [1.0, 1.7, 2.5, 4.0]},
+        "original_max_position_embeddings": 16,
+    },
+    "smollm3": {
+        "model_type": "smollm3", **BASE, "pad_token_id": 0, "no_rope_layer_interval": 2, "attention_bias": True,
+        "rope_theta": 300.0, "use_sliding_window": True, "sliding_window": 9,
+    },
+    "granite": {
+        "model_type": "granite", **BASE, "embedding_multiplier": 7.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.5, "logits_scaling": 4.0, "rms_norm_eps": 0.08, "attention_bias": True,
+        "mlp_bias": True, "tie_word_embeddings": True,
+    },
+    "olmo2": {"model_type": "olmo2", **BASE, "pad_token_id": 0, "rms_norm_eps": 1e-3, "rope_theta": 300.0},
+    "olmo2-bias-mqa": {
+        "model_type": "olmo2", **BASE, "pad_token_id": 0, "num_key_value_heads": 1, "attention_bias": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": 99, "n_embd": 60, "n_layer": 3, "n_head": 5, "n_positions": 64,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt-neo-window": {
+        "model_type": "gpt_neo", "vocab_size": 99, "hidden_size": 60, "num_layers": 3, "num_heads": 6,
+        "max_position_embeddings": 64, "attention_types": [[["global", "local", "local"], 1]], "window_size": 7,
+        "intermediate_size": 70, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt-neox": NEOX,
+    "gpt-neox-serial": {**NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    "opt": {
+        "model_type": "opt", "vocab_size": 99, "hidden_size": 60, "ffn_dim": 100, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "opt-no-bias": {
+        "model_type": "opt", "vocab_size": 99, "hidden_size": 60, "ffn_dim": 100, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "max_position_embeddings": 64, "enable_bias": False, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "falcon-7b": {**FALCON, "multi_query": True, "parallel_attn": True},
+    "falcon-40b": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    "falcon-11b-bias": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1,
+                        "bias": True},
+    "falcon-serial": {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 77},
+    "stablelm": {
+        "model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4, "partial_rotary_factor": 0.5,
+        "use_qkv_bias": True, "rope_theta": 300.0,
+    },
+    "stablelm-parallel": {
+        "model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4, "use_parallel_residual": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.34},
+    },
+    "phi": {
+        "model_type": "phi", **BASE, "hidden_size": 72, "rope_theta": 300.0, "num_key_value_heads": 3,
+    },
+    "starcoder2-window": {
+        "model_type": "starcoder2", **BASE, "sliding_window": 7, "rope_theta": 300.0,
+    },
+    "starcoder2-no-bias": {"model_type": "starcoder2", **BASE, "use_bias": False, "tie_word_embeddings": False},
+    "cohere": {"model_type": "cohere", **BASE, "rope_theta": 300.0, "logit_scale": 0.25, "pad_token_id": 0},
+    "cohere-bias": {"model_type": "cohere", **BASE, "attention_bias": True, "num_key_value_heads": 3,
+                    "pad_token_id": 0, "tie_word_embeddings": False},
+    "qwen2-vl-wrapped": {
+        "model_type": "qwen2_5_vl", **SIDE,
+        "text_config": {**QWEN2, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
+    },
+    "qwen3-vl-wrapped": {
+        "model_type": "qwen3_vl",
+        "vision_config": {**SIDE["vision_config"], "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+                          "out_hidden_size": 52},
+        "text_config": {**QWEN3, "model_type": "qwen3_vl_text",
+                        "rope_parameters": {**MROPE, "mrope_section": [3, 3, 3], "mrope_interleaved": True}},
+    },
+    "mistral3-wrapped": {
+        "model_type": "mistral3", "tie_word_embeddings": True,
+        "text_config": {**MISTRAL, "head_dim": 6, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **SIGLIP}, "image_token_index": 98,
+    },
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 
@@ -76,22 +199,25 @@ def with_transformers(name: str, config: dict[str, Any]) -> GoldenCase:
     import torch
 
     model, tensors = transformers_model(name, config)
-    ids = token_ids(name, config["vocab_size"])
+    n = N_TOKENS if config["model_type"] in FIRST else FEWER
+    ids = token_ids(name, config.get("text_config", config)["vocab_size"], n)
     with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
     return GoldenCase(name, config, tensors, ids, logits)
 
 
 def transformers_model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
     """A model with its tensors: eager attention, float32, weights as `golden_cases.weights` gives them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.set_num_threads(1)  # tiny matrices; more threads only wait for each other
     settings = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **_copied(settings))
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    tied = {name for name, value in model.named_parameters(remove_duplicate=False)
+            if name in ("lm_head.weight", "embed_out.weight") and value is model.get_input_embeddings().weight}
     tensors = {
         key: weights(f"{name}/{key}", list(value.shape)) for key, value in model.state_dict().items() if key not in tied
     }
@@ -103,15 +229,15 @@ def transformers_model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str
     return model, tensors
 
 
-def token_ids(name: str, vocab_size: int) -> list[int]:
+def token_ids(name: str, vocab_size: int, n: int = N_TOKENS) -> list[int]:
     """A random prompt that depends on the name alone."""
-    bits = hashlib.shake_256(f"{name}/ids".encode()).digest(2 * N_TOKENS)
+    bits = hashlib.shake_256(f"{name}/ids".encode()).digest(2 * n)
     return [int(x) % vocab_size for x in np.frombuffer(bits, "<u2")]
 
 
 def _copied(settings: dict[str, Any]) -> dict[str, Any]:
     """transformers completes the dictionaries that it is given."""
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    return copy.deepcopy(settings)
 
 
 if __name__ == "__main__":

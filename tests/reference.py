@@ -47,16 +47,32 @@ class _State:
     """What operations share: the model, its tensors, the tokens, and the keys and values of each layer."""
 
     def __init__(self, config: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray, dtype: type):
-        self.config, self.ids, self.dtype = config, ids, dtype
+        self.config, self.ids, self.dtype, self.context = config, ids, dtype, len(ids)
         self._tensors = tensors
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def parts(self, weight: Any) -> list[np.ndarray]:
         """The checkpoint tensors of a weight, in order."""
-        assert not any(source.steps or source.index for source in weight.sources), weight.name
-        found = [self._tensors[source.name] for source in weight.sources]
-        assert [part.shape for part in found] == [source.stored for source in weight.sources], weight.name
-        return [part.astype(self.dtype) for part in found]
+        return [self._part(source) for source in weight.sources]
+
+    def _part(self, source: Any) -> np.ndarray:
+        """A part of a checkpoint tensor: steps backwards over all its places, then forwards over the values."""
+        whole = self._tensor(source)[source.index].astype(self.dtype)
+        assert whole.shape == source.stored[len(source.index) :], source.name
+        places = [(np.arange(source.shape[0]), np.arange(math.prod(source.shape[1:])))]
+        for step in reversed(source.steps):
+            places.append(step.origin(*places[-1]))
+        rows, columns = places.pop()
+        values = whole.reshape(len(whole), -1)[rows][:, columns]
+        for step in source.steps:
+            values = step.apply(values, *places.pop(), lambda by, which: self._part(by)[which])
+        return values.reshape(source.shape)
+
+    def _tensor(self, source: Any) -> np.ndarray:
+        """By the architecture's name, or what the checkpoint calls it where that differs."""
+        name = source.name
+        names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"))
+        return next(self._tensors[one] for one in names if one in self._tensors)
 
     def whole(self, weight: Any) -> np.ndarray:
         """The checkpoint tensors of a weight, one below the other."""
@@ -65,6 +81,34 @@ class _State:
 
 def embed(state: _State, op: Any) -> np.ndarray:
     return state.whole(op.weights[0])[state.ids]
+
+
+def add_positions(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    return x + state.whole(op.table)[op.offset : op.offset + len(x)]
+
+
+def activate(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    if op.function == "scale":
+        return x * state.dtype(op.factor)
+    if op.function == "soft_cap":
+        return (op.factor * np.tanh(x / op.factor)).astype(state.dtype)
+    return ACTIVATIONS[op.function](x)
+
+
+def layer_norm(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    y = _normalised(x - x.mean(axis=-1, keepdims=True), op.eps) * state.whole(op.weight)
+    return y + state.whole(op.bias) if op.bias else y
+
+
+def normed_sum(state: _State, op: Any, h: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return x + _normalised(h, op.eps) * state.whole(op.weight)
+
+
+def norm_part(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    part = slice(op.start, op.start + op.weight.shape[0])
+    y = x.copy()
+    y[:, part] = _normalised(x[:, part], op.eps) * state.whole(op.weight)
+    return y
 
 
 def gather_outputs(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
@@ -92,13 +136,21 @@ def gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndar
     if op.bias:
         gate_bias, up_bias = state.parts(op.bias)
         gate, up = gate + gate_bias, up + up_bias
+    return _gated(op, gate, up)
+
+
+def _gated(op: Any, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if op.activation == "drelu":
+        return np.maximum(gate, 0) * np.maximum(up, 0)
+    if op.activation == "fatrelu":
+        return np.where(gate > op.limit, gate, 0).astype(gate.dtype) * up
     return ACTIVATIONS[op.activation](gate) * up
 
 
 def neuron_gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndarray:
     gate, up, _ = state.parts(op.weight)
     biases = np.split(state.whole(op.bias), 2) if op.bias else (0, 0)
-    return ACTIVATIONS[op.activation](x @ gate.T + biases[0]) * (x @ up.T + biases[1])
+    return _gated(op, x @ gate.T + biases[0], x @ up.T + biases[1])
 
 
 def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> np.ndarray:
@@ -113,9 +165,12 @@ def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     q, k, v = (part.reshape(len(qkv), -1, c.head_dim) for part in np.split(qkv, widths, axis=1))
     if op.weights:
         q, k = (_normalised(x, op.eps) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
-    angles = np.arange(len(qkv))[:, None, None] * frequencies(c.rope, c.head_dim)
-    cos, sin = (f(angles) * c.rope.attention_factor for f in (np.cos, np.sin))
-    q, k = (_rotated(x, cos, sin).astype(state.dtype) for x in (q, k))
+    if op.rotary:
+        rope = c.local_rope if op.table else c.rope
+        angles = np.arange(len(qkv))[:, None, None] * frequencies(rope, op.rotary, state.context)
+        cos, sin = (f(angles) * rope.attention_factor for f in (np.cos, np.sin))
+        q, k = (np.concatenate([_rotated(x[..., : op.rotary], cos, sin), x[..., op.rotary :]], axis=-1)
+                .astype(state.dtype) for x in (q, k))
     state.stored[op.layer] = k, v
     return np.concatenate([x.reshape(len(qkv), -1) for x in (q, k, v)], axis=1)
 
@@ -127,7 +182,9 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     q = qkv[:, : c.num_attention_heads * c.head_dim].reshape(len(qkv), c.num_attention_heads, c.head_dim)
     group = c.num_attention_heads // c.num_key_value_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(np.array(c.head_dim, state.dtype))
+    scores = np.einsum("qhd,khd->hqk", q, k) * state.dtype(c.attention_scale or 1 / math.sqrt(c.head_dim))
+    if c.attention_softcap:
+        scores = state.dtype(c.attention_softcap) * np.tanh(scores / state.dtype(c.attention_softcap))
     distance = np.arange(len(q))[:, None] - np.arange(len(q))
     window = op.window or len(q)
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
@@ -141,8 +198,9 @@ def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     return np.zeros((len(logits), op.out.width), logits.dtype)
 
 
-OPS = {f.__name__: f for f in (embed, gather_outputs, quantize, rms_norm, linear, gated, neuron_gated, neuron_down,
-                                 rope_store, attention, draw)}
+OPS = {f.__name__: f for f in (embed, add_positions, activate, layer_norm, normed_sum, norm_part, gather_outputs,
+                               quantize, rms_norm, linear, gated, neuron_gated, neuron_down, rope_store, attention,
+                               draw)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:
@@ -171,7 +229,7 @@ ACTIVATIONS = {
 }
 
 
-def frequencies(rope: Any, head_dim: int) -> np.ndarray:
+def frequencies(rope: Any, head_dim: int, context: int = 0) -> np.ndarray:
     """Radians per position of each pair of dimensions, one pair at a time as the papers have it."""
     pairs = head_dim // 2
     plain = [rope.theta ** (-2 * i / head_dim) for i in range(pairs)]
@@ -179,6 +237,9 @@ def frequencies(rope: Any, head_dim: int) -> np.ndarray:
         plain = [f / rope.factor for f in plain]
     elif rope.kind == "llama3":
         plain = [_llama3(rope, f) for f in plain]
+    elif rope.kind == "longrope":
+        far = context > rope.original_max_position_embeddings
+        plain = [f / factor for f, factor in zip(plain, rope.long_factors if far else rope.short_factors, strict=True)]
     elif rope.kind == "yarn":
         low, high = _yarn_range(rope, head_dim)
         ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(pairs)]

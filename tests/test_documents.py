@@ -155,6 +155,8 @@ def test_every_script_and_flag_exists() -> None:
     for page in PAGES:
         for module in re.findall(r"`python -m ([\w.]+)", page.read_text(encoding="utf-8")):
             path = module.removeprefix("edgeinfer.").replace(".", "/")
+            if module == "pytest":
+                continue
             files = [top / (path + end) for top in (ROOT, ROOT / "edgeinfer") for end in (".py", "/__main__.py")]
             assert any(file.is_file() for file in files), f"{page.name}: {module}"
 
@@ -223,3 +225,10 @@ def test_the_table_of_floors_is_the_one_that_is_enforced() -> None:
     there = {room for room in FLOORS if any((ROOT / base / room).with_suffix(end).exists()
                                             for base in ("", "edgeinfer") for end in ("", ".py"))}
     assert said == {room: FLOORS[room] for room in there - {"__main__"}}
+
+
+def test_the_table_of_models_is_that_of_the_program() -> None:
+    from tests.make_models import PAGE as MODELS
+    from tests.make_models import models
+
+    assert MODELS.read_text(encoding="utf-8") == models(), "run: python -m tests.make_models"

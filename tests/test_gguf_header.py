@@ -369,7 +369,7 @@ def test_published_vocabulary_files(shared_data: Callable[[str], Path], file: st
     assert described.parameters == pytest.approx(describe(shape).parameters, rel=0.001)
 
 
-@pytest.mark.parametrize("file", ["gpt-2", "mpt"])
+@pytest.mark.parametrize("file", ["mpt"])
 def test_other_families_are_named(shared_data: Callable[[str], Path], file: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"architecture '{file.replace('-', '')}'; known: llama"):
         describe(shared_data(f"tokenizers/gguf-vocab/ggml-vocab-{file}.gguf"))

@@ -31,7 +31,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def test_supported_architectures() -> None:
-    assert supported_architectures() == ["llama", "mistral", "qwen2", "qwen3"]
+    assert supported_architectures() == [
+        "bamboo", "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "granite",
+        "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "sparsellama", "stablelm",
+        "starcoder2"]
 
 
 def test_absent_fields_take_the_architecture_s_defaults() -> None:
@@ -188,8 +191,8 @@ NOT_SUPPORTED = [
     (LLAMA, {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
      "config.json, rope_scaling: type is 'dynamic'.*supported: default, linear, llama3, yarn"),
-    (LLAMA, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-     "rope_parameters: rope_type is 'longrope'"),
+    (LLAMA, {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
+     "rope_parameters: rope_type is 'proportional'"),
     (LLAMA, {"rope_scaling": {**YARN, "long_factor": [1.0]}}, r"rope_scaling: long_factor is \[1.0\]"),
     (LLAMA, {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24]}}, r"mrope_section is \[16, 24\]"),
     (LLAMA, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor is 2.0.*only 1 is supported"),
@@ -233,9 +236,10 @@ def test_what_is_not_implemented_is_refused_by_name(base: dict[str, Any], fields
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("gemma3", "model_type is 'gemma3', which edgeinfer does not support; supported: llama, mistral, qwen2, qwen3"),
-        ("qwen3_moe", "the nearest is qwen3; supported"),
-        ("Llama", "the nearest is llama; supported"),
+        ("mamba", "model_type is 'mamba', which edgeinfer does not support; .*supported: bamboo, .*, qwen2, "),
+        ("qwen3_moe", "the nearest: qwen3"),
+        ("Llama", "the nearest: llama"),
+        ("gemma4", "the nearest: gemma.*supported: "),
         ("../llama", "model_type is '../llama'"),
         ("__init__", "model_type is '__init__'"),
         (["llama"], r"model_type is \['llama'\]"),

@@ -84,6 +84,8 @@ class Layer:
         self.table, self.table_stride = self._table()
         self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
         self.attention_flags = 0
+        self.rotary: int | None = None
+        self.cap = 0.0
 
     def part(self, plane: int, h: int, block: int) -> int:
         """Where the K (plane 0), V (1) or scales (2) of a KV head lie in a block."""
@@ -123,6 +125,7 @@ class Layer:
         parameters = fill(
             ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             table_stride=self.table_stride, block_bytes=self.block_bytes, blocks=self.blocks, eps=1e-6,
+            rotary=self.head_dim if self.rotary is None else self.rotary,
         )
         places = [self.places[0], self.table, self.places[2], *self.norms]
         return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
@@ -131,7 +134,7 @@ class Layer:
         return fill(
             ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
             head_dim=self.head_dim, block_bytes=self.block_bytes, blocks=self.blocks, window=self.window,
-            scale=1 / math.sqrt(self.head_dim), scratch=self.scratch_bytes, splits=self.splits,
+            scale=1 / math.sqrt(self.head_dim), cap=self.cap, scratch=self.scratch_bytes, splits=self.splits,
             tokens=tile or self.tile,
         )
 
@@ -337,3 +340,32 @@ def test_a_head_of_zeros_is_stored_as_zeros(isa: str) -> None:
     assert not stored["K of token 1"].any()
     assert not stored["K of token 1 scales"].any()
     assert np.isfinite(layer.attend(isa)).all()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv", KV)
+def test_a_part_of_a_head_turns(kv: str, heads: tuple[int, int, int]) -> None:
+    """The first dimensions, and none at all."""
+    for rotary in {0, 2, heads[2] // 4 * 2}:
+        layer = Layer(kv, heads, walk(7, past=13), norm=bool(rotary))
+        layer.rotary = rotary
+        for isa in ISAS:
+            whole = layer.store(isa, keep=False)
+            shared = layer.store(isa, keep=False, threads=2)
+            for name, values in whole.items():
+                np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("kv", KV)
+def test_capped_scores(kv: str, window: int) -> None:
+    """Scores that mostly lie beyond the cap; the same bits in any tile, in splits or whole."""
+    for tokens, past in ((1, 300), (33, 505)):
+        layer = Layer(kv, (4, 2, 40), walk(tokens, past), window=window)
+        layer.cap = 1.5
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa), whole)
+        layer.cap = 0.0
+        assert np.abs(layer.attend(ISAS[-1]) - whole).max() > 0.05

@@ -70,8 +70,8 @@ class Ffn:
         x = self.bench.array(self.x_place, np.uint8, (self.tokens * stride,))
         x[:], x[: data.size] = 0xFF, data
         parameters = fill(NEURON_GATED, **self.values, x_stride=stride, out_stride=self.f_stride, chunk=chunk,
-                          activation=ACTIVATIONS[activation], token_tiles=abi.pack_token_tiles(token_tiles(isa)),
-                          mask_stride=self.mask_stride)
+                          activation=ACTIVATIONS[activation], limit=0.25, mask_stride=self.mask_stride,
+                          token_tiles=abi.pack_token_tiles(token_tiles(isa)))
         places = [self.weights, self.x_place, self.f_place + first * self.f_stride,
                   self.masks + first * self.mask_stride, self.scratch_place, self.bias, self.sums]
         return self.bench.run(isa, f"neuron_gated_{self.dtype}", places, parameters, self.flags, threads, keep)["f"]

@@ -43,8 +43,9 @@ def config_from_json(data: object) -> ModelConfig:
             f"config.num_attention_heads is {config.num_attention_heads}, "
             f"no multiple of config.num_key_value_heads {config.num_key_value_heads}."
         )
-    if len(config.windows) not in (0, config.num_hidden_layers):
-        raise BundleError(f"config.windows has {len(config.windows)} entries for {config.num_hidden_layers} layers.")
+    for name in ("windows", "ropes"):
+        if len(given := getattr(config, name)) not in (0, config.num_hidden_layers):
+            raise BundleError(f"config.{name} has {len(given)} entries for {config.num_hidden_layers} layers.")
     return config
 
 
@@ -64,8 +65,12 @@ def _record(kind: type, data: object, where: str) -> Any:
 
 def _value(hint: Any, value: object, where: str) -> Any:
     """One field's value, checked against its type hint."""
-    if hint is RopeConfig:
+    if hint is RopeConfig or (hint == RopeConfig | None and value is not None):
         return _record(RopeConfig, value, where)
+    if hint == tuple[float, ...]:
+        if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
+            return tuple(map(float, value))
+        raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
     if hint == tuple[int, ...]:
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)
@@ -74,7 +79,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
             return float(value)  # type: ignore[arg-type]
         raise BundleError(f"{where} is {_short(value)}; it must be a number.")
-    allowed = {int: (int,), bool: (bool,), str: (str,), int | None: (int, type(None))}[hint]
+    allowed = {int: (int,), bool: (bool,), str: (str,), int | None: (int, type(None)),
+               RopeConfig | None: (type(None),)}[hint]
     if type(value) not in allowed:
         raise BundleError(f"{where} is {_short(value)}; it must be of type {getattr(hint, '__name__', str(hint))}.")
     return value

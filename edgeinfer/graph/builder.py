@@ -7,12 +7,26 @@ from dataclasses import replace
 
 from edgeinfer.kernels import abi
 
+from ..errors import UnsupportedModelError
 from ..quant import WeightType
 from ..sizes import round_up
 from .config import ModelConfig
 from .graph import Graph
 from .operation import Op
-from .ops import Attention, Draw, Embed, GatherOutputs, Quantize, RmsNorm, RopeStore
+from .ops import (
+    Activate,
+    AddPositions,
+    Attention,
+    Draw,
+    Embed,
+    GatherOutputs,
+    LayerNorm,
+    NormedSum,
+    NormPart,
+    Quantize,
+    RmsNorm,
+    RopeStore,
+)
 from .products import Gated, Linear, LinearPart, NeuronDown, NeuronGated
 from .types import Tensor
 from .weights import Source, Weight, as_source
@@ -41,16 +55,55 @@ class GraphBuilder:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def embed(self, source: str | Source) -> Tensor:
-        """Look up the row of each token: (tokens,) -> f32 (tokens, hidden_size)."""
+        """Look up the row of each token, times `embedding_scale`: (tokens,) -> f32 (tokens, hidden_size)."""
         c = self.config
         table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.hidden_size),))
-        return self._op(Embed(out=self._tensor("x", c.hidden_size), table=table))
+        x = self._op(Embed(out=self._tensor("x", c.hidden_size), table=table))
+        return x if c.embedding_scale == 1 else self.activate(x, "scale", c.embedding_scale)
+
+    def add_positions(self, x: Tensor, source: str | Source, offset: int = 0) -> Tensor:
+        """x + the row of each token's position; `offset` is the row of the table that position 0 has."""
+        c = self.config
+        table = self._weight("positions", "vector", (source,), ((c.max_position_embeddings + offset, c.hidden_size),))
+        return self._op(AddPositions(out=self._after(x), x=x, table=table, offset=offset))
+
+    def activate(self, x: Tensor, function: str, factor: float = 0.0, in_ffn: bool = False) -> Tensor:
+        """A function of each value, in place (kernels.VALUE_FUNCTIONS)."""
+        return self._op(Activate(out=self._after(x), x=x, function=function, factor=factor, in_ffn=in_ffn,
+                                 layer=self.layer))
 
     def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType) -> Tensor:
         """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if what it feeds, by name or type, is."""
         weight = self._vector(name, (source,), (x.width,))
         out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
         return self._op(RmsNorm(out=out, x=x, weight=weight, eps=self.config.rms_norm_eps, layer=self.layer))
+
+    def layer_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
+                   bias: str | Source = "") -> Tensor:
+        """Layer norm (arXiv 1607.06450), with a bias where one is named; quantised on the way out as `rms_norm` is."""
+        weight = self._vector(name, (source,), (x.width,))
+        shift = self._vector(name + "_bias", (bias,), (x.width,)) if bias else None
+        out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
+        return self._op(LayerNorm(out=out, x=x, weight=weight, bias=shift, eps=self.config.rms_norm_eps,
+                                  layer=self.layer))
+
+    def normed_sum(self, x: Tensor, h: Tensor, name: str, source: str | Source) -> Tensor:
+        """x + norm(h), the RMS norm of what is added to the residual stream."""
+        weight = self._vector(name, (source,), (x.width,))
+        return self._op(NormedSum(out=self._after(x), h=h, x=x, weight=weight, eps=self.config.rms_norm_eps,
+                                  layer=self.layer))
+
+    def norm_part(self, x: Tensor, name: str, source: str | Source, start: int, width: int) -> Tensor:
+        """RMS norm of `width` elements of each row, from `start` on, in place."""
+        weight = self._vector(name, (source,), (width,))
+        return self._op(NormPart(out=self._after(x), x=x, weight=weight, start=start, eps=self.config.rms_norm_eps,
+                                 layer=self.layer))
+
+    def feeds_both(self, one: str | WeightType, other: str | WeightType) -> WeightType:
+        """Return the type that a norm gives which feeds two weights, by name or type: floats where these differ."""
+        one, other = self._feed_type(one), self._feed_type(other)
+        alike = (one.quantised, one.group_size) == (other.quantised, other.group_size)
+        return one if alike else WeightType("f32", 0, "plain")
 
     def linear(
         self,
@@ -105,15 +158,23 @@ class GraphBuilder:
             biases = self._vector(name + "_bias", bias, (c.intermediate_size,) * 2, combine="interleave16")
         x = self._as_input(x, self._types[name])
         return self._op(Gated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=biases,
-                              activation=c.hidden_act, layer=self.layer))
+                              activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
+
+    def plain_ffn(self, x: Tensor, name: str, up: str | Source, down: str | Source, residual: Tensor,
+                  bias: tuple[str | Source, ...] = ()) -> Tensor:
+        """residual + act(x up^T) down^T: an FFN without a gate; `bias` names those of up and down."""
+        c = self.config
+        f = self.linear(x, name + "up", (up,), (c.intermediate_size,), bias[:1], in_ffn=True)
+        f = self.activate(f, c.hidden_act, c.hidden_act_limit, in_ffn=True)
+        return self.linear(f, name + "down", (down,), (c.hidden_size,), bias[1:], residual, in_ffn=True)
 
     def ffn_input(self, name: str) -> WeightType:
         """Return the type of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix."""
         stored = self._ffn_type(name)
         return stored if stored.layout == "neuron" else self._feed_type(name + "gate_up")
 
-    def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source], residual: Tensor,
-            bias: bool | tuple[str | Source, ...] = False) -> Tensor:
+    def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source],
+            residual: Tensor | None = None, bias: bool | tuple[str | Source, ...] = False) -> Tensor:
         """residual + (act(x gate^T) * (x up^T)) down^T; `modules` are gate, up and down in a checkpoint.
 
         Instead of modules there may be sources of their weights, and of biases. As matrices, or neuron by neuron where
@@ -125,6 +186,9 @@ class GraphBuilder:
         if self._ffn_type(name).layout != "neuron":
             f = self.gated(x, name + "gate_up", gate, up, biases[:2])
             return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual, in_ffn=True)
+        if residual is None:
+            raise UnsupportedModelError("An FFN whose output is normed cannot be stored neuron by neuron; convert the "
+                                        "model with --ffn-layout tile16.")
         weight = self._ffn_weight(name, (gate, up, down))
         self._weights[weight.name], self._types[weight.name] = weight, self._ffn_type(name)
         x = self._as_input(x, self._types[weight.name])
@@ -133,38 +197,53 @@ class GraphBuilder:
             inner = self._vector(name + "gate_up_bias", biases[:2], (c.intermediate_size,) * 2)
             outer = self._vector(name + "down_bias", biases[2:], (c.hidden_size,))
         f = self._op(NeuronGated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=inner,
-                                 activation=c.hidden_act, layer=self.layer))
+                                 activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
         return self._op(NeuronDown(out=self._after(residual), f=f, residual=residual, weight=weight, bias=outer,
                                    activation=c.hidden_act, layer=self.layer))
 
     def rope_store(self, qkv: Tensor, q_norm: str | Source = "", k_norm: str | Source = "") -> Tensor:
         """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks."""
-        c = self.config
+        c, turn = self.config, self.config.turns(self.layer or 0)
         norms = [self._vector(f"layers.{self.layer}.{name}", (source,), (c.head_dim,))
                  for name, source in (("q_norm", q_norm), ("k_norm", k_norm)) if source]
         q, k = norms or (None, None)
         return self._op(RopeStore(out=self._after(qkv), qkv=qkv, heads=c.num_attention_heads,
                                   kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-                                  layer=self.layer, q_norm=q, k_norm=k))
+                                  rotary=c.rope_dim if turn else 0, table=max(turn - 1, 0), layer=self.layer,
+                                  q_norm=q, k_norm=k))
 
     def attention(self, qkv: Tensor) -> Tensor:
         """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences."""
         c = self.config
         return self._op(Attention(out=self._tensor("a", c.query_width), qkv=qkv, heads=c.num_attention_heads,
                                   kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
-                                  window=c.window(self.layer or 0), layer=self.layer))
+                                  scale=c.attention_scale or c.head_dim**-0.5, window=c.window(self.layer or 0),
+                                  cap=c.attention_softcap, layer=self.layer))
 
-    def logits(self, x: Tensor, norm: str | Source, head: str | Source) -> Tensor:
-        """Final norm, output head, and the draw of a token, for the rows whose logits are wanted."""
+    def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
+               norm_bias: str | Source = "", head_bias: str | Source = "") -> Tensor:
+        """Final norm, output head, and the draw of a token, for the rows whose logits are wanted.
+
+        `logits_scale` is folded into the norm's weight and bias when a bundle is made, which is exact.
+        """
         c, self.layer = self.config, None
+        norm, norm_bias = (as_source(source, (c.hidden_size,), "norm").scaled(c.logits_scale)
+                           if source and c.logits_scale != 1 else source for source in (norm, norm_bias))
         xo = self._op(GatherOutputs(out=Tensor("outputs", c.hidden_size, rows="outputs"), x=x))
         tied = c.tie_word_embeddings
         if not tied:
             self._weight("head", "head", (head,), ((c.vocab_size, c.hidden_size),))
-        h = self.rms_norm(xo, "norm", norm, feeds="embed" if tied else "head")
+        feeds = "embed" if tied else "head"
+        if layer_norm:
+            h = self.layer_norm(xo, "norm", norm, feeds, norm_bias)
+        else:
+            h = self.rms_norm(xo, "norm", norm, feeds)
         weight = self._weights["embed" if tied else "head"]
         h = self._as_input(h, self._types[weight.name])
-        logits = self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight))
+        bias = self._vector("head_bias", (head_bias,), (c.vocab_size,)) if head_bias else None
+        logits = self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight, bias=bias))
+        if c.logits_softcap:
+            logits = self.activate(logits, "soft_cap", c.logits_softcap)
         work = Tensor("draw", abi.draw_row(c.vocab_size)[0] // 4, rows="outputs")
         self._op(Draw(out=work, logits=logits))
         return logits
@@ -232,5 +311,6 @@ class GraphBuilder:
         parts = tuple(as_source(source, shape, name) for source, shape in zip(sources, shapes, strict=True))
         weight = Weight(name, (rows, *shapes[0][1:]), kind, parts, combine)
         self._weights[name] = weight
-        self._types[name] = WeightType("f32", 0, "plain") if kind == "vector" else self._type_of(weight)
+        plain = "plain" if len(weight.shape) == 1 else "tile16"
+        self._types[name] = WeightType("f32", 0, plain) if kind == "vector" else self._type_of(weight)
         return weight

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
 from .reader import ConfigReader
-from .rope import read_rope
+from .rope import read_partial, read_rope
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -36,33 +37,72 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
     c : ConfigReader
     defaults : dict
         The architecture's values for absent fields: max_position_embeddings, and where it has them
-        num_key_value_heads, head_dim, bos_token_id, eos_token_id.
+        num_key_value_heads, head_dim, bos_token_id, eos_token_id, hidden_act, rms_norm_eps, tie_word_embeddings,
+        rope_theta; ffn_times, how many times as wide as the stream an FFN is; partial, the names of the share of a head
+        that turns and its default; rotary, False where positions are learned.
     """
-    vocab_size = c.integer("vocab_size", high=2**22)
+    given = {name: {"default": defaults[name]} if name in defaults else {}
+             for name in ("vocab_size", "num_attention_heads")}
+    vocab_size = c.integer("vocab_size", high=2**22, **given["vocab_size"])
     hidden_size = c.integer("hidden_size", high=2**17)
     layers = c.integer("num_hidden_layers", high=2**12)
-    heads = c.integer("num_attention_heads", high=2**12)
+    heads = c.integer("num_attention_heads", high=2**12, **given["num_attention_heads"])
     kv_heads = _kv_heads(c, heads, defaults)
     max_positions = c.integer("max_position_embeddings", defaults["max_position_embeddings"], high=2**27)
-    activation = c.choice("hidden_act", c.get("hidden_act") or "silu", ACTIVATIONS)
+    activation = c.choice("hidden_act", c.get("hidden_act") or defaults.get("hidden_act", "silu"), ACTIVATIONS)
+    head_dim = _head_dim(c, hidden_size, heads, defaults)
+    ffn = {"default": times * hidden_size} if (times := defaults.get("ffn_times")) else {}
+    fields = {**_rotation(c, head_dim, max_positions, defaults), **own}
     return ModelConfig(
         model_type=c.get("model_type"),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=c.integer("intermediate_size", high=2**20),
+        intermediate_size=c.integer("intermediate_size", high=2**20, **ffn),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=_head_dim(c, hidden_size, heads, defaults),
+        head_dim=head_dim,
         hidden_act=ACTIVATIONS[activation],
-        rms_norm_eps=c.number("rms_norm_eps", 1e-6, high=1.0),
+        rms_norm_eps=c.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), high=1.0),
         max_position_embeddings=max_positions,
-        rope=read_rope(c, max_positions),
-        tie_word_embeddings=c.flag("tie_word_embeddings"),
+        tie_word_embeddings=c.flag("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
         bos_token_id=next(iter(_special_ids(c, "bos_token_id", defaults, vocab_size)), None),
         eos_token_ids=_special_ids(c, "eos_token_id", defaults, vocab_size),
-        **own,
+        **fields,
     )
+
+
+def _rotation(c: ConfigReader, head_dim: int, max_positions: int, defaults: dict[str, Any]) -> dict[str, Any]:
+    """RoPE, and how much of a head it turns."""
+    if not defaults.get("rotary", True):
+        return {"rotary_dim": 0}
+    partial = defaults.get("partial")
+    rope = read_rope(c, max_positions, defaults.get("rope_theta"), partial is not None)
+    share = read_partial(c, *partial) if partial else 1.0
+    turned = int(head_dim * share)
+    if turned % 2 or not turned:
+        raise UnsupportedModelError(f"{c.where}: {turned} of the {head_dim} dimensions of a head turn; RoPE needs an "
+                                    "even number of them.")
+    for name in ("short_factors", "long_factors"):
+        if (factors := getattr(rope, name)) and len(factors) != turned // 2:
+            raise CheckpointError(f"{c.where}: {name[:-1]} has {len(factors)} values; {turned // 2} are needed, one "
+                                  "for each pair of dimensions that turns.")
+    return {"rope": rope, "rotary_dim": None if turned == head_dim else turned}
+
+
+def read_sliding(c: ConfigReader, window: int | None, sliding: Callable[[int], bool]) -> tuple[int, ...]:
+    """The window of each layer: by `layer_types` where the config has them, else of those that `sliding` says."""
+    layers, types = c.integer("num_hidden_layers", high=2**12), c.get("layer_types")
+    if types is None:
+        found = [sliding(i) for i in range(layers)]
+    elif not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"{c.where}: layer_types is {types!r:.60}; it must list {layers} types.")
+    else:
+        found = [c.choice("layer_types", t, LAYER_TYPES) == "sliding_attention" for t in types]
+    if any(found) and not window:
+        raise CheckpointError(f"{c.where}: layer_types has sliding_attention, but sliding_window is {window}; set "
+                              "both.")
+    return tuple(window if s and window else 0 for s in found) if any(found) else ()
 
 
 def read_layer_windows(c: ConfigReader) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies."""
     kind: str = "default"
-    """default, linear, llama3 or yarn."""
+    """default, linear, llama3, yarn or longrope."""
     factor: float = 1.0
     """Stretch of the context."""
     original_max_position_embeddings: int = 0
-    """Positions the model was trained on (llama3, yarn)."""
+    """Positions the model was trained on (llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original/low are stretched by `factor`."""
     high_freq_factor: float = 4.0
@@ -28,14 +28,20 @@ class RopeConfig:
     beta_slow: float = 1.0
     """yarn: rotations below which a dimension is stretched."""
     attention_factor: float = 1.0
-    """yarn: multiplies cos and sin (the paper's sqrt(1/t))."""
+    """yarn, longrope: multiplies cos and sin (YaRN's sqrt(1/t))."""
     truncate: bool = True
     """yarn: the bounds of the ramp are rounded outwards to whole dimensions."""
+
+    short_factors: tuple[float, ...] = ()
+    """longrope: what the wavelength of each pair of dimensions is multiplied by, in runs of a context no longer than
+    that of the training (arXiv 2402.13753)."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same in runs of a longer one."""
 
     @property
     def uses_training_context(self) -> bool:
         """Whether the frequencies depend on original_max_position_embeddings."""
-        return self.kind in ("llama3", "yarn")
+        return self.kind in ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,10 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     hidden_act: str
-    """silu, relu, relu2 (squared relu), gelu (erf) or gelu_tanh."""
+    """silu, relu, relu2 (squared relu), gelu (erf), gelu_tanh, drelu (relu of gate and up) or fatrelu (0 below a
+    limit)."""
     rms_norm_eps: float
+    """Of all norms, whatever their kind."""
     max_position_embeddings: int
     rope: RopeConfig = field(default_factory=RopeConfig)
     windows: tuple[int, ...] = ()
@@ -65,10 +73,49 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    rotary_dim: int | None = None
+    """Dimensions of a head that RoPE turns, the first ones; None: all, 0: the model knows positions otherwise."""
+    local_rope: RopeConfig | None = None
+    """A second rotation, of the layers that `ropes` gives it."""
+    ropes: tuple[int, ...] = ()
+    """Per layer: 0 no rotation, 1 `rope`, 2 `local_rope`. Empty: `rope` in all layers."""
+    attention_scale: float = 0.0
+    """What scores are multiplied by; 0 = 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
+    logits_softcap: float = 0.0
+    """The same of logits."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by. A model that multiplies what it adds to the residual stream by r runs with a
+    stream that is 1 / r times as large: this and `rms_norm_eps` account for it (Granite)."""
+    logits_scale: float = 1.0
+    """What logits are multiplied by: the last norm's weights are, when a bundle is made."""
+    parallel_residual: bool = False
+    """Attention and FFN read the same residual stream, and both are added to it."""
+    parallel_norms: int = 1
+    """With `parallel_residual`: norms of a layer, 2 where the FFN has its own."""
+    head_bias: bool = False
+    """Bias on the output head."""
+    hidden_act_limit: float = 0.0
+    """fatrelu: gates that are not above it count as 0."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""
         return self.windows[layer] if self.windows else 0
+
+    def turns(self, layer: int) -> int:
+        """Which rotation a layer has, as in `ropes`."""
+        return self.ropes[layer] if self.ropes else 1
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that a rotation turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def rotations(self) -> tuple[RopeConfig, ...]:
+        """Those that layers have; each needs a table."""
+        return (self.rope, *([self.local_rope] if self.local_rope else [])) if self.rope_dim else ()
 
     @property
     def query_width(self) -> int:

@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..dataclass import dataclass
-from .operation import Read, RowOp, Scratch, Sizes
+from .operation import Read, Scratch, Sizes
 from .products import Product, parameters
 from .types import Tensor, Types
-from .weights import Weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormedSum(RowOp):
-    """x + norm(h): a norm of what is added to the residual stream (Gemma 2, arXiv 2408.00118)."""
-
-    KERNELS = ()
-    OVER = "x"
-    h: Tensor
-    x: Tensor
-    weight: Weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,15 @@ HARMLESS = frozenset(
     _attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
     """.split()
     # Training only.
-    + """attention_dropout hidden_dropout embd_pdrop resid_pdrop initializer_range neftune_noise_alpha
+    + """attention_dropout hidden_dropout embd_pdrop resid_pdrop initializer_range neftune_noise_alpha attn_pdrop
+    resid_dropout embed_dropout classifier_dropout layerdrop init_std dropout activation_dropout embedding_dropout
+    residual_dropout gradient_checkpointing
     """.split()
     # How results are returned, and heads for other tasks.
     + """use_cache return_dict output_hidden_states output_attentions torchscript id2label label2id num_labels
     problem_type finetuning_task task_specific_params tokenizer_class prefix tie_encoder_decoder
-    keys_to_ignore_at_inference chunk_size_feed_forward
+    keys_to_ignore_at_inference chunk_size_feed_forward summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj output_past
     """.split()
     # Splits matrices into slices whose sum is the same product.
     + ["pretraining_tp"]

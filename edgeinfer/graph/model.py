@@ -8,18 +8,20 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from edgeinfer.kernels import ACTIVATIONS
+
 from ..config import Recipe
 from ..errors import CheckpointError, UnsupportedModelError
 from . import architectures
 from .builder import GraphBuilder
 from .check import check_runnable
-from .common import ACTIVATIONS
-from .config import ModelConfig
+from .config import ModelConfig, RopeConfig
 from .graph import Graph
 from .passes import apply
 from .reader import ConfigReader
 from .rope import KINDS
 from .storage import TypeOf
+from .wrappers import WRAPPERS, text_of
 
 
 def supported_architectures() -> list[str]:
@@ -45,6 +47,7 @@ def read_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None 
         The architecture, or a field that changes the mathematics, is not implemented; the message names it.
     """
     ConfigReader(config)  # a JSON object, before its fields are merged
+    config = text_of(config)
     if generation is not None:
         ConfigReader(generation, "generation_config.json")
         names = ("bos_token_id", "eos_token_id")
@@ -83,23 +86,43 @@ def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = No
 
 def _check(config: ModelConfig) -> None:
     """Refuse values for which there is no forward pass."""
-    rope = config.rope
-    trained = rope.original_max_position_embeddings
+    for prefix, rope in (("rope", config.rope), ("local_rope", config.local_rope)):
+        if rope:
+            _check_rope(prefix, rope, config.rope_dim)
+    positive = ("embedding_scale", "logits_scale")
+    numbers = ("attention_scale", "attention_softcap", "logits_softcap", *positive)
+    most = 2 if config.local_rope else 1
     for name, value, good, want in [
-        ("hidden_act", config.hidden_act, config.hidden_act in ACTIVATIONS.values(), "silu, relu, relu2 or a gelu"),
+        ("hidden_act", config.hidden_act, config.hidden_act in ACTIVATIONS, "one of " + ", ".join(ACTIVATIONS)),
         ("head_dim", config.head_dim, config.head_dim % 2 == 0, "even"),
         ("rms_norm_eps", config.rms_norm_eps, 0 <= config.rms_norm_eps <= 1, "from 0 to 1"),
-        ("rope.kind", rope.kind, rope.kind in KINDS, "one of " + ", ".join(KINDS)),
-        ("rope.theta", rope.theta, rope.theta > 1, "above 1"),
-        ("rope.factor", rope.factor, rope.factor > 0, "above 0"),
-        ("rope.original_max_position_embeddings", trained, trained > 0 or not rope.uses_training_context, "above 0"),
-        ("rope.low_freq_factor", rope.low_freq_factor, 0 < rope.low_freq_factor < rope.high_freq_factor,
-         "above 0 and below high_freq_factor"),
-        ("rope.beta_fast", rope.beta_fast, rope.beta_fast > 0, "above 0"),
-        ("rope.beta_slow", rope.beta_slow, rope.beta_slow > 0, "above 0"),
+        ("rotary_dim", config.rope_dim, 0 <= config.rope_dim <= config.head_dim and config.rope_dim % 2 == 0,
+         f"even, and from 0 to head_dim {config.head_dim}"),
+        ("ropes", config.ropes, all(0 <= which <= most for which in config.ropes), f"0 to {most} for each layer"),
+        *((name, getattr(config, name), getattr(config, name) > (0 if name in positive else -1e-30), "above 0")
+          for name in numbers),
     ]:  # fmt: skip
         if not good:
             raise UnsupportedModelError(f"The model's {name} is {value!r}; it must be {want}.")
+
+
+def _check_rope(prefix: str, rope: RopeConfig, rotary_dim: int) -> None:
+    """Refuse values for which there is no rotation."""
+    trained, pairs = rope.original_max_position_embeddings, rotary_dim // 2
+    for name, good, want in [
+        ("kind", rope.kind in KINDS, "one of " + ", ".join(KINDS)),
+        ("theta", rope.theta > 1, "above 1"),
+        ("factor", rope.factor > 0, "above 0"),
+        ("original_max_position_embeddings", trained > 0 or not rope.uses_training_context, "above 0"),
+        ("low_freq_factor", 0 < rope.low_freq_factor < rope.high_freq_factor, "above 0 and below high_freq_factor"),
+        ("beta_fast", rope.beta_fast > 0, "above 0"),
+        ("beta_slow", rope.beta_slow > 0, "above 0"),
+        *((which, rope.kind != "longrope" or (len(found) == pairs and all(f > 0 for f in found)),
+           f"{pairs} numbers above 0")
+          for which, found in (("short_factors", rope.short_factors), ("long_factors", rope.long_factors))),
+    ]:  # fmt: skip
+        if not good:
+            raise UnsupportedModelError(f"The model's {prefix}.{name} is {getattr(rope, name)!r}; it must be {want}.")
 
 
 def _architecture(model_type: Any, where: str) -> ModuleType:
@@ -107,10 +130,11 @@ def _architecture(model_type: Any, where: str) -> ModuleType:
     if model_type not in known:
         import difflib
 
-        near = difflib.get_close_matches(str(model_type), known, n=1)
-        hint = f"the nearest is {near[0]}; " if near else ""
+        names = [*known, *WRAPPERS]
+        near = difflib.get_close_matches(str(model_type), names, n=3)
+        hint = f"the nearest: {', '.join(near)}; " if near else ""
         raise UnsupportedModelError(
             f"{where}: model_type is {model_type!r:.60}, which edgeinfer does not support; "
-            f"{hint}supported: {', '.join(known)}."
+            f"{hint}supported: {', '.join(names)}."
         )
     return importlib.import_module(f"{architectures.__name__}.{model_type}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 
 from ..dataclass import dataclass
 from ..sizes import round_up
@@ -49,6 +49,106 @@ class RmsNorm(RowOp):
         """All rows are as wide as the weight."""
         yield from other_width("the norm's weight has", self.weight.shape[0], self.x)
         yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(RowOp):
+    """Layer norm (arXiv 1607.06450): the mean is taken off, and a bias added where there is one."""
+
+    KERNELS = ("norm_{out.dtype}",)
+    x: Tensor
+    weight: Weight
+    bias: Weight | None = None
+    eps: float
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A row of floats before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.out.dtype == "q8" else 0)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """All rows are as wide as weight and bias."""
+        for vector in (self.weight, self.bias or self.weight):
+            yield from other_width("the norm's weight or bias has", vector.shape[0], self.x)
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedSum(RowOp):
+    """x + norm(h): an RMS norm of what is added to the residual stream (Gemma 2, arXiv 2408.00118)."""
+
+    KERNELS = ("norm_f32",)
+    OVER = "x"
+    h: Tensor
+    x: Tensor
+    weight: Weight
+    eps: float
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """All rows are as wide as the weight."""
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.h)
+        yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPart(RowOp):
+    """RMS norm of a part of each row, in place: all heads of q, or of k, as one (OLMo 2, arXiv 2501.00656)."""
+
+    KERNELS = ("norm_f32",)
+    OVER = "x"
+    x: Tensor
+    weight: Weight
+    start: int
+    """Where the part begins; it is as wide as the weight."""
+    eps: float
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The part lies within the row."""
+        if self.start + self.weight.shape[0] > self.x.width:
+            yield f"the part ends at {self.start + self.weight.shape[0]}, but {self.x} is {self.x.width} wide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate(RowOp):
+    """A function of each value of rows, in place: an activation without a gate, a scale, a soft cap."""
+
+    KERNELS = ("activate",)
+    OVER = "x"
+    x: Tensor
+    function: str
+    """See kernels.VALUE_FUNCTIONS."""
+    factor: float = 0.0
+    """What is multiplied by, or the cap."""
+    in_ffn: bool = False
+
+    @property
+    def ffn(self) -> bool:
+        """As the builder said."""
+        return self.in_ffn
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The function is known."""
+        if self.function not in VALUE_FUNCTIONS:
+            yield f"there is no function {self.function!r} of values"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddPositions(RowOp):
+    """Add to each token's row that of its position in a table (GPT-2)."""
+
+    KERNELS = ("add_positions",)
+    OVER = "x"
+    x: Tensor
+    table: Weight
+    offset: int = 0
+    """Row of the table that position 0 has."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """One row a token, which is left out beside the matrices."""
+        return ()
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The table's rows are the input's."""
+        yield from other_width("the table has rows of", self.table.shape[1], self.x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +205,10 @@ class RopeStore(RowOp):
     head_dim: int
     eps: float
     """Of the head norms."""
+    rotary: int
+    """Dimensions of a head that turn, the first ones; 0 = none."""
+    table: int = 0
+    """Which of the rotations the model has (ModelConfig.rotations)."""
 
     @property
     def kv(self) -> KvAccess | None:
@@ -125,8 +229,12 @@ class Attention(RowOp):
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
+    """What scores are multiplied by."""
     window: int = 0
     """Positions a query sees, itself included; 0 = all."""
+    cap: float = 0.0
+    """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
 
     @property
     def kv(self) -> KvAccess | None:

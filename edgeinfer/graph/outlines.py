@@ -10,12 +10,11 @@ from typing import Any
 
 from ..dataclass import dataclass
 from ..sizes import round_up
-from .architectures import llama
 from .builder import GraphBuilder
 from .check import check
 from .common import read_decoder
 from .config import ModelConfig
-from .experts import ExpertsDown, ExpertsGated, NormedSum
+from .experts import ExpertsDown, ExpertsGated
 from .graph import Graph
 from .reader import ConfigReader
 from .storage import TypeOf
@@ -43,9 +42,7 @@ class Outline:
     config: ModelConfig
     family: str
     """What the family is called, and what of it is missing here."""
-    experts: Experts | None = None
-    sandwich: bool = False
-    """Whether attention and FFN are normed on their way out too (Gemma)."""
+    experts: Experts
     qk_norm: bool = False
 
     def graph(self, type_of: TypeOf) -> Graph:
@@ -53,34 +50,23 @@ class Outline:
         g, c = _Builder(self.config, type_of), self.config
         x = g.embed("model.embed_tokens.weight")
         for i in range(c.num_hidden_layers):
-            x = self._layer(g, x, i) if self.sandwich or self.experts else llama.layer(g, c, x, i)
+            x = self._layer(g, x, i)
         return check(g.build(g.logits(x, "model.norm.weight", "lm_head.weight")))
 
     def _layer(self, g: _Builder, x: Tensor, i: int) -> Tensor:
         c, g.layer = self.config, i
         hf, name = f"model.layers.{i}.", f"layers.{i}."
         widths = (c.query_width, c.kv_width, c.kv_width)
-        residual = None if self.sandwich else x
         h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
         h = g.linear(h, name + "qkv", (hf + "q", hf + "k", hf + "v"), widths)
         h = g.attention(g.rope_store(h, *((hf + "q_norm", hf + "k_norm") if self.qk_norm else ())))
-        h = g.linear(h, name + "o", (hf + "o",), (c.hidden_size,), residual=residual)
-        x = g.normed_sum(h, x, name + "attention_out_norm") if self.sandwich else h
+        x = g.linear(h, name + "o", (hf + "o",), (c.hidden_size,), residual=x)
         h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=name + "gate_up")
-        if self.experts:
-            return g.experts(h, x, name, self.experts)
-        h = g.gated(h, name + "gate_up", hf + "gate", hf + "up")
-        h = g.linear(h, name + "down", (hf + "down",), (c.hidden_size,), residual=residual, in_ffn=True)
-        return g.normed_sum(h, x, name + "ffn_out_norm") if self.sandwich else h
+        return g.experts(h, x, name, self.experts)
 
 
 class _Builder(GraphBuilder):
-    """Two more words: experts, and a norm of what is added to the residual stream."""
-
-    def normed_sum(self, h: Tensor, x: Tensor, name: str) -> Tensor:
-        """x + norm(h)."""
-        return self._op(NormedSum(out=self._after(x), h=h, x=x, weight=self._vector(name, (name,), (x.width,)),
-                                  layer=self.layer))
+    """One more word: experts."""
 
     def experts(self, h: Tensor, x: Tensor, name: str, experts: Experts) -> Tensor:
         """x + the weighted FFNs of the chosen experts; each expert's matrices are padded by themselves."""
@@ -112,21 +98,17 @@ def read_outline(config: Mapping[str, Any], where: str = "config.json") -> Outli
     UnsupportedModelError
         A field has a value whose meaning is not known.
     """
-    reader = _FAMILIES.get(str(config.get("model_type")))
+    reader = FAMILIES.get(str(config.get("model_type")))
     if reader is None:
         return None
-    text = config.get("text_config")
-    if text is not None:  # models that also see pictures; ConfigReader refuses what is no object
-        return read_outline({**ConfigReader(text, f"{where}, text_config")._fields, "model_type": "gemma3_text"}, where)
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-    if plain.get("hidden_act") is None and plain.get("hidden_activation") is not None:
-        plain["hidden_act"] = plain["hidden_activation"]
     return reader(ConfigReader(plain, where))
 
 
 def _mixtral(c: ConfigReader) -> Outline:
     defaults = {"max_position_embeddings": LONGEST, "num_key_value_heads": 8}
-    config = read_decoder(c, defaults, windows=_windows(c, 1))
+    window, layers = c.integer("sliding_window", None), c.integer("num_hidden_layers", high=2**12)
+    config = read_decoder(c, defaults, windows=(window,) * layers if window else ())
     experts = Experts(*_experts(c, "num_local_experts", 8, 2), config.intermediate_size)
     return Outline(config, "Mixtral, a mixture of experts", experts)
 
@@ -140,43 +122,11 @@ def _qwen3_moe(c: ConfigReader) -> Outline:
     return Outline(config, "Qwen3 MoE, a mixture of experts", experts, qk_norm=True)
 
 
-def _gemma2(c: ConfigReader) -> Outline:
-    return Outline(_gemma(c, 2), "Gemma 2, with norms on the way out and capped logits", sandwich=True)
-
-
-def _gemma3(c: ConfigReader) -> Outline:
-    config = _gemma(c, c.integer("sliding_window_pattern", 6))
-    return Outline(config, "Gemma 3, with norms on the way out", sandwich=True, qk_norm=True)
-
-
-def _phi3(c: ConfigReader) -> Outline:
-    return Outline(read_decoder(c, {"max_position_embeddings": 4096}, windows=_windows(c, 1)),
-                   "Phi-3 and Phi-4, with one tensor for q, k and v")
-
-
-def _gemma(c: ConfigReader, period: int) -> ModelConfig:
-    """Gemma ties the embedding to the head, and each `period`-th layer sees the whole context."""
-    from dataclasses import replace
-
-    defaults = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256}
-    config = read_decoder(c, defaults, windows=_windows(c, period))
-    return replace(config, tie_word_embeddings=c.flag("tie_word_embeddings", True))
-
-
-def _windows(c: ConfigReader, period: int) -> tuple[int, ...]:
-    """The sliding window of each layer; 0 in each `period`-th one where that is above 1."""
-    layers, window = c.integer("num_hidden_layers", high=2**12), c.integer("sliding_window", None)
-    if not window:
-        return ()
-    return tuple(0 if period > 1 and (i + 1) % period == 0 else window for i in range(layers))
-
-
 def _experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[int, int]:
     n = c.integer(name, total, high=4096)
     return n, c.integer("num_experts_per_tok", active, high=n)
 
 
-_FAMILIES: dict[str, Callable[[ConfigReader], Outline]] = {
-    "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "gemma2": _gemma2, "gemma3": _gemma3, "gemma3_text": _gemma3,
-    "phi3": _phi3,
+FAMILIES: dict[str, Callable[[ConfigReader], Outline]] = {
+    "mixtral": _mixtral, "qwen3_moe": _qwen3_moe,
 }

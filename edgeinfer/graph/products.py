@@ -14,7 +14,7 @@ from .operation import Op, Read, Scratch, Sizes, other_width
 from .types import Tensor, Types
 from .weights import Weight
 
-RELUS = ("relu", "relu2")
+RELUS = ("relu", "relu2", "drelu", "fatrelu")
 """Activations that are exactly 0 for negative values: what such neurons would add need not be read."""
 
 
@@ -105,6 +105,8 @@ class Gated(Product):
 
     KERNELS = ("gated_{stored.suffix}",)
     activation: str
+    limit: float = 0.0
+    """Of fatrelu."""
     ffn = True
 
     def faults(self, types: Types) -> Iterator[str]:
@@ -119,6 +121,8 @@ class NeuronGated(Product):
 
     KERNELS = ("neuron_gated_{stored.dtype}",)
     activation: str
+    limit: float = 0.0
+    """Of fatrelu."""
     dense: bool = False
     """Whether dead neurons are read and computed too."""
     mask: Tensor | None = None

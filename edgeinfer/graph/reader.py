@@ -29,19 +29,27 @@ class ConfigReader:
         self.where = where
         self._fields = fields
         self._read: set[str] = set()
+        self._names: dict[str, str] = {}
+
+    def called(self, **names: str) -> None:
+        """Say how this config calls some fields, such as n_embd for hidden_size; both names pass."""
+        self._names |= {name: own for name, own in names.items() if own in self._fields or name not in self._fields}
+
+    def _own(self, name: str) -> str:
+        return self._names.get(name, name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Value of a field, `default` where it is absent (null counts as a value)."""
-        self._read.add(name)
-        return self._fields.get(name, default)
+        self._read.add(self._own(name))
+        return self._fields.get(self._own(name), default)
 
     def has(self, name: str) -> bool:
         """True where the field is there and not null."""
-        return self._fields.get(name) is not None
+        return self._fields.get(self._own(name)) is not None
 
     def is_null(self, name: str) -> bool:
         """True where the field is there and null, which some architectures tell from an absent one."""
-        return name in self._fields and self._fields[name] is None
+        return self._own(name) in self._fields and self._fields[self._own(name)] is None
 
     def integer(self, name: str, default: int | None = ABSENT, low: int = 1, high: int = 2**31 - 1) -> Any:
         """Whole number from low to high; without a default the field is needed. A default of None lets null pass."""
@@ -61,6 +69,19 @@ class ConfigReader:
         if not good or not above < value <= high:
             raise self._wrong(name, value, f"a number above {above:g} and at most {high:g}")
         return float(value)
+
+    def own_code(self) -> None:
+        """Pass over Python code that a checkpoint brings along: that of an architecture which is known here."""
+        self._read.add("auto_map")
+
+    def numbers(self, name: str, high: float = 1e6) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        value = self._value(name, ABSENT)
+        good = isinstance(value, list) and value and all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= high for v in value)
+        if not good:
+            raise self._wrong(name, value, f"a list of numbers above 0 and at most {high:g}")
+        return tuple(map(float, value))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false; null is the default."""
@@ -86,6 +107,16 @@ class ConfigReader:
                 raise self._wrong(name, value, f"token ids from 0 to {vocab_size - 1} (vocab_size - 1)")
         return tuple(dict.fromkeys(listed))
 
+    def items(self) -> dict[str, Any]:
+        """All fields, as they stand there."""
+        return dict(self._fields)
+
+    def instead(self, **fields: Any) -> ConfigReader:
+        """Return a reader with other values of some fields; what is read there counts as read here."""
+        other = ConfigReader({**self._fields, **fields}, self.where)
+        other._read, other._names = self._read, self._names
+        return other
+
     def section(self, name: str) -> ConfigReader | None:
         """The object under a name, None where it is absent, null or empty."""
         value = self.get(name)
@@ -93,7 +124,7 @@ class ConfigReader:
 
     def unsupported(self, name: str, value: Any, remedy: str) -> UnsupportedModelError:
         """The error for a field whose value asks for mathematics that is not here."""
-        shown = f"{name} is {_show(value)}"
+        shown = f"{self._own(name)} is {_show(value)}"
         return UnsupportedModelError(f"{self.where}: {shown}, which edgeinfer does not support; {remedy}.")
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
@@ -120,12 +151,13 @@ class ConfigReader:
         value = self.get(name)
         if value is None:
             if default is ABSENT:
-                raise CheckpointError(f"{self.where} lacks {name!r}, which the model needs; download the file again.")
+                raise CheckpointError(f"{self.where} lacks {self._own(name)!r}, which the model needs; download the "
+                                      "file again.")
             return default
         return value
 
     def _wrong(self, name: str, value: Any, want: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} is {_show(value)}; it must be {want}.")
+        return CheckpointError(f"{self.where}: {self._own(name)} is {_show(value)}; it must be {want}.")
 
 
 def _brings_code(auto_map: Any) -> bool:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+SPELLINGS = {"su": "longrope"}
+"""Older names of kinds."""
 DEFAULT_THETA = 10000.0
 ROWS_AT_ONCE = 1024  # keeps the float64 temporaries of a long context small
 
@@ -27,27 +29,43 @@ NEUTRAL = {
 }
 
 
-def read_rope(c: ConfigReader, max_position_embeddings: int) -> RopeConfig:
-    """RoPE of a config.
+def read_rope(c: ConfigReader, max_position_embeddings: int, theta: float | None = None,
+              partial: bool = False) -> RopeConfig:
+    """RoPE of a config; `theta` is the base where it gives none, `partial` says that `read_partial` reads the share.
 
     transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling`` (whose kind is called
     ``rope_type`` or ``type``). A file that has both must mean the same by them.
     """
-    theta = c.number("rope_theta", DEFAULT_THETA, above=1.0)
+    theta = c.number("rope_theta", theta or DEFAULT_THETA, above=1.0)
     outer_original = c.integer("original_max_position_embeddings", None)
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         section = c.section(name)
         if section is not None:
-            found[name] = _read_section(section, theta, outer_original, max_position_embeddings)
+            if partial:
+                section.get("partial_rotary_factor")
+            found[name] = read_section(section, theta, outer_original, max_position_embeddings)
     if len(set(found.values())) > 1:
         raise CheckpointError(f"{c.where}: rope_scaling and rope_parameters disagree; keep the one that is right.")
     return next(iter(found.values()), RopeConfig(theta))
 
 
-def _read_section(r: ConfigReader, theta: float, outer_original: int | None, max_positions: int) -> RopeConfig:
+def read_partial(c: ConfigReader, names: tuple[str, ...], default: float = 1.0) -> float:
+    """Share of a head that turns: from a field of the config, or from its section of RoPE."""
+    found = [c.number(name, high=1.0) for name in names if c.has(name)]
+    for section in map(c.section, ("rope_scaling", "rope_parameters")):
+        if section is not None and section.has("partial_rotary_factor"):
+            found.append(section.number("partial_rotary_factor", high=1.0))
+    if len(set(found)) > 1:
+        raise CheckpointError(f"{c.where}: {', '.join(names)} and the section of RoPE disagree: {found}; keep one.")
+    return found[0] if found else default
+
+
+def read_section(r: ConfigReader, theta: float, outer_original: int | None, max_positions: int) -> RopeConfig:
+    """RoPE of one section; see `read_rope`."""
     name = "rope_type" if r.has("rope_type") or not r.has("type") else "type"
-    kind = r.choice(name, r.get(name) or "default", KINDS)
+    given = r.get(name) or "default"
+    kind = r.choice(name, SPELLINGS.get(given, given) if isinstance(given, str) else given, KINDS)
     r.get("type")  # older files carry both spellings
     theta = r.number("rope_theta", theta, above=1.0)
     original = r.integer("original_max_position_embeddings", max_positions)
@@ -62,6 +80,8 @@ def _read_section(r: ConfigReader, theta: float, outer_original: int | None, max
         rope = RopeConfig(theta, kind, r.number("factor"), original, low, high)
     elif kind == "yarn":
         rope = _read_yarn(r, theta, original, max_positions)
+    elif kind == "longrope":
+        rope = _read_longrope(r, theta, original, max_positions)
     r.refuse_unread(NEUTRAL)
     return rope
 
@@ -81,36 +101,48 @@ def _read_yarn(r: ConfigReader, theta: float, original: int, max_positions: int)
     )
 
 
+def _read_longrope(r: ConfigReader, theta: float, original: int, max_positions: int) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753) as Phi has it: two lists of factors, and a scale by how far the context grew."""
+    factor = r.number("factor", max_positions / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeConfig(
+        theta, "longrope", factor, original,
+        attention_factor=r.number("attention_factor", scale, above=0.0, high=1e6),
+        short_factors=r.numbers("short_factor"), long_factors=r.numbers("long_factor"),
+    )
+
+
 def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, n_positions: int
+    rope: RopeConfig, rotary_dim: int, n_positions: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Cosines and sines for positions 0 to n_positions - 1.
 
-    Element i of a row belongs to the pair of dimensions (i, i + head_dim / 2), the "rotate half" order of Hugging Face
-    checkpoints. Computed in float64, so that far positions do not inherit the rounding of the frequencies.
+    Element i of a row belongs to the pair of dimensions (i, i + rotary_dim / 2), the "rotate half" order of Hugging
+    Face's checkpoints. Computed in float64, so that far positions do not inherit the rounding of the frequencies.
 
     Returns
     -------
-    cos, sin : float32 arrays of shape (n_positions, head_dim // 2)
-        Times YaRN's attention factor.
+    cos, sin : float32 arrays of shape (n_positions, rotary_dim // 2)
+        Times the attention factor of YaRN and LongRoPE. LongRoPE has other frequencies where n_positions, the
+        context of the run, is beyond that of the training.
     """
     import numpy as np
 
-    cos = np.empty((n_positions, head_dim // 2), np.float32)
+    cos = np.empty((n_positions, rotary_dim // 2), np.float32)
     sin = np.empty_like(cos)
-    fill_rope_tables(rope, head_dim, cos, sin)
+    fill_rope_tables(rope, rotary_dim, cos, sin)
     return cos, sin
 
 
-def fill_rope_tables(rope: RopeConfig, head_dim: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
+def fill_rope_tables(rope: RopeConfig, rotary_dim: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
     """Write `rope_tables` into memory that is there, some rows at a time, for long contexts make large tables."""
     import numpy as np
 
-    frequencies = inverse_frequencies(rope, head_dim)
+    frequencies = inverse_frequencies(rope, rotary_dim, len(cos))
     for start in range(0, len(cos), ROWS_AT_ONCE):
         rows = slice(start, min(start + ROWS_AT_ONCE, len(cos)))
         angles = np.arange(rows.start, rows.stop, dtype=np.float64)[:, None] * frequencies
@@ -118,17 +150,20 @@ def fill_rope_tables(rope: RopeConfig, head_dim: int, cos: NDArray[np.float32], 
         sin[rows] = np.sin(angles) * rope.attention_factor
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
-    """Radians per position of each pair of dimensions: float64 array of shape (head_dim // 2,)."""
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int, n_positions: int = 0) -> NDArray[np.float64]:
+    """Radians per position of each pair of dimensions: float64 array of shape (rotary_dim // 2,)."""
     import numpy as np
 
-    plain = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    plain = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
-        return _yarn(rope, plain, head_dim)
+        return _yarn(rope, plain, rotary_dim)
+    if rope.kind == "longrope":
+        far = n_positions > rope.original_max_position_embeddings
+        return plain / np.array(rope.long_factors if far else rope.short_factors)
     return plain
 
 
@@ -142,20 +177,20 @@ def _llama3(rope: RopeConfig, plain: NDArray[np.float64]) -> NDArray[np.float64]
     return plain * (keep + (1 - keep) / rope.factor)
 
 
-def _yarn(rope: RopeConfig, plain: NDArray[np.float64], head_dim: int) -> NDArray[np.float64]:
+def _yarn(rope: RopeConfig, plain: NDArray[np.float64], rotary_dim: int) -> NDArray[np.float64]:
     """Keep dimensions that turn often over the training context, stretch those that turn seldom (YaRN, section 3.2)."""
     import numpy as np
 
     def dimension(rotations: float) -> float:
         """Dimension (a real number) that makes so many rotations."""
         positions = rope.original_max_position_embeddings
-        return head_dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    stretch = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    stretch = np.clip((np.arange(rotary_dim // 2) - low) / (high - low), 0.0, 1.0)
     return plain * (1 - stretch + stretch / rope.factor)

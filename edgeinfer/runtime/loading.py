@@ -64,8 +64,9 @@ def _sources(region: NDArray[np.uint8], place: Placement, offset: int,
 
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:
-    """Cosines and sines per position, each padded to vectors of 16."""
-    half = model.head_dim // 2
-    padded = round_up(half, 16)
-    table = region[: plan.request.ctx * plan.rope_row_bytes].view(np.float32).reshape(-1, 2, padded)
-    fill_rope_tables(model.rope, model.head_dim, table[:, 0, :half], table[:, 1, :half])
+    """Cosines and sines per position of each rotation, each padded to vectors of 16."""
+    half = model.rope_dim // 2
+    nbytes = plan.request.ctx * plan.rope_row_bytes
+    for i, rope in enumerate(model.rotations):
+        table = region[i * nbytes : (i + 1) * nbytes].view(np.float32).reshape(-1, 2, round_up(half, 16))
+        fill_rope_tables(rope, model.rope_dim, table[:, 0, :half], table[:, 1, :half])

@@ -9,7 +9,6 @@ was left behind keeps its place, its K and V in the layers that it has gone thro
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
@@ -206,11 +205,13 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
         if ended():
             break
         keys = session.kv.keys(sequence, attention.layer or 0, head)[:n_tokens]
-        rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) / np.float32(math.sqrt(n))
+        rows = queries[:, head * group * n : (head + 1) * group * n].reshape(-1, group, n) * np.float32(attention.scale)
         for behind, q in enumerate(rows[::-1]):
             place = n_tokens - 1 - behind
             sees = there & (places <= place) & (places > place - (attention.window or n_tokens))
             scores = np.einsum("gd,pd->gp", q, keys)
+            if attention.cap:
+                scores = attention.cap * np.tanh(scores / attention.cap)
             scores[:, ~sees] = -np.inf
             scores -= scores.max(axis=1, keepdims=True)
             np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.plan.score_bytes)

@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
+from ..parameters import ATTENTION
 from ..vector.chains import add_chains, dot_chains, sum_chains
 from ..vector.int8_dot import scale_add, start_s8
-from ..vector.record import inline, outlined, token
+from ..vector.record import float_parameter, inline, outlined, parameter, token
 from ..vector.simd import (
     div_f32,
     div_i64,
@@ -35,7 +36,7 @@ from ..vector.simd import (
 )
 from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
 from ..vector.tiles import add_block, load_lines, store_block, store_tile, zero_tile
-from ..vector.vecmath import exp_below
+from ..vector.vecmath import exp_below, soft_cap
 from ..vector.weighted import WEIGHT_MAX, add_weighted, scale_sums, store_weights, zero_sums
 from .attention_paths import (
     block_table,
@@ -287,6 +288,13 @@ def _mask_row(bounds, at, first):
         store_f32x16(at, mask_outside(load_f32x16(at), lane_numbers(), low, high, first_lane(splat_f32(LOWEST))))
 
 
+@outlined
+def _cap_scores(at, r, cap):
+    """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118)."""
+    for i in range(r):
+        store_f32x16(at + SCORES * i, soft_cap(load_f32x16(at + SCORES * i), cap))
+
+
 _ALL_GONE = 0x0101010101010101
 """Eight rows that a layer lacks (abi.FLAG_HOLES)."""
 
@@ -390,6 +398,8 @@ def score_step(kind, r, chains, alone):
             gone = holes + BLOCK_TOKENS * load_i32(blocks + 4 * b)
             if holes == 0 or not _gone(gone):
                 store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), padded), at, SCORES)
+                if parameter(rec, ATTENTION.cap):
+                    _cap_scores(at, r, float_parameter(rec, ATTENTION.cap))
             if holes != 0:
                 mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS

@@ -22,7 +22,7 @@ from ..vector.record import claim, count, flags, float_parameter, inline, operan
 from ..vector.simd import load_f32x16, store_f32x16
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
-from ..vector.vecmath import activate
+from ..vector.vecmath import gated
 from .elementwise import fused_input
 from .products import asking, distance_of, product_int8, product_packed
 
@@ -198,10 +198,10 @@ def _register_product(name, chunk_of):
 
 
 @outlined
-def _act(gate, n, kind, out, stride):
+def _act(gate, n, kind, limit, out, stride):
     """n rows of 16 gates, which n rows of ups lie behind: act(gate) * up."""
     for _row in range(n):
-        store_f32x16(out, activate(load_f32x16(gate), kind) * load_f32x16(gate + 64 * n))
+        store_f32x16(out, gated(load_f32x16(gate), load_f32x16(gate + 64 * n), kind, limit))
         gate += 64
         out += stride
 
@@ -226,8 +226,8 @@ def _gated(make_product, group, n):
                 acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64, 128 * (units - 1)))
             store_block(1, acc, scratch + 64 * n * part, 64)
         for i in range(units):
-            _act(scratch + 128 * i * n, n, parameter(rec, LINEAR.activation), at.out + 64 * (unit + i) + t * out_stride,
-                 out_stride)
+            _act(scratch + 128 * i * n, n, parameter(rec, LINEAR.activation), float_parameter(rec, LINEAR.limit),
+                 at.out + 64 * (unit + i) + t * out_stride, out_stride)
 
     return (m + 1) // 2, step
 

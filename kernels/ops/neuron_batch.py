@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_CLAIM, NEURON_TOKENS
-from ..parameters import NEURON_GATED
-from ..vector.record import flags, inline, outlined, parameter
+from ..parameters import ACTIVATIONS, NEURON_GATED
+from ..vector.record import flags, float_parameter, inline, outlined, parameter
 from ..vector.simd import (
     abs_f32,
     f32_from_bits,
@@ -14,6 +14,7 @@ from ..vector.simd import (
     load_f32x16,
     load_i32,
     load_i64,
+    max_f32,
     store_f32,
     store_f32x16,
     store_i32,
@@ -23,6 +24,7 @@ from ..vector.simd import (
 from ..vector.vecmath import activate
 from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch, row_at
 
+DRELU = ACTIVATIONS["drelu"]
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
 # of a claim their numbers, of the live ones addresses of columns and values for all tokens; then what the number of
 # lines gives the size of.
@@ -91,10 +93,10 @@ def upcoming(ffn, areas, window, live, part):
 
 
 @outlined
-def activate_gates(gates, tokens, kind):
+def activate_gates(gates, tokens, kind, limit):
     """Apply the hidden activation to the gates of a batch."""
     for at in range(gates, gates + 64 * tokens, 64):
-        store_f32x16(at, activate(load_f32x16(at), kind))
+        store_f32x16(at, activate(load_f32x16(at), kind, limit))
 
 
 @outlined
@@ -109,7 +111,8 @@ def gates(form, ffn, areas, window, first, stop):
             if ffn.bias:
                 gate += load_f32(ffn.bias + 4 * neuron)
             store_f32(at + 4 * (16 * t + k - first), gate)
-    activate_gates(at, form.n, parameter(ffn.rec, NEURON_GATED.activation))
+    activate_gates(at, form.n, parameter(ffn.rec, NEURON_GATED.activation),
+                   float_parameter(ffn.rec, NEURON_GATED.limit))
 
 
 @outlined
@@ -163,6 +166,8 @@ def ups(form, ffn, areas, tokens, window, first, stop, live):
                 up = sum_lanes(load_f32x16(scratch + 64 * j))
                 if ffn.bias:
                     up += load_f32(ffn.bias + 4 * (ffn.neurons + neuron))
+                if parameter(ffn.rec, NEURON_GATED.activation) == DRELU:
+                    up = max_f32(up, f32_from_bits(0))
                 store_f32(at, value * up)
                 store_f32(tokens.f + j * tokens.stride + 4 * neuron, value * up)
 

@@ -40,7 +40,7 @@ from .elementwise import norm_scale
 
 @inline
 def rotate(head, table, n, table_stride):
-    """Rotate pairs (x[i], x[i + n/2]) in place; the table row holds cos, then sin half a row later."""
+    """Rotate pairs (x[i], x[i + n/2]) of n elements in place; the table row holds cos, then sin half a row later."""
     middle = n >> 1
     second = head + 4 * middle
     for i in range(0, middle, 16):
@@ -123,6 +123,7 @@ def _register(kv, store):
     def rope_store(rec, ctx, tid, n_threads):
         heads, kv_heads, n = parameter(rec, ROPE.heads), parameter(rec, ROPE.kv_heads), parameter(rec, ROPE.head_dim)
         group, stride, eps = div_i64(heads, kv_heads), parameter(rec, ROPE.table_stride), float_parameter(rec, ROPE.eps)
+        rotary = parameter(rec, ROPE.rotary)
         norm, units = flags(rec) & FLAG_HEAD_NORM, count(ctx, parameter(rec, ROPE.rows)) * kv_heads
         unit = claim(ctx)
         while unit < units:
@@ -133,11 +134,11 @@ def _register(kv, store):
             for q in range(h * group, (h + 1) * group):
                 if norm:
                     norm_head(row + 4 * n * q, operand(rec, ctx, 3), n, eps)
-                rotate(row + 4 * n * q, table, n, stride)
+                rotate(row + 4 * n * q, table, rotary, stride)
             k, v = row + 4 * n * (heads + h), row + 4 * n * (heads + kv_heads + h)
             if norm:
                 norm_head(k, operand(rec, ctx, 4), n, eps)
-            rotate(k, table, n, stride)
+            rotate(k, table, rotary, stride)
             slot = token(ctx, t, TOKEN_SLOT)
             n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
             parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)

@@ -29,11 +29,13 @@ from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_re
 from .neuron import neuron_down_twin, neuron_gated_twin
 from .neuron_mask import scores_twin, signs_twin
 from .neuron_resolve import Cache, resolve, resolve_twin
+from .norms import norm_f32_twin, norm_q8_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
 from .screen import head_twin, least_twin, maxima_twin, reach
 from .stream import stream_release_twin
 from .tolerances import TOLERANCES
+from .values import activate_twin, positions_twin
 from .view import RecordView
 
 Twin = Callable[[RecordView], list[Expected]]
@@ -43,6 +45,10 @@ TWINS: dict[str, Twin] = {
     "rms_norm_f32": rms_norm_f32_twin,
     "rms_norm_q8": rms_norm_q8_twin,
     "gather_outputs": gather_twin,
+    "norm_f32": norm_f32_twin,
+    "norm_q8": norm_q8_twin,
+    "activate": activate_twin,
+    "add_positions": positions_twin,
     "attention_merge": merge_twin,
     "attention_select": select_twin,
     "neuron_mask_scores": scores_twin,

@@ -62,13 +62,22 @@ class Partial(NamedTuple):
     """How far float32 may be from a weight, as a share of it: (heads,)."""
 
 
-def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None) -> Partial:
+def score(q: Doubles, k: Doubles, cap: float = 0.0) -> tuple[Doubles, Doubles]:
+    """Scores (heads, positions) of scaled queries, capped where there is a cap, and how far float32 may be from each.
+
+    A cap is cap x tanh(score / cap) (Gemma 2, arXiv 2408.00118).
+    """
+    scores, slack = q @ k.T, TOLERANCES["attention"] * (1 + np.abs(q) @ np.abs(k).T)
+    return (cap * np.tanh(scores / cap), slack + TOLERANCES["soft_cap"] * cap) if cap else (scores, slack)
+
+
+def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None, cap: float = 0.0) -> Partial:
     """Attention of the query heads that share a KV head; q, scaled, is (heads, n), k and v are (positions, n).
 
     With int8 KV weights may be rounded: times the scale of their V row, to a share of the largest of these.
     """
-    relative = TOLERANCES["attention"] * (1 + (np.abs(q) @ np.abs(k).T).max(axis=1))
-    return weigh(q @ k.T, relative, v, v_scales)
+    scores, slack = score(q, k, cap)
+    return weigh(scores, slack.max(axis=1), v, v_scales)
 
 
 def weigh(scores: Doubles, relative: Doubles, v: Doubles, v_scales: Doubles | None) -> Partial:
@@ -216,7 +225,7 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             if merged:
                 out += _splits(view, t, h, queries[t, h], stored, path)
                 continue
-            part = attend(queries[t, h], *stored.of(h, path.rows[path.there]))
+            part = attend(queries[t, h], *stored.of(h, path.rows[path.there]), float_of(p.cap))
             total = part.weights.sum(axis=1, keepdims=True)
             y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
@@ -278,7 +287,7 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
             firsts = [partials(view, t * p.heads + h * len(q) + g, split) for g in range(len(q))]
             out += [Expected(f"split {split} of token {t}, without a row", m, np.full(1, LOWEST)) for m, *_ in firsts]
             continue
-        part = attend(q, *stored.of(h, path.rows[mine][there]))
+        part = attend(q, *stored.of(h, path.rows[mine][there]), float_of(p.cap))
         lanes = np.zeros((len(q), SPLIT_TOKENS))
         lanes[:, start % SPLIT_TOKENS + np.flatnonzero(there)] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
-from .attention import LOWEST, SPLIT_TOKENS, Path, queries_of, score_row, seen_tokens
+from .attention import LOWEST, SPLIT_TOKENS, Path, queries_of, score, score_row, seen_tokens
 from .expected import Expected
-from .tolerances import TINY, TOLERANCES
-from .view import RecordView
+from .tolerances import TINY
+from .view import RecordView, float_of
 
 
 def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
@@ -25,8 +25,7 @@ def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         queries, out = queries_of(view, kv, end), []
         for (t, path, stored), h in itertools.product(seen_tokens(view, kv, first, end), range(p.kv_heads)):
             k, _v, _scales = stored.of(h, path.rows)
-            scores = queries[t, h] @ k.T
-            slack = TOLERANCES["attention"] * (1 + np.abs(queries[t, h]) @ np.abs(k).T)
+            scores, slack = score(queries[t, h], k, float_of(p.cap))
             for g in range(group):
                 row = (t - first) * p.heads + h * group + g
                 scores[g, ~path.there], slack[g, ~path.there] = np.float32(LOWEST), 0

@@ -48,22 +48,28 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
 
 
-def _quantised(view: RecordView, x: Floats, exact: bool) -> list[Expected]:
-    """Blocks of q8 rows that hold x: codes, scales and -8 x the sums of the stored codes."""
+def quantised_rows(view: RecordView, x: Floats, exact: bool, near: NDArray | None = None) -> list[Expected]:
+    """Blocks of q8 rows that hold x, which is known up to `near`: codes, scales and -8 x the sums of the codes."""
     p = view.parameters(ROWS)
     padded = np.zeros((len(x), p.scales), np.float32)
     padded[:, : p.width] = x
     codes, scales = quantise_rows(padded, p.group)
-    tolerance = None if exact else TOLERANCES["code"]
+    spread = np.zeros(scales.shape)  # of what is largest in a group
+    if near is not None:
+        loose = np.zeros(padded.shape)
+        loose[:, : p.width] = near
+        spread = loose.reshape(*scales.shape, p.group).max(axis=2)
     expected = []
     token_tiles = unpack_token_tiles(p.token_tiles)
     for block in q8_blocks(view.address(1), len(x), p.out_stride, p.scales, p.offsets, p.group, token_tiles):
         rows = slice(block.first, block.first + len(block.codes))
         here, shape = codes[rows].reshape(block.codes.shape), block.scales.shape
-        near = None if exact else TOLERANCES["rms_norm"] * scales[rows] + TINY
+        off = None if exact else TOLERANCES["rms_norm"] * scales[rows] + spread[rows] / 127 + TINY
+        share = 2 * spread[rows] / np.maximum(scales[rows], TINY)
+        tolerance = None if exact else TOLERANCES["code"] + np.repeat(share, p.group, axis=1).reshape(here.shape)
         expected += [
             Expected("codes", block.codes, np.rint(here) if exact else here, exact, tolerance),
-            Expected("scales", block.scales, scales[rows], exact, near),
+            Expected("scales", block.scales, scales[rows], exact, off),
             Expected("offsets", block.offsets, partial(_offsets, block.codes, shape, p.group)),
         ]
     return expected
@@ -81,7 +87,7 @@ def _source(view: RecordView) -> Floats:
 
 def quantize_twin(view: RecordView) -> list[Expected]:
     """The twin of ``quantize``."""
-    return _quantised(view, _source(view), exact=True)
+    return quantised_rows(view, _source(view), exact=True)
 
 
 def _normalised(view: RecordView) -> NDArray[np.float64]:
@@ -101,7 +107,7 @@ def rms_norm_f32_twin(view: RecordView) -> list[Expected]:
 
 def rms_norm_q8_twin(view: RecordView) -> list[Expected]:
     """The twin of ``rms_norm_q8``."""
-    return _quantised(view, _normalised(view).astype(np.float32), exact=False)
+    return quantised_rows(view, _normalised(view).astype(np.float32), exact=False)
 
 
 def quantised_input(

@@ -16,34 +16,36 @@ from ..parameters import ACTIVATIONS, LINEAR
 from .elementwise import quantised_input
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView
+from .view import RecordView, float_of
 
 Doubles = NDArray[np.float64]
 
 _erf: Any = np.frompyfunc(math.erf, 1, 1)
 
 
-def _silu(x: Doubles) -> Doubles:
+def _silu(x: Doubles, limit: float = 0.0) -> Doubles:
     with np.errstate(over="ignore"):
         return x / (1 + np.exp(-x))
 
 
-def _gelu(x: Doubles) -> Doubles:
+def _gelu(x: Doubles, limit: float = 0.0) -> Doubles:
     return 0.5 * x * (1 + _erf(x / math.sqrt(2)).astype(np.float64))
 
 
-def _gelu_tanh(x: Doubles) -> Doubles:
+def _gelu_tanh(x: Doubles, limit: float = 0.0) -> Doubles:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Doubles], Doubles]] = {
-    "relu": lambda x: np.maximum(x, 0),
+ACTIVATION_FUNCTIONS: dict[str, Callable[..., Doubles]] = {
+    "relu": lambda x, limit=0.0: np.maximum(x, 0),
     "silu": _silu,
-    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "relu2": lambda x, limit=0.0: np.maximum(x, 0) ** 2,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "drelu": lambda x, limit=0.0: np.maximum(x, 0),
+    "fatrelu": lambda x, limit=0.0: np.where(x > limit, x, 0),
 }
-"""Hidden activations by name, on float64 arrays."""
+"""Hidden activations of a gate by name, on float64 arrays; the limit is that of fatrelu."""
 
 
 def linear_reference(
@@ -77,13 +79,21 @@ def gated_reference(
     up_bias: Doubles | float = 0.0,
     *,
     near: Doubles | float = 0.0,
+    limit: float = 0.0,
 ) -> tuple[Doubles, Doubles]:
-    """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`."""
+    """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`.
+
+    With drelu what is multiplied is rectified, too. Where a gate is too near to fatrelu's limit to say, both are right.
+    """
     g, g_tolerance = linear_reference(x, gate, gate_bias, near)
     u, u_tolerance = linear_reference(x, up, up_bias, near)
-    acted = ACTIVATION_FUNCTIONS[activation](g)
+    acted = ACTIVATION_FUNCTIONS[activation](g, limit)
+    if activation == "drelu":
+        u = np.maximum(u, 0)
     slope = 2 * (np.abs(g) + g_tolerance) if activation == "relu2" else 1.2  # the steepest that the others are
     tolerance = slope * g_tolerance * (np.abs(u) + u_tolerance) + np.abs(acted) * u_tolerance
+    if activation == "fatrelu":
+        tolerance += np.abs(g * u) * (np.abs(g - limit) <= g_tolerance)
     return acted * u, tolerance + TOLERANCES["activation"] * (np.abs(acted) + np.abs(g)) * np.abs(u) + TINY
 
 
@@ -133,7 +143,8 @@ def gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]
         gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, rows, -1)
         bias = np.broadcast_to(_bias(view, 2 * rows), 2 * rows)
         biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, rows)
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near)
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near,
+                                       limit=float_of(p.limit))
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         return [Expected("out", out, y, exact=False, tolerance=tolerance)]
 

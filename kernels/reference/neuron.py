@@ -26,7 +26,7 @@ from .elementwise import quantised_input
 from .expected import Expected
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, linear_reference
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, memory
+from .view import RecordView, float_of, memory
 
 Doubles = NDArray[np.float64]
 
@@ -75,10 +75,12 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
         if view.flags & FLAG_BIAS:
             biases[:] = view.array(5, np.float32, biases.shape)
         x, near = x[:, : gate.shape[1]], near[:, : gate.shape[1]]
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near)
+        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near,
+                                       limit=float_of(p.limit))
         if view.flags & FLAG_THRESHOLD:
             gates, far = linear_reference(x, gate, biases[0], near)
-            _cut(view, ACTIVATION_FUNCTIONS[names[p.activation]](gates), 1.2 * far + 1e-6, y, tolerance)
+            acted = ACTIVATION_FUNCTIONS[names[p.activation]](gates, float_of(p.limit))
+            _cut(view, acted, 1.2 * far + 1e-6, y, tolerance)
         unchosen = ~_chosen(view, p, tokens)
         y[unchosen] = tolerance[unchosen] = 0
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))

@@ -97,7 +97,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         p = view.parameters(ROPE)
         n_tokens = view.count(p.rows)
         positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.tokens(TOKEN_SLOT)[:n_tokens]
-        half, n_rotated = p.head_dim // 2, p.heads + p.kv_heads
+        half, n_rotated = p.rotary // 2, p.heads + p.kv_heads
         rows = view.array(0, np.float32, (n_tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
         shape, strides = (int(positions.max(initial=-1)) + 1, 2, half), (p.table_stride, p.table_stride // 2, 4)
         table = view.array(1, np.float32, shape, strides)
@@ -108,9 +108,11 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             eps = float_of(p.eps)
             q_norm, k_norm = (view.array(i, np.float32, (p.head_dim,)) for i in (3, 4))
             x = np.concatenate([rms_norm(x[:, : p.heads], q_norm, eps), rms_norm(x[:, p.heads :], k_norm, eps)], axis=1)
-        turned = rotate(x, cos, sin)
+        turned, sizes = x.copy(), np.abs(x)
+        turned[..., : p.rotary] = rotate(x[..., : p.rotary], cos, sin)
+        sizes[..., : p.rotary] = _sizes(x[..., : p.rotary], cos, sin)
         relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_HEAD_NORM else 0)
-        slack = relative * _sizes(x, cos, sin) + TINY
+        slack = relative * sizes + TINY
         out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
         for t, slot in enumerate(slots):
             k_at, v_at, k_scales, v_scales = head_views(

@@ -57,10 +57,12 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
             neuron_gated,
             neuron_mask,
             neuron_resolve,
+            norms,
             probe,
             rope,
             screen,
             stream,
+            values,
             walk,
         )
 

@@ -6,10 +6,11 @@ from llvmlite import ir
 
 from ..parameters import ACTIVATIONS
 from .record import inline
-from .simd import VF, VI, F32x16, constant, define, splat_f32, vabs, vmax
+from .simd import VF, VI, F32x16, constant, define, div_f32, first_lane, splat_f32, vabs, vmax
 from .targets import emit_fma, fma
 
-RELU, SILU, RELU2, GELU = (ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu"))
+RELU, SILU, RELU2, GELU, DRELU, FATRELU = (
+    ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu", "drelu", "fatrelu"))
 
 
 @define(F32x16, F32x16)
@@ -62,6 +63,13 @@ def sigmoid(x):
 
 
 @inline
+def soft_cap(x, cap):
+    """cap x tanh(x / cap), within 2e-7 of the cap."""
+    y = sigmoid(x * splat_f32(div_f32(first_lane(splat_f32(2.0)), cap)))
+    return splat_f32(cap) * (y + y - splat_f32(1.0))
+
+
+@inline
 def erf(x):
     """Error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
     z, one = vabs(x), splat_f32(1.0)
@@ -73,12 +81,30 @@ def erf(x):
     return copy_sign(one - p * exp(splat_f32(0.0) - z * z), x)
 
 
+@define(F32x16, F32x16, F32x16)
+def _above(b, x, limit):
+    """x where it is above the limit, else 0."""
+    return b.select(b.fcmp_ordered(">", x, limit), x, constant(VF, 0.0))
+
+
 @inline
-def activate(x, kind):
-    """The hidden activation `kind` (parameters.ACTIVATIONS) of each lane."""
+def gated(gate, up, kind, limit):
+    """The activated gate times `up`, of each lane."""
+    if kind == DRELU:
+        up = vmax(up, splat_f32(0.0))
+    return activate(gate, kind, limit) * up
+
+
+@inline
+def activate(x, kind, limit):
+    """The hidden activation `kind` (parameters.ACTIVATIONS) of each lane; `limit` is that of fatrelu."""
     zero = splat_f32(0.0)
     if kind == RELU:
         return vmax(x, zero)
+    if kind == DRELU:
+        return vmax(x, zero)
+    if kind == FATRELU:
+        return _above(x, splat_f32(limit))
     if kind == SILU:
         return x * sigmoid(x)
     if kind == RELU2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import Attention, RopeStore, Weight
 
 from . import weights
@@ -52,12 +53,17 @@ def _(op: RopeStore, at: Lowering) -> None:
 @lower.register
 def _(op: Attention, at: Lowering) -> None:
     rope, heads = at.ropes[op.layer], Heads(op.heads, op.kv_heads, op.head_dim)
+    for what, there in (("a soft cap", op.cap), ("heads that turn in part, or not at all", rope.rotary != op.head_dim),
+                        ("a rotation of its own", rope.table)):
+        if there:
+            raise UnsupportedModelError(f"The operation {op.label} has {what}, which has no form in ONNX yet, so the "
+                                        "model cannot be exported; run it with --device cpu.")
     fused = bool(rope.q_norm) and at.flavour.qk_norm == "fused" and not heads.padded
     apart = bool(rope.q_norm) and not fused
     packed = at.value(op.qkv)
     qkv = _three(packed, rope, heads, apart, at) if apart or heads.padded else (packed, "", "")
     common: dict[str, Any] = {"num_heads": heads.query, "kv_num_heads": heads.kv, "do_rotary": 1,
-                              "scale": heads.dim**-0.5, "domain": MICROSOFT}
+                              "scale": op.scale, "domain": MICROSOFT}
     if op.window:
         common["local_window_size"] = op.window
     if fused:

@@ -171,7 +171,7 @@ class Lowering:
 def lower(op: Op, at: Lowering) -> None:
     """Turn an operation into nodes. Raises `UnsupportedModelError`: nobody has registered how."""
     raise UnsupportedModelError(f"The operation {op.label} has no form in ONNX, so it cannot be exported; leave out "
-                                "the pass that puts it into the graph.")
+                                "the pass that puts it into the graph, or run the model with --device cpu.")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -243,8 +243,11 @@ def _activated(gate: str, up: str, activation: str, at: Lowering) -> str:
     elif activation in ("relu", "relu2"):
         gate = at.node("Relu", gate)
         gate = at.node("Mul", gate, gate) if activation == "relu2" else gate
-    else:
+    elif activation in ("gelu", "gelu_tanh"):
         gate = at.node("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    else:
+        raise UnsupportedModelError(f"The activation {activation} has no form in ONNX, so the model cannot be "
+                                    "exported; run it with --device cpu.")
     return at.node("Mul", gate, up)
 
 

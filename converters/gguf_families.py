@@ -1,0 +1,118 @@
+"""What the metadata of each architecture of GGUF say in the fields of a config.json, beside the sizes that all have.
+
+Some of it a file does not hold: llama.cpp knows it by the architecture, and so does this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from edgeinfer.errors import UnsupportedModelError
+
+Get = Callable[[str], Any]
+"""The value of a key, without the architecture's name before it; None where it is absent."""
+RUNNABLE = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "gemma": "gemma",
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "smollm3": "smollm3", "granite": "granite",
+    "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
+    "starcoder2": "starcoder2", "command-r": "cohere",
+}
+"""GGUF's names of architectures and ours. Mistral's is llama; one with a window becomes mistral."""
+ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
+               "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
+               "starcoder2": "gelu_pytorch_tanh"}
+"""Hidden activations that are not silu."""
+TIED = ("gemma", "gemma2", "gemma3", "command-r")
+"""Architectures whose head always is the embedding."""
+PARTIAL = ("phi3", "gptneox", "stablelm", "phi2")
+"""Architectures of which a part of each head may turn."""
+WINDOWED = ("gemma2", "gemma3", "phi3", "starcoder2")
+"""Architectures whose files say how wide windows are, and whose kind says which layers have one."""
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
+_NO_ROPE_EVERY = 4
+"""SmolLM3: which layers have no rotation."""
+
+
+def family_fields(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the fields that are this family's own; `config` has the sizes.
+
+    Raises `UnsupportedModelError` where a number is missing that the others are calculated with.
+    """
+    reader = _READERS.get(name)
+    return reader(name, get, config, tensors) if reader else {}
+
+
+def _size(config: Mapping[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"The metadata lack {field}, which the model needs; download the file again.")
+    return value
+
+
+def _gemma(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"hidden_activation": ACTIVATIONS[name]}
+    if name == "gemma":
+        return fields
+    wide = _size(config, "hidden_size") // _size(config, "num_attention_heads")
+    whole = _size(config, "num_hidden_layers") == _LARGEST[name]
+    fields |= {"query_pre_attn_scalar": wide if whole else config.get("head_dim", 256),
+               "sliding_window": get("attention.sliding_window"), "final_logit_softcapping":
+               get("final_logit_softcapping")}
+    if name == "gemma2":
+        return fields | {"attn_logit_softcapping": get("attn_logit_softcapping")}
+    return fields | {"rope_local_base_freq": get("rope.freq_base_swa") or 10000.0,
+                     "sliding_window_pattern": get("attention.sliding_window_pattern") or 6}
+
+
+def _phi3(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"sliding_window": get("attention.sliding_window") or None}
+
+
+def _smollm3(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"no_rope_layer_interval": _NO_ROPE_EVERY}
+
+
+def _granite(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    keys = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+            "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}
+    scale = _size(config, "head_dim") ** -0.5  # of files that say none
+    return {"attention_multiplier": scale} | {ours: get(key) for ours, key in keys.items() if get(key)}
+
+
+def _falcon(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    kv, heads = config.get("num_key_value_heads", 1), _size(config, "num_attention_heads")
+    two = "blk.0.attn_norm_2.weight" in tensors
+    return {"num_kv_heads": kv, "new_decoder_architecture": two or kv not in (1, heads), "multi_query": kv == 1,
+            "num_ln_in_parallel_attn": 2 if two else 1, "num_key_value_heads": None}
+
+
+def _side(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"use_parallel_residual": bool(get("use_parallel_residual"))}
+
+
+def _starcoder2(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"sliding_window": get("attention.sliding_window") or None}
+
+
+def _cohere(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"logit_scale": get("logit_scale")}
+
+
+_READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
+    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
+    "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
+}
+OWN_KEYS = {
+    "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
+    "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa",
+               "attention.sliding_window_pattern"),
+    "phi3": ("attention.sliding_window", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
+    "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    "gptneox": ("use_parallel_residual",), "stablelm": ("use_parallel_residual",),
+    "starcoder2": ("attention.sliding_window",), "command-r": ("logit_scale",), "falcon": ("tensor_data_layout",),
+    "qwen2vl": ("rope.dimension_sections",), "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),
+    "gpt2": ("tensor_data_layout",),
+}
+"""Keys that `family_fields` reads, or that say how pictures come in."""

@@ -1,0 +1,48 @@
+"""Tensors that a checkpoint calls otherwise than its architecture does: with a prefix more or less, or beside pictures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..+")
+"""Tensors of what makes tokens of pictures."""
+_PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
+BASES = {"gpt2": "transformer.", "gpt_neo": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.",
+         "opt": "model."}
+"""What the names of most tensors begin with; some checkpoints were saved without it."""
+_HEADS = ("lm_head.", "embed_out.")
+_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
+                      r"(masked_)?bias")
+"""What old checkpoints store and a config says: frequencies, and masks of who sees whom."""
+
+
+class Names(NamedTuple):
+    """How a checkpoint's names differ from the architecture's."""
+
+    aliases: dict[str, str]
+    """The stored tensor of each of the architecture's names that differs."""
+    pictures: frozenset[str]
+    """Tensors of the part that sees pictures."""
+
+
+def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names:
+    """Find the architecture's names; `sees`: the text model lies in one that sees pictures."""
+    pictures = frozenset(name for name in stored if sees and PICTURES.fullmatch(name))
+    aliases: dict[str, str] = {}
+    for name in stored if sees else ():
+        if (match := _PREFIXED.fullmatch(name)) and name not in pictures:
+            aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
+    if model_type == "gpt_neox" and "lm_head.weight" in stored:  # as transformers 5 writes it
+        aliases["embed_out.weight"] = "lm_head.weight"
+    base = BASES.get(model_type, "")
+    if base and not any(name.startswith(base) for name in stored):
+        aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
+    return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is none of a model's weights, but what its config says."""
+    return _BUFFERS.fullmatch(name) is not None

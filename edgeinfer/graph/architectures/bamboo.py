@@ -1,0 +1,20 @@
+"""Bamboo (PowerInfer, arXiv 2406.05955): Mistral whose FFN rectifies gate and up, so that most neurons are 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..reader import ConfigReader
+from . import mistral
+from .llama import forward
+
+__all__ = ["forward", "read"]
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Its own code, which the config names, is Mistral's with dReLU; `hidden_act` says relu."""
+    c.own_code()
+    if c.get("hidden_act", "relu") != "relu":
+        raise c.unsupported("hidden_act", c.get("hidden_act"), "Bamboo's is relu")
+    return replace(mistral.read(c), hidden_act="drelu")

@@ -1,0 +1,47 @@
+"""Command-R (Cohere): attention and FFN side by side behind one layer norm without a bias; neighbours turn in pairs."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..weights import Source
+
+DEFAULTS = {"max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True, "rope_theta": 500000.0}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Logits times `logit_scale`; heads that are normed one by one are refused."""
+    c.called(rms_norm_eps="layer_norm_eps")
+    bias = c.flag("attention_bias")
+    c.get("model_max_length")  # how long its makers let a text become
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, parallel_residual=True,
+                        logits_scale=1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625))
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"model.layers.{i}."))
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True))
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """A layer's tensors; rows of q and k are reordered, for our rotation turns halves."""
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    widths = {"q": c.query_width, "k": c.kv_width, "v": c.kv_width}
+
+    def of(p: str, kind: str, *columns: int) -> Source:
+        whole = Source(f"{attn}{p}_proj.{kind}", (widths[p], *columns))
+        return whole if p == "v" else whole.rope_halves(c.head_dim)
+
+    return Layer(
+        norm=hf + "input_layernorm", norm_bias=False, qkv=tuple(of(p, "weight", c.hidden_size) for p in "qkv"),
+        qkv_bias=tuple(of(p, "bias") for p in "qkv") if c.attention_bias else (), o=attn + "o_proj.weight",
+        o_bias=(attn + "o_proj.bias",) if c.attention_output_bias else (), gate=mlp + "gate_proj", up=mlp + "up_proj",
+        down=mlp + "down_proj")

@@ -1,0 +1,54 @@
+"""Falcon (arXiv 2311.16867): attention and FFN side by side, and few heads of keys and values in one tensor with q."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, heads_of, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..weights import Source
+
+DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 11, "eos_token_id": 11, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu", "ffn_times": 4, "tie_word_embeddings": True}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Of the newer kind all layers are side by side, and have two norms unless the config says one."""
+    c.own_code()
+    c.called(rms_norm_eps="layer_norm_epsilon", hidden_act="activation", intermediate_size="ffn_hidden_size",
+             num_hidden_layers="n_layer" if c.has("n_layer") else "num_hidden_layers",
+             num_attention_heads="n_head" if c.has("n_head") else "num_attention_heads")
+    if c.flag("alibi"):
+        raise c.unsupported("alibi", True, "only rotary positions are supported")
+    newer, heads = c.flag("new_decoder_architecture"), c.integer("num_attention_heads", high=2**12)
+    one, side, bias = c.flag("multi_query", True), c.flag("parallel_attn", True), c.flag("bias")
+    kv = c.integer("num_kv_heads", heads, high=2**12) if newer else 1 if one else heads
+    c.get("num_kv_heads")  # which only the newer kind follows
+    norms = c.integer("num_ln_in_parallel_attn", 2 if newer else 1, high=2)
+    return read_decoder(c.instead(num_key_value_heads=kv), DEFAULTS, attention_bias=bias, attention_output_bias=bias,
+                        mlp_bias=bias, parallel_residual=newer or side, parallel_norms=norms)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("transformer.word_embeddings.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
+    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
+                            norm_bias="transformer.ln_f.bias"))
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """A layer's tensors."""
+    attn, mlp, rows, bias = hf + "self_attention.", hf + "mlp.", c.query_width + 2 * c.kv_width, c.mlp_bias
+    two = c.parallel_residual and c.parallel_norms == 2
+    after = "" if c.parallel_residual else hf + "post_attention_layernorm"
+    fused, biases = Source(attn + "query_key_value.weight", (rows, c.hidden_size)), attn + "query_key_value.bias"
+    return Layer(
+        norm=hf + ("ln_attn" if two else "input_layernorm"), ffn_norm=hf + "ln_mlp" if two else after,
+        qkv=heads_of(fused, c), qkv_bias=heads_of(Source(biases, (rows,)), c) if bias else (),
+        o=attn + "dense.weight", o_bias=(attn + "dense.bias",) if bias else (), up=mlp + "dense_h_to_4h.weight",
+        down=mlp + "dense_4h_to_h.weight",
+        ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias") if bias else ())

@@ -1,0 +1,76 @@
+"""Gemma (arXiv 2403.08295): Llama with norms stored as what they differ from 1, and scaled embeddings."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..types import Tensor
+from ..weights import Source
+from .llama import biases, weights
+
+DEFAULTS = {"max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "bos_token_id": 2,
+            "eos_token_id": 1, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Early files say gelu and mean its tanh form."""
+    return read_gemma(c, DEFAULTS)
+
+
+def read_gemma(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> ModelConfig:
+    """What all generations read alike."""
+    if c.has("hidden_activation"):
+        c.get("hidden_act")  # which the newer name replaces
+        c.called(hidden_act="hidden_activation")
+    if c.get("hidden_act") == "gelu":
+        c = c.instead(hidden_act="gelu_pytorch_tanh")
+    if c.get("use_bidirectional_attention"):
+        raise c.unsupported("use_bidirectional_attention", True, "tokens that see what comes after them are none that "
+                            "a text is made of")
+    bias, hidden = c.flag("attention_bias"), c.integer("hidden_size", high=2**17)
+    c.get("cache_implementation")  # how a cache is kept, not what is in it
+    return read_decoder(c, defaults, attention_bias=bias, attention_output_bias=bias, embedding_scale=sqrt(hidden),
+                        **own)
+
+
+def norm(name: str, width: int) -> Source:
+    """The source of a norm's weight, 1 + what is stored."""
+    return Source(name + ".weight", (width,)).plus(1.0)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i)
+    return g.build(g.logits(x, norm("model.norm", c.hidden_size), "lm_head.weight"))
+
+
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = False, qk_norm: bool = False) -> Tensor:
+    """One block; in a `sandwich` attention and FFN are normed on their way out, too."""
+    g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+    before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    norms = (norm(attn + "q_norm", c.head_dim), norm(attn + "k_norm", c.head_dim)) if qk_norm else ()
+
+    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", d), feeds=name + "qkv")
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    h = g.linear(h, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
+    h = g.attention(g.rope_store(h, *norms))
+    out = (attn + "o_proj",)
+    h = g.linear(h, name + "o", weights(out), (d,), biases(out) if c.attention_output_bias else (),
+                 residual=None if sandwich else x)
+    if sandwich:
+        h = g.normed_sum(x, h, name + "attention_out_norm", norm(hf + "post_attention_layernorm", d))
+    x, h = h, g.rms_norm(h, name + "ffn_norm", norm(hf + before, d), feeds=g.ffn_input(name))
+    modules = (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj")
+    if not sandwich:
+        return g.ffn(h, name, modules, residual=x)
+    return g.normed_sum(x, g.ffn(h, name, modules), name + "ffn_out_norm", norm(hf + "post_feedforward_layernorm", d))

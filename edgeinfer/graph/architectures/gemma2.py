@@ -1,0 +1,32 @@
+"""Gemma 2 (arXiv 2408.00118): Gemma with norms on the way out, every second layer with a window, and soft caps."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_sliding
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from . import gemma
+
+DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """A null cap means none, an absent one the published."""
+    caps = {ours: 0.0 if c.is_null(name) else c.number(name, default)
+            for ours, name, default in (("attention_softcap", "attn_logit_softcapping", 50.0),
+                                        ("logits_softcap", "final_logit_softcapping", 30.0))}
+    window = None if c.is_null("sliding_window") else c.integer("sliding_window", 4096)
+    c.get("sliding_window_size")  # an older name beside the newer one
+    windows = read_sliding(c, window, lambda i: i % 2 == 0 and window is not None)
+    scale = c.number("query_pre_attn_scalar", 256.0) ** -0.5
+    return gemma.read_gemma(c, DEFAULTS, windows=windows, attention_scale=scale, **caps)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = gemma.layer(g, c, x, i, sandwich=True)
+    return g.build(g.logits(x, gemma.norm("model.norm", c.hidden_size), "lm_head.weight"))

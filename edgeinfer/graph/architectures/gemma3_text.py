@@ -1,0 +1,60 @@
+"""Gemma 3's text model (arXiv 2503.19786): Gemma 2 with normed heads instead of soft caps, and two rotations."""
+
+from __future__ import annotations
+
+from ...errors import CheckpointError
+from ..builder import GraphBuilder
+from ..common import read_sliding
+from ..config import ModelConfig, RopeConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..rope import read_section
+from . import gemma
+
+LONGEST = 131072
+DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": LONGEST, "rope_theta": 1e6,
+            "vocab_size": 262208, "num_attention_heads": 8}
+KINDS = ("full_attention", "sliding_attention")
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Five layers of six have a window, and the local rotation."""
+    period = c.integer("sliding_window_pattern", c.integer("_sliding_window_pattern", 6))
+    window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096)
+    windows = read_sliding(c, window, lambda i: (i + 1) % period != 0 and window is not None)
+    if cap := c.get("attn_logit_softcapping"):
+        raise c.unsupported("attn_logit_softcapping", cap, "Gemma 3 has no such cap; remove the field from the file")
+    c, local = _rotations(c)
+    return gemma.read_gemma(
+        c, DEFAULTS, windows=windows, attention_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        logits_softcap=c.number("final_logit_softcapping", None) or 0.0, local_rope=local if windows else None,
+        ropes=tuple(2 if w else 1 for w in windows))
+
+
+def _rotations(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
+    """The config with the rotation of layers without a window alone, and that of the others.
+
+    transformers 5 writes a section for each kind of layers.
+    """
+    local = RopeConfig(c.number("rope_local_base_freq", 10000.0, above=1.0))
+    both = c.section("rope_parameters")
+    if both is None or not any(both.has(kind) for kind in KINDS):
+        return c, local
+    inner = {kind: both.section(kind) for kind in KINDS}
+    both.refuse_unread()
+    positions = c.integer("max_position_embeddings", LONGEST)
+    if section := inner["sliding_attention"]:
+        local = read_section(section, local.theta, None, positions)
+        if local.kind != "default":
+            raise CheckpointError(f"{section.where}: rope_type is {local.kind!r}; that of layers with a window is "
+                                  "default.")
+    own = inner["full_attention"]
+    return c.instead(rope_parameters=own.items() if own else None), local
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = gemma.layer(g, c, x, i, sandwich=True, qk_norm=True)
+    return g.build(g.logits(x, gemma.norm("model.norm", c.hidden_size), "lm_head.weight"))

@@ -1,0 +1,48 @@
+"""GPT-2: layer norms, learned positions, an FFN without a gate, and matrices stored as (in_features, out_features)."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, layer, rows_of
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..weights import Source
+
+DEFAULTS = {"max_position_embeddings": 1024, "bos_token_id": 50256, "eos_token_id": 50256, "rotary": False,
+            "rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "ffn_times": 4, "tie_word_embeddings": True}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Sizes by GPT-2's own names; scores are always divided by the square root of a head's size."""
+    c.called(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
+             intermediate_size="n_inner", max_position_embeddings="n_positions", hidden_act="activation_function",
+             rms_norm_eps="layer_norm_epsilon")
+    c.get("n_ctx")  # an older name beside n_positions
+    if not c.flag("scale_attn_weights", True):
+        raise c.unsupported("scale_attn_weights", False, "only true is supported")
+    return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
+    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
+                            norm_bias="transformer.ln_f.bias"))
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """A layer's tensors."""
+    d, n, fused = c.hidden_size, c.intermediate_size, c.query_width + 2 * c.kv_width
+
+    def conv(name: str, width: int, out: int) -> Source:
+        return Source(f"{hf}{name}.weight", (width, out)).transposed()
+
+    return Layer(
+        norm=hf + "ln_1", ffn_norm=hf + "ln_2", qkv=rows_of(conv("attn.c_attn", d, fused), c),
+        qkv_bias=rows_of(Source(hf + "attn.c_attn.bias", (fused,)), c), o=conv("attn.c_proj", c.query_width, d),
+        o_bias=(hf + "attn.c_proj.bias",), up=conv("mlp.c_fc", d, n), down=conv("mlp.c_proj", n, d),
+        ffn_bias=(hf + "mlp.c_fc.bias", hf + "mlp.c_proj.bias"))

@@ -1,0 +1,43 @@
+"""GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373): attention and FFN side by side, a quarter of each head turns."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, heads_of, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..weights import Source
+
+DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 2, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu", "partial": (("rotary_pct", "partial_rotary_factor"), 0.25)}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` is of all four projections of the attention."""
+    c.called(rms_norm_eps="layer_norm_eps", rope_theta="rotary_emb_base")
+    bias, side = c.flag("attention_bias", True), c.flag("use_parallel_residual", True)
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=True,
+                        parallel_residual=side, parallel_norms=2 if side else 1)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("gpt_neox.embed_in.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"gpt_neox.layers.{i}."))
+    return g.build(g.logits(x, "gpt_neox.final_layer_norm.weight", "embed_out.weight", layer_norm=True,
+                            norm_bias="gpt_neox.final_layer_norm.bias"))
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """A layer's tensors; the rows of q, k and v alternate by head."""
+    attn, mlp, rows = hf + "attention.", hf + "mlp.", c.query_width + 2 * c.kv_width
+    fused = Source(attn + "query_key_value.weight", (rows, c.hidden_size))
+    bias = Source(attn + "query_key_value.bias", (rows,))
+    return Layer(
+        norm=hf + "input_layernorm", ffn_norm=hf + "post_attention_layernorm", qkv=heads_of(fused, c),
+        qkv_bias=heads_of(bias, c) if c.attention_bias else (), o=attn + "dense.weight",
+        o_bias=(attn + "dense.bias",) if c.attention_output_bias else (), up=mlp + "dense_h_to_4h.weight",
+        down=mlp + "dense_4h_to_h.weight", ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias"))

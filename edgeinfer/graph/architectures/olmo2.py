@@ -1,0 +1,43 @@
+"""OLMo 2 (arXiv 2501.00656): Llama that norms what attention and FFN give, not what they get, and all heads as one."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..types import Tensor
+from .llama import biases, weights
+
+DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 50279, "rms_norm_eps": 1e-5}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on all four projections of the attention."""
+    bias = c.flag("attention_bias")
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """One block: x + norm(attention(x)), then the same with the FFN."""
+    g.layer, hf, name = i, f"model.layers.{i}.", f"layers.{i}."
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    qkv, out = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj")), (attn + "o_proj",)
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    h = g.linear(x, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
+    h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
+    h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
+    h = g.attention(g.rope_store(h))
+    h = g.linear(h, name + "o", weights(out), (c.hidden_size,), biases(out) if c.attention_output_bias else ())
+    x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
+    h = g.ffn(x, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
+    return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight")

@@ -1,0 +1,37 @@
+"""Phi-1, 1.5 and 2 (arXiv 2306.11644, 2309.05463): attention and FFN side by side behind one layer norm, biases."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from .llama import biases, weights
+
+DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu_new", "partial": (("partial_rotary_factor",), 0.5)}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """All matrices have a bias, the head too; heads that are normed one by one are refused."""
+    c.own_code()
+    c.called(rms_norm_eps="layer_norm_eps")
+    return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True,
+                        parallel_residual=True, head_bias=True)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        hf = f"model.layers.{i}."
+        attn, mlp = hf + "self_attn.", hf + "mlp."
+        qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+        x = layer(g, c, x, i, Layer(
+            norm=hf + "input_layernorm", qkv=weights(qkv), qkv_bias=biases(qkv), o=attn + "dense.weight",
+            o_bias=(attn + "dense.bias",), up=mlp + "fc1.weight", down=mlp + "fc2.weight",
+            ffn_bias=(mlp + "fc1.bias", mlp + "fc2.bias")))
+    return g.build(g.logits(x, "model.final_layernorm.weight", "lm_head.weight", layer_norm=True,
+                            norm_bias="model.final_layernorm.bias", head_bias="lm_head.bias"))

@@ -1,0 +1,35 @@
+"""StableLM (arXiv 2402.17834): Llama with layer norms, a quarter of each head turning."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from .llama import biases, weights
+
+DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 32, "bos_token_id": 0, "eos_token_id": 0,
+            "rms_norm_eps": 1e-5, "partial": (("partial_rotary_factor", "rope_pct"), 0.25)}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Side by side, attention and FFN share a norm; heads that are normed one by one are refused."""
+    c.own_code()
+    c.called(rms_norm_eps="layer_norm_eps" if c.has("layer_norm_eps") or not c.has("norm_eps") else "norm_eps")
+    return read_decoder(c, DEFAULTS, attention_bias=c.flag("use_qkv_bias"),
+                        parallel_residual=c.flag("use_parallel_residual"))
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        hf = f"model.layers.{i}."
+        qkv = tuple(hf + "self_attn." + p for p in ("q_proj", "k_proj", "v_proj"))
+        x = layer(g, c, x, i, Layer(
+            norm=hf + "input_layernorm", ffn_norm="" if c.parallel_residual else hf + "post_attention_layernorm",
+            qkv=weights(qkv), qkv_bias=biases(qkv) if c.attention_bias else (), o=hf + "self_attn.o_proj.weight",
+            gate=hf + "mlp.gate_proj", up=hf + "mlp.up_proj", down=hf + "mlp.down_proj"))
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))

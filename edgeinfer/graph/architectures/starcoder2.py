@@ -1,0 +1,43 @@
+"""StarCoder2 (arXiv 2402.19173): grouped-query attention with layer norms, biases, and an FFN without a gate."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, layer
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from .llama import biases, weights
+
+DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 2, "bos_token_id": 50256, "eos_token_id": 50256,
+            "rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """One window for all layers, and one flag for all biases."""
+    c.called(rms_norm_eps="norm_epsilon")
+    for name, value in (("norm_type", "layer_norm"), ("mlp_type", "default")):
+        c.choice(name, c.get(name, value), (value,))
+    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        c.get(name)  # in which type it is calculated
+    if not c.flag("scale_attn_weights", True):
+        raise c.unsupported("scale_attn_weights", False, "only true is supported")
+    bias, window, layers = c.flag("use_bias", True), c.integer("sliding_window", None), c.integer("num_hidden_layers")
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias,
+                        windows=(window,) * layers if window else ())
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x, bias = g.embed("model.embed_tokens.weight"), c.attention_bias
+    for i in range(c.num_hidden_layers):
+        hf = f"model.layers.{i}."
+        attn, mlp = hf + "self_attn.", hf + "mlp."
+        qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+        x = layer(g, c, x, i, Layer(
+            norm=hf + "input_layernorm", ffn_norm=hf + "post_attention_layernorm", qkv=weights(qkv),
+            qkv_bias=biases(qkv) if bias else (), o=attn + "o_proj.weight",
+            o_bias=(attn + "o_proj.bias",) if bias else (), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
+            ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias") if bias else ()))
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))

@@ -1,0 +1,74 @@
+"""Layers of the families whose norms are layer norms: one after the other or side by side, FFNs with a gate or without.
+
+An architecture says how its checkpoint calls the parts of a layer; what is done with them is here.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from .builder import GraphBuilder
+from .config import ModelConfig
+from .types import Tensor
+from .weights import Source
+
+Name = str | Source
+
+
+class Layer(NamedTuple):
+    """The tensors of a layer; biases may be left out."""
+
+    norm: str
+    """Module of the norm before the attention."""
+    qkv: tuple[Name, ...]
+    o: Name
+    up: Name
+    down: Name
+    ffn_norm: str = ""
+    """Module of the norm before the FFN; without one, attention and FFN, side by side, share the first."""
+    gate: Name = ""
+    qkv_bias: tuple[Name, ...] = ()
+    o_bias: tuple[Name, ...] = ()
+    ffn_bias: tuple[Name, ...] = ()
+    """Of up and down; none of FFNs with a gate."""
+    norm_bias: bool = True
+
+
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
+    """One block: x + attention(norm(x)), then + FFN(norm(x)), of the sum or, side by side, of x."""
+    g.layer, name = i, f"layers.{i}."
+    feeds = g.ffn_input(name) if parts.gate else name + "up"
+    other = None
+    if c.parallel_residual and not parts.ffn_norm:
+        h = other = _norm(g, x, name + "attention_norm", parts.norm, g.feeds_both(name + "qkv", feeds), parts)
+    elif c.parallel_residual:
+        other = _norm(g, x, name + "ffn_norm", parts.ffn_norm, feeds, parts)
+    if other is None or parts.ffn_norm:
+        h = _norm(g, x, name + "attention_norm", parts.norm, name + "qkv", parts)
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    h = g.attention(g.rope_store(g.linear(h, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)))
+    x = g.linear(h, name + "o", (parts.o,), (c.hidden_size,), residual=x, bias=parts.o_bias)
+    h = _norm(g, x, name + "ffn_norm", parts.ffn_norm, feeds, parts) if other is None else other
+    if parts.gate:
+        return g.ffn(h, name, (parts.gate, parts.up, parts.down), residual=x)
+    return g.plain_ffn(h, name, parts.up, parts.down, residual=x, bias=parts.ffn_bias)
+
+
+def _norm(g: GraphBuilder, x: Tensor, name: str, module: str, feeds: object, parts: Layer) -> Tensor:
+    return g.layer_norm(x, name, module + ".weight", feeds, module + ".bias" if parts.norm_bias else "")  # type: ignore
+
+
+def heads_of(fused: Source, c: ModelConfig) -> tuple[Source, Source, Source]:
+    """Queries, keys and values of a tensor that has, of each KV head, the query heads, then the key, then the value."""
+    n = c.head_dim
+    group = (c.num_attention_heads // c.num_key_value_heads) * n
+    step = group + 2 * n
+    return fused.every(step, 0, group), fused.every(step, group, n), fused.every(step, group + n, n)
+
+
+def rows_of(fused: Source, c: ModelConfig) -> tuple[Source, Source, Source]:
+    """Queries, keys and values of a tensor that has all queries, then all keys, then all values."""
+    ends = (0, c.query_width, c.query_width + c.kv_width, c.query_width + 2 * c.kv_width)
+    q, k, v = (fused.rows(a, b) for a, b in pairwise(ends))
+    return q, k, v

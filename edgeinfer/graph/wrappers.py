@@ -1,0 +1,52 @@
+"""Models that also see pictures: what of their config is that of the text model inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .reader import ConfigReader
+
+WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mistral3": "mistral",
+            "gemma3": "gemma3_text"}
+"""model_type of the whole, and of the text model."""
+ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""How the inner config may call the text model."""
+PICTURES = frozenset(
+    """vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
+    image_token_index boi_token_index eoi_token_index mm_tokens_per_image multimodal_projector_bias
+    projector_hidden_act spatial_merge_size vision_feature_layer audio_config
+    """.split())
+"""Fields of the outer config that say how pictures come in."""
+_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+"""Fields of which the outer config's value counts."""
+_MROPE = ("mrope_section", "mrope_interleaved")
+"""Which dimensions turn by which of the three positions of a picture's token; those of a text's are equal."""
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the text model; of a model without pictures its own.
+
+    Older files have the text model's fields beside the pictures', newer ones a section of their own. What the outer
+    config says beside both is kept, so that what is not understood there is refused, too.
+    """
+    inside = WRAPPERS.get(str(config.get("model_type")))
+    if inside is None:
+        return config
+    outer = {name: value for name, value in config.items() if name not in PICTURES and name != "text_config"}
+    section = ConfigReader(config).section("text_config")
+    text = section.items() if section else {}
+    own = str(text.get("model_type") or inside)
+    text = {**text, **_without_mrope({**outer, **text})}
+    kept = {name: outer[name] for name in _OUTER if outer.get(name) is not None}
+    return {**outer, **text, **kept, "model_type": ALIASES.get(own, own)}
+
+
+def _without_mrope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of RoPE as text has it: M-RoPE turns it as the plain rotation does."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(section := fields.get(name), Mapping):
+            found[name] = {key: "default" if key in ("type", "rope_type") and value == "mrope" else value
+                           for key, value in section.items() if key not in _MROPE}
+    return found

@@ -1,0 +1,166 @@
+"""Where everything lies that records name, and how operations become records; lowering.py says it of each of ours.
+
+`lower` is open: a technique registers how its own operation becomes records, and touches nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import NamedTuple
+
+from edgeinfer.errors import UnsupportedModelError
+from edgeinfer.graph import Attention, Graph, NeuronDown, NeuronGated, Op, RopeStore, Tensor, Weight
+from edgeinfer.kernels import NEURON_RESOLVE, RELEASE, abi, fill
+from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch, sizes_of
+from edgeinfer.sizes import round_up
+
+from .program import Program, Record
+from .slots import RESOLVE_KERNEL
+from .stream import RELEASE_KERNEL
+
+
+class Operand(NamedTuple):
+    """Memory that a record works on."""
+
+    region: str
+    offset: int
+    nbytes: int
+    """How far it reaches; `Program.check` proves that this lies inside its region."""
+
+    def behind(self, skipped: int) -> Operand:
+        """Return what of it lies behind so many bytes."""
+        return Operand(self.region, self.offset + skipped, self.nbytes - skipped)
+
+
+NOTHING = Operand("activations", 0, 0)
+"""An operand that a kernel does not use."""
+
+
+class Lowering:
+    """Where everything lies that records name.
+
+    Parameters
+    ----------
+    graph : Graph
+    plan : MemoryPlan
+    token_tiles : tuple of int
+        Tokens of the blocks that the instruction set works in (Isa.token_tiles).
+    cold_units : tuple of int
+        Where each layer's clusters begin in their file, in units of abi.STREAM_UNIT; where the plan has cold neurons.
+    """
+
+    def __init__(self, graph: Graph, plan: MemoryPlan, token_tiles: tuple[int, ...], cold_units: tuple[int, ...] = ()):
+        self.graph, self.plan, self.token_tiles = graph, plan, abi.pack_token_tiles(token_tiles)
+        self.types, self.kv, self.threads = graph.types, plan.request.kv, plan.request.threads
+        self.sizes = sizes_of(graph.types, plan.splits, plan.request)
+        self._shared_bytes = scratch(graph.ops, self.sizes)[1]
+        self.cold_units: tuple[int, ...] = cold_units
+        self._parts = {name: part for part, names in enumerate(plan.parts) for name in names}
+
+    def program(self) -> Program:
+        """Lower all operations, in their order; behind the last that reads a streamed part its buffer is released."""
+        records: list[Record] = []
+        last = {part: i for i, op in enumerate(self.graph.ops) if (part := self.part(op)) is not None}
+        early = self._early()
+        for i, op in enumerate(self.graph.ops):
+            if op.layer in early:
+                records.append(resolve_record(early.pop(op.layer), self, early=True))
+            records += lower(op, self)
+            if (part := self.part(op)) is not None and last[part] == i:
+                records.append(Record(RELEASE_KERNEL, f"release {', '.join(self.plan.parts[part])}",
+                                      parameters=tuple(fill(RELEASE, part=part)), ticket=part))
+        return Program(tuple(records))
+
+    def _early(self) -> dict[int | None, NeuronGated]:
+        """FFNs with cold neurons, by their layers: a prompt has them read from the layer's beginning on."""
+        return {op.layer: op for op in self.graph.ops if isinstance(op, NeuronGated) and self.n_cold(op)}
+
+    def part(self, op: Op) -> int | None:
+        """Return the number of the streamed part whose weights an operation reads, or None."""
+        return next((self._parts[weight.name] for weight in op.weights if weight.name in self._parts), None)
+
+    def at(self, what: Tensor | Weight | None) -> Operand:
+        """Return the operand of a tensor or a weight; for None one that is not used."""
+        if what is None:
+            return NOTHING
+        place = self.plan.places[what.name]  # vectors of weights are read in whole lines of 64 bytes
+        return Operand(place.region, place.offset, round_up(place.nbytes, 64))
+
+    def stride(self, tensor: Tensor) -> int:
+        """Bytes from one row to the next."""
+        return self.plan.places[tensor.name].stride
+
+    def layer(self, op: RopeStore | Attention) -> Placement:
+        """K and V of the operation's layer."""
+        return self.plan.kv_layers[op.layer or 0]
+
+    def cold(self, offset: int, nbytes: int) -> Operand:
+        """Return a part of the region of cold neurons."""
+        return Operand("cold", offset, nbytes)
+
+    def n_cold(self, op: NeuronGated | NeuronDown) -> int:
+        """Count the neurons of an FFN that are not resident."""
+        plan = self.plan.cold
+        return plan.neurons - plan.hot[op.layer or 0] if plan else 0
+
+    @property
+    def scratch(self) -> Operand:
+        """Scratch of all threads, each with its own share."""
+        return Operand("scratch", 0, self.threads * self.plan.thread_scratch_bytes)
+
+    @property
+    def shared(self) -> Operand:
+        """Scratch that threads share: partial attention, sums of neurons."""
+        return Operand("scratch", self.plan.shared_scratch_offset, self._shared_bytes)
+
+    def record(self, op: Op, kernel: str, operands: Sequence[Operand], parameters: Sequence[int], flags: int = 0,
+               predicates: tuple[int, ...] = (), step: int = 0, label: str = "", ticket: int | None = None) -> Record:
+        """Make a record; it is skipped where the operation has no rows, or one of the predicates' counts is 0."""
+        if op.drawn:
+            predicates = (abi.COUNT_DRAWS, *predicates)
+        elif op.out.rows == "outputs":
+            predicates = (abi.COUNT_OUTPUTS, *predicates)
+        if op.decoded:
+            predicates = (abi.COUNT_DECODED, *predicates)
+        if op.several:
+            predicates = (abi.COUNT_SEVERAL, *predicates)
+        nbytes = 0 if step else sum(read.walk for read in op.reads(self.types))
+        where = tuple((o.region, o.offset) for o in operands)
+        return Record(kernel, label or op.label, where, tuple(parameters), flags, predicates, nbytes,
+                      tuple(o.nbytes for o in operands), op, step, self.part(op) if ticket is None else ticket)
+
+
+def rows(tensor: Tensor) -> int:
+    """Which count gives the rows of a tensor."""
+    return abi.COUNT_OUTPUTS if tensor.rows == "outputs" else abi.COUNT_TOKENS
+
+
+@singledispatch
+def lower(op: Op, at: Lowering) -> list[Record]:
+    """Turn an operation into records. Raises `UnsupportedModelError`: nobody has registered how."""
+    raise UnsupportedModelError(f"The operation {op.label} has no lowering to a kernel, so edgeinfer cannot run it.")
+
+
+def slots_of(op: NeuronGated | NeuronDown, at: Lowering) -> list[Operand]:
+    """Slot of each of the layer's clusters, and the slots."""
+    if not at.n_cold(op) or not (plan := at.plan.cold):
+        return [NOTHING, NOTHING]
+    return [at.cold(plan.table + 4 * plan.clusters * (op.layer or 0), 4 * plan.clusters),
+            at.cold(0, plan.slots * plan.cluster_bytes)]
+
+
+def resolve_record(op: NeuronGated, at: Lowering, early: bool = False) -> Record:
+    """The record that finds a layer's cold neurons, and has those read that are missing; an `early` one for prompts."""
+    plan, layer, stride = at.plan.cold, op.layer or 0, at.stride(op.mask) if op.mask else 0
+    assert plan
+    parameters = fill(NEURON_RESOLVE, neurons=plan.neurons, hot=plan.hot[layer], shift=plan.shift,
+                      cluster_bytes=plan.cluster_bytes, slots=plan.slots, base=plan.clusters * layer,
+                      unit=at.cold_units[layer], most=max(1, READ_BYTES // plan.cluster_bytes),
+                      part=abi.COLD_PARTS * layer, rows=rows(op.out), mask_stride=stride,
+                      span=plan.part_neurons(layer))
+    operands = [at.at(op.mask), *slots_of(op, at), at.cold(plan.owners, 4 * plan.slots),
+                at.cold(plan.uses, 4 * plan.slots), at.cold(plan.stamps, 8 * plan.slots),
+                at.cold(plan.words, abi.COLD_BYTES)]
+    flags, when, verb = (abi.FLAG_EARLY, (abi.COUNT_SEVERAL,), "ask for") if early else (0, (), "find")
+    return at.record(op, RESOLVE_KERNEL, operands, parameters, flags, when, 1, f"{verb} {op.weight.name}")

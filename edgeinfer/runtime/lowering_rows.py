@@ -1,0 +1,96 @@
+"""Lowering of operations on rows of activations."""
+
+from __future__ import annotations
+
+from edgeinfer.graph import (
+    Activate,
+    AddPositions,
+    Draw,
+    Embed,
+    GatherOutputs,
+    LayerNorm,
+    NormedSum,
+    NormPart,
+    Op,
+    Quantize,
+    RmsNorm,
+    Tensor,
+)
+from edgeinfer.kernels import DRAW, POSITIONS, ROWS, VALUE_FUNCTIONS, VALUES, abi, fill
+
+from .lowering_base import Lowering, Operand, lower, rows
+from .program import Record
+
+
+def _rows(op: Op, at: Lowering, x: Tensor, operands: list[Operand], flags: int = 0,
+          **more: int | float) -> list[Record]:
+    """The record of an operation on rows, whose output may be quantised."""
+    if op.out.dtype == "q8":
+        _, scales, offsets = abi.q8_row_bytes(op.out.width, op.out.group_size)
+        more |= {"scales": scales, "offsets": offsets, "group": op.out.group_size, "token_tiles": at.token_tiles}
+    parameters = fill(ROWS, width=op.out.width, in_stride=at.stride(x), out_stride=at.stride(op.out),
+                      rows=rows(op.out), **more)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
+
+
+@lower.register
+def _(op: Embed, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.out, [at.at(op.table), at.at(op.out)],
+                 tile_bytes=at.types[op.table.name].tile_bytes(op.out.width))
+
+
+@lower.register
+def _(op: RmsNorm, at: Lowering) -> list[Record]:
+    operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch]
+    return _rows(op, at, op.x, operands, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register
+def _(op: LayerNorm, at: Lowering) -> list[Record]:
+    operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch, at.at(op.bias)]
+    flags = abi.FLAG_CENTRED | (abi.FLAG_BIAS if op.bias else 0)
+    return _rows(op, at, op.x, operands, flags, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register
+def _(op: NormedSum, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.h, [at.at(op.h), at.at(op.out), at.at(op.weight)], abi.FLAG_RESIDUAL, eps=op.eps)
+
+
+@lower.register
+def _(op: NormPart, at: Lowering) -> list[Record]:
+    part = at.at(op.out).behind(4 * op.start)
+    parameters = fill(ROWS, width=op.weight.shape[0], in_stride=at.stride(op.x), out_stride=at.stride(op.out),
+                      rows=rows(op.out), eps=op.eps)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [part, part, at.at(op.weight)], parameters)]
+
+
+@lower.register
+def _(op: Activate, at: Lowering) -> list[Record]:
+    parameters = fill(VALUES, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out),
+                      function=VALUE_FUNCTIONS[op.function], factor=op.factor)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out)], parameters)]
+
+
+@lower.register
+def _(op: AddPositions, at: Lowering) -> list[Record]:
+    parameters = fill(POSITIONS, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out), offset=op.offset,
+                      tile_bytes=at.types[op.table.name].tile_bytes(op.out.width))
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), at.at(op.table)], parameters)]
+
+
+@lower.register(Quantize)
+@lower.register(GatherOutputs)
+def _(op: Quantize | GatherOutputs, at: Lowering) -> list[Record]:
+    return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
+
+
+@lower.register
+def _(op: Draw, at: Lowering) -> list[Record]:
+    _, sums, candidates = abi.draw_row(op.logits.width)
+    parameters = fill(DRAW, vocab_size=op.logits.width, logits_stride=at.stride(op.logits), sums=sums,
+                      work_stride=at.stride(op.out), candidates=candidates)
+    operands = [at.at(op.logits), at.at(op.out)]
+    labels = ("", "  maxima", "  choice")
+    return [at.record(op, kernel, operands, parameters, predicates=(abi.COUNT_DRAWS,), step=step, label=labels[step])
+            for step, kernel in enumerate(op.kernels(at.types, at.kv))]

@@ -1,0 +1,99 @@
+"""Norms beyond the plain one: of rows whose mean is taken off, with a bias, in place, or of what is added to a row.
+
+In files of their own because only some architectures want them; the RMS norm that a product may do itself, of a single
+token, is in elementwise.py.
+
+Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias. Parameters: parameters.ROWS. Flags: FLAG_CENTRED, FLAG_BIAS,
+FLAG_RESIDUAL. Twins: reference/norms.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL
+from ..parameters import ROWS
+from ..registry import kernel
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
+from ..vector.simd import (
+    div_f32,
+    f32_of,
+    first_lane,
+    keep_first,
+    load_f32x16,
+    splat_f32,
+    sqrt_f32,
+    store_f32x16,
+    store_first,
+    sum_lanes,
+)
+from ..vector.targets import fma
+from .elementwise import block, n_blocks, quantise_row
+
+
+@inline
+def _mean(x, width):
+    """Mean of `width` floats."""
+    total = splat_f32(0.0)
+    for i in range(0, width, 16):
+        total = total + keep_first(load_f32x16(x + 4 * i), width - i)
+    return div_f32(sum_lanes(total), f32_of(width))
+
+
+@inline
+def _scale(x, width, mean, eps):
+    """1 / sqrt(mean((x - mean)^2) + eps) of `width` floats."""
+    total = splat_f32(0.0)
+    for i in range(0, width, 16):
+        v = keep_first(load_f32x16(x + 4 * i) - mean, width - i)
+        total = fma(v, v, total)
+    return div_f32(first_lane(splat_f32(1.0)), sqrt_f32(div_f32(sum_lanes(total), f32_of(width)) + eps))
+
+
+@outlined
+def _norm_row(rec, ctx, x, out, whole):
+    """One row: (x - mean) * scale * weight + bias; added to `out` with FLAG_RESIDUAL.
+
+    `whole` rows are written to the end of the last vector, zeros behind their width; else nothing is behind it.
+    """
+    bits, width, weight, bias = flags(rec), parameter(rec, ROWS.width), operand(rec, ctx, 2), operand(rec, ctx, 4)
+    mean = splat_f32(0.0)
+    if bits & FLAG_CENTRED:
+        mean = splat_f32(_mean(x, width))
+    scale = splat_f32(_scale(x, width, mean, float_parameter(rec, ROWS.eps)))
+    for i in range(0, width, 16):
+        v = (load_f32x16(x + 4 * i) - mean) * scale * load_f32x16(weight + 4 * i)
+        if bits & FLAG_BIAS:
+            v = v + load_f32x16(bias + 4 * i)
+        if bits & FLAG_RESIDUAL:
+            v = v + load_f32x16(out + 4 * i)
+        if whole:
+            store_f32x16(out + 4 * i, keep_first(v, width - i))
+        else:
+            store_first(out + 4 * i, v, min(16, width - i))
+
+
+@kernel("norm_f32")
+def norm_f32(rec, ctx, tid, n_threads):
+    """Norm of f32 rows: out = norm(x), in place where out is x, out + norm(x) with FLAG_RESIDUAL."""
+    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    t = claim(ctx)
+    while t < rows:
+        _norm_row(rec, ctx, x + t * parameter(rec, ROWS.in_stride), out + t * parameter(rec, ROWS.out_stride), x != out)
+        t = claim(ctx)
+    return 0
+
+
+@kernel("norm_q8")
+def norm_q8(rec, ctx, tid, n_threads):
+    """Norm of f32 rows, quantised on the way out; place 3 holds a row of floats per thread."""
+    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    row = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
+    unit = claim(ctx)
+    while unit < n_blocks(rows):
+        first, n = block(unit, 0, rows)
+        base = out + first * parameter(rec, ROWS.out_stride)
+        for j in range(n):
+            _norm_row(rec, ctx, x + (first + j) * parameter(rec, ROWS.in_stride), row, True)
+            quantise_row(row, base, j, n, parameter(rec, ROWS.width), parameter(rec, ROWS.group),
+                         parameter(rec, ROWS.scales), parameter(rec, ROWS.offsets))
+        unit = claim(ctx)
+    return 0

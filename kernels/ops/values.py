@@ -1,0 +1,66 @@
+"""Operations on single values of rows: activations without a gate, scales, soft caps; and learned positions.
+
+Operands of `activate`: 0 rows, in place. Parameters: parameters.VALUES. Of `add_positions`: 0 rows, in place, 1 table;
+parameters.POSITIONS. Twins: reference/values.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import TOKEN_POSITION, VALUES_OF_A_UNIT
+from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
+from ..registry import kernel
+from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
+from ..vector.simd import div_i64, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16
+from ..vector.vecmath import activate, soft_cap
+
+SCALE, SOFT_CAP = VALUE_FUNCTIONS["scale"], VALUE_FUNCTIONS["soft_cap"]
+
+
+@inline
+def _value(x, kind, factor):
+    if kind == SCALE:
+        return x * splat_f32(factor)
+    if kind == SOFT_CAP:
+        return soft_cap(x, factor)
+    return activate(x, kind, factor)
+
+
+@outlined
+def _some(x, end, kind, factor):
+    """Whole vectors from an address to another."""
+    while x < end:
+        store_f32x16(x, _value(load_f32x16(x), kind, factor))
+        x += 64
+
+
+@kernel("activate")
+def activate_rows(rec, ctx, tid, n_threads):
+    """A function of each value of f32 rows, in place; a unit is a part of a row, for there may be one long row."""
+    x, stride = operand(rec, ctx, 0), parameter(rec, VALUES.stride)
+    kind, factor = parameter(rec, VALUES.function), float_parameter(rec, VALUES.factor)
+    nbytes = (4 * parameter(rec, VALUES.width) + 63) & -64
+    parts = div_i64(nbytes + 4 * VALUES_OF_A_UNIT - 1, 4 * VALUES_OF_A_UNIT)
+    units = count(ctx, parameter(rec, VALUES.rows)) * parts
+    unit = claim(ctx)
+    while unit < units:
+        t = div_i64(unit, parts)
+        row, begin = x + t * stride, (unit - t * parts) * 4 * VALUES_OF_A_UNIT
+        _some(row + begin, row + min(begin + 4 * VALUES_OF_A_UNIT, nbytes), kind, factor)
+        unit = claim(ctx)
+    return 0
+
+
+@kernel("add_positions")
+def add_positions(rec, ctx, tid, n_threads):
+    """Add to each token's row the row of its position in a table of floats in tile16 (a row is 1/16 of each line)."""
+    x, table, width = operand(rec, ctx, 0), operand(rec, ctx, 1), parameter(rec, POSITIONS.width)
+    rows = count(ctx, parameter(rec, POSITIONS.rows))
+    t = claim(ctx)
+    while t < rows:
+        row = x + t * parameter(rec, POSITIONS.stride)
+        number = token(ctx, t, TOKEN_POSITION) + parameter(rec, POSITIONS.offset)
+        source = table + (number >> 4) * parameter(rec, POSITIONS.tile_bytes) + 4 * (number & 15)
+        for i in range(width):
+            store_f32(row + 4 * i, load_f32(row + 4 * i) + load_f32(source + 64 * i))
+        t = claim(ctx)
+    return 0

@@ -1,0 +1,111 @@
+"""The table of what runs: ``python -m tests.make_models`` writes docs/models.md from the sources and the golden cases."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from edgeinfer.converters.gguf_families import RUNNABLE
+from edgeinfer.graph import WRAPPERS, architectures, read_config, supported_architectures
+from edgeinfer.graph.outlines import FAMILIES
+from tests import golden_cases
+from tests.test_gguf_families import ARCHITECTURES as FILES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+INTRODUCTION = """# Models
+
+This page is made from the program: `python -m tests.make_models`.
+
+Each architecture is compared with transformers on tiny random models of odd sizes: grouped queries, windows shorter than the
+prompt, tied heads, biases, each kind of rotation that it has. `tests/golden` holds transformers' logits, so that the comparison runs
+without torch; `python -m pytest -m reference tests/test_architectures.py` asks transformers itself (extra `reference`). With
+weights as they are and KV in float32, max abs(difference) / max abs(logit) is below 1e-5, in prompts by chunks and in decoding
+one by one; that each ingredient shows in these logits is a test of its own. A GGUF file of the same model, with the names of
+the gguf package and what llama.cpp's converter does to its values, gives the same logits.
+
+What config.json or metadata say and is not understood is refused by name, and so is an unknown architecture, with the nearest
+names.
+
+## What runs
+
+| model_type | what it is | GGUF | compared with transformers on | GGUF files compared |
+|---|---|---|---|---|
+"""
+COMMANDS = """
+The comparisons are `python -m pytest tests/test_models_golden.py -k NAME` and `python -m pytest tests/test_gguf_families.py -k NAME`.
+Architectures that transformers does not have (bamboo, sparsellama) are compared with a forward pass in NumPy
+(`tests/reference.py`, which has transformers' logits for all others): `python -m pytest tests/test_families.py -k relufied`.
+Llama also with six trained models, token by token: `python -m pytest tests/test_models_golden.py -k golden_tokens`.
+
+## Text of models that see
+
+The part that sees pictures is left out when a bundle is made, which is said; what remains is the text model, its tensors by
+either of the two names that transformers gave them.
+
+| model_type | runs as | compared on |
+|---|---|---|
+"""
+FOLDS = """
+## What is folded
+
+What is exact algebra is done when a bundle is made; `model_type` and the fields of the bundle's config say what was done, so
+that a tensor's original can be found again.
+
+| family | what | where it went |
+|---|---|---|
+| Gemma 1 to 3 | norms stored as what they differ from 1 | 1 + w is stored (GGUF files have it already) |
+| Gemma 1 to 3 | embeddings times sqrt(hidden_size) | nowhere: a step behind the lookup (`embedding_scale`), because the table may be the head |
+| Gemma 2, 3, Granite, GPT-Neo | what scores are multiplied by | a number of the attention (`attention_scale`) |
+| Granite | residual_multiplier r | the stream is 1 / r times as large: `embedding_scale` is embedding_multiplier / r, `rms_norm_eps` is divided by r^2. No matrix is touched, so codes of a GGUF file are kept |
+| Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
+| Command-R | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
+| GPT-2 | (in_features, out_features) | matrices are transposed |
+| GPT-2, GPT-NeoX, Falcon, Phi-3 | q, k and v, gate and up in one tensor | read as rows of it |
+"""
+LIMITS = """
+## What is left out
+
+* Planned and not run: {planned}.
+* ALiBi (Falcon-RW, MPT, BLOOM), norms of single heads by layer norm (StableLM 2 12B, Command-R+), OPT-350m (projected
+  embeddings, norms behind), Gemma 3n and 4: refused by name.
+* LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
+  training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
+* Layers with a window keep KV of the whole context, yet.
+* The FFN of Gemma 2, 3 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
+  layout `neuron`.
+* ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what
+  has no form there is refused by name.
+* Pickles (`.bin`), as OPT and early Falcon repositories have them, are not read.
+"""
+
+
+def described(name: str) -> str:
+    """The first sentence of an architecture's file."""
+    text = importlib.import_module(f"{architectures.__name__}.{name}").__doc__ or ""
+    return text.split("\n")[0].rstrip(".").replace("|", "/")
+
+
+def models() -> str:
+    """The page."""
+    cases: dict[str, list[str]] = {}
+    for case in golden_cases.cases():
+        cases.setdefault(read_config(case.config).model_type, []).append(case.name)
+    wrapped = {name: golden_cases.load(name).config["model_type"] for names in cases.values() for name in names
+               if "vision_config" in golden_cases.load(name).config}
+    page = INTRODUCTION
+    for name in supported_architectures():
+        files = ", ".join(file for file, ours in RUNNABLE.items() if ours == name) or "-"
+        plain = [case for case in cases.get(name, []) if case not in wrapped]
+        of_files = [case for case in plain if case in FILES]
+        compared = ", ".join(plain) or "the oracle in NumPy"
+        own = "tests/test_gguf_import.py" if name in ("llama", "mistral", "qwen2", "qwen3") else ", ".join(of_files) or "-"
+        page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"
+    page += COMMANDS
+    for name, inside in WRAPPERS.items():
+        on = ", ".join(case for case, kind in wrapped.items() if kind == name)
+        page += f"| `{name}` | `{inside}` | {on or 'its config alone'} |\n"
+    return page + FOLDS + LIMITS.format(planned=", ".join(f"`{name}`" for name in FAMILIES))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(models(), encoding="utf-8")

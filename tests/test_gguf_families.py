@@ -1,0 +1,167 @@
+"""GGUF files of each architecture, made as llama.cpp's converter makes them, give transformers' logits.
+
+Names come from the gguf package's own table, values from the golden cases; what the converter does to some of them is
+written here anew.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.converters import convert
+from edgeinfer.describe import describe
+from edgeinfer.errors import EdgeInferError, UnsupportedModelError
+from edgeinfer.graph import ModelConfig, read_config
+from tests import golden_cases
+from tests.gguf_files import permuted
+from tests.sessions import scored, session
+from tests.test_models_golden import TOLERANCE, difference
+
+ARCHITECTURES = {
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "phi3": "phi3", "phi3-longrope-partial": "phi3",
+    "smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "gpt2": "gpt2", "gpt-neox": "gptneox",
+    "gpt-neox-serial": "gptneox", "falcon-7b": "falcon", "falcon-40b": "falcon", "falcon-11b-bias": "falcon",
+    "stablelm": "stablelm", "stablelm-parallel": "stablelm", "phi": "phi2", "starcoder2-window": "starcoder2",
+    "starcoder2-no-bias": "starcoder2", "cohere": "command-r", "qwen2-vl-wrapped": "qwen2vl",
+    "qwen3-vl-wrapped": "qwen3vl",
+}  # fmt: skip
+SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
+    "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
+    "gemma3": {"query_pre_attn_scalar": 14, "sliding_window_pattern": 6},
+    "gpt-neox-serial": {"hidden_act": "gelu"},
+    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False},
+}
+
+
+def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[str, Any]:
+    """As the converter writes them."""
+    sizes = {"context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
+             "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
+             "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
+             "vocab_size": c.vocab_size}
+    layer_norm = arch in ("gpt2", "gptneox", "falcon", "stablelm", "phi2", "starcoder2", "command-r")
+    own = case.config.get("text_config", case.config)
+    residual = own.get("residual_multiplier", 1)
+    sizes["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = \
+        float(c.rms_norm_eps * residual**2)
+    if c.rope_dim:
+        sizes |= {"rope.dimension_count": c.rope_dim, "rope.freq_base": float(c.rope.theta)}
+    if c.head_dim * c.num_attention_heads != c.hidden_size:
+        sizes |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
+    if any(c.windows):
+        sizes["attention.sliding_window"] = max(c.windows)
+    more: dict[str, dict[str, Any]] = {
+        "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        "gemma3": {"final_logit_softcapping": 5.0, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0,
+                   "rope.freq_base_swa": 50.0},
+        "granite": {"embedding_scale": 7.0, "residual_scale": 0.3, "attention.scale": 0.5, "logit_scale": 4.0},
+        "gptneox": {"use_parallel_residual": c.parallel_residual},
+        "stablelm": {"use_parallel_residual": c.parallel_residual},
+        "command-r": {"logit_scale": 0.25, "rope.scaling.type": "none"},
+        "qwen2vl": {"rope.dimension_sections": [2, 2, 1, 0]},
+        "qwen3vl": {"rope.dimension_sections": [3, 3, 3, 0], "n_deepstack_layers": 1},
+    }
+    if c.rope.kind == "longrope":
+        sizes |= {"rope.scaling.original_context_length": 16,
+                  "rope.scaling.attn_factor": math.sqrt(1 + math.log(64 / 16) / math.log(16))}
+    return {f"{arch}.{key}": value for key, value in (sizes | more.get(arch, {})).items()}
+
+
+def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndarray]:
+    """By the gguf package's names."""
+    gguf = pytest.importorskip("gguf")
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names, out = gguf.get_tensor_name_map(kind, c.num_hidden_layers), {}
+    for name, stored in case.tensors.items():
+        if "visual" in name:
+            continue
+        values = stored.astype(np.float32)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        if arch == "gpt2" and values.ndim == 2 and ".h." in name:
+            values = values.T
+        if "query_key_value" in name:
+            values = in_rows(values, c)
+        if arch in ("granite", "smollm3"):
+            heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+            for part, n in heads.items():
+                values = permuted(values, n) if part in name else values
+        text = name.replace("model.language_model.", "model.")
+        out[names.get_name(text, try_suffixes=(".weight", ".bias"))] = values
+    if c.rope.kind == "longrope":
+        out |= {"rope_factors_long.weight": np.array(c.rope.long_factors, np.float32),
+                "rope_factors_short.weight": np.array(c.rope.short_factors, np.float32)}
+    return out
+
+
+def in_rows(fused: np.ndarray, c: ModelConfig) -> np.ndarray:
+    """Queries of all heads, then keys, then values, from a tensor that has them by KV head."""
+    heads = fused.reshape(c.num_key_value_heads, -1, c.head_dim, *fused.shape[1:])
+    parts = (heads[:, :-2], heads[:, -2:-1], heads[:, -1:])
+    return np.concatenate([part.reshape(-1, *fused.shape[1:]) for part in parts])
+
+
+def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], arch: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, arch)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+             list: writer.add_array}
+    for key, value in fields.items():
+        kinds[type(value)](key, value)
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_of_a_file(name: str, tmp_path: Path) -> None:
+    """Those of the checkpoint, and where the file cannot say what the case has, those of a checkpoint that agrees."""
+    case, arch = golden_cases.load(name), ARCHITECTURES[name]
+    case = case._replace(config={**case.config, **SAID.get(name, {})})
+    c = read_config(case.config)
+    write(tmp_path / "m.gguf", metadata(case, c, arch), tensors_of(case, c, arch), arch)
+    convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    golden = case.logits
+    if name in SAID:
+        convert(golden_cases.write_checkpoint(case, tmp_path / "hf"), tmp_path / "other", weights="f32")
+        with session(tmp_path / "other", kv="f32", ctx=64, outputs=16) as opened:
+            golden = scored(opened, case.ids).copy()
+    with session(tmp_path / "bundle", kv="f32", ctx=64, outputs=16) as opened:
+        assert difference(scored(opened, case.ids), golden) < TOLERANCE
+    assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("gemma2", "gemma2.attention.key_length", 16, "it must be the width of a head, 16"),
+        ("olmo2", "olmo2.attention.sliding_window", 7, "attention.sliding_window is 7"),
+        ("gpt2", "gpt2.residual_scale", 2.0, "residual_scale is 2.0"),
+        ("falcon-7b", "falcon.rope.dimension_count", 6, "rope.dimension_count is 6"),
+        ("cohere", "command-r.attention.scale", 3.0, "attention.scale is 3.0"),
+        ("starcoder2-window", "starcoder2.expert_gating_func", 2, "expert_gating_func is 2"),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
+    case, arch = golden_cases.load(name), ARCHITECTURES[name]
+    c = read_config(case.config)
+    write(tmp_path / "m.gguf", {**metadata(case, c, arch), key: value}, tensors_of(case, c, arch), arch)
+    with pytest.raises(EdgeInferError, match=message):
+        convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    case = golden_cases.load("gemma")
+    c = read_config(case.config)
+    write(tmp_path / "m.gguf", metadata(case, c, "gemma"), {"token_embd.weight": np.ones((99, 60))}, "gemma4")
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'gemma4'; known: .*the nearest is gemma"):
+        convert(tmp_path / "m.gguf", tmp_path / "bundle")
