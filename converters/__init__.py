@@ -8,26 +8,50 @@ if TYPE_CHECKING:
     from .apart import convert_apart
     from .checkpoint import Checkpoint
     from .conversion import convert, open_checkpoint
-    from .gguf_describe import GgufDescription, describe_gguf
+    from .gguf_describe import FileDescription, describe_gguf
     from .gguf_file import gguf_parts, is_gguf
     from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub import fetch, fetch_config
     from .hub_files import cached_gguf, fetch_gguf
     from .json_file import read_json
     from .ollama import ollama_file
+    from .packed_config import is_packed
+    from .packed_describe import describe_packed
     from .random_bundle import SHAPES, write_random_bundle
     from .random_neurons import Sparsity
     from .report import ConversionReport, TensorReport
 
-__all__ = ["SHAPES", "Checkpoint", "ConversionReport", "GgufDescription", "GgufTokenizer", "Sparsity", "TensorReport",
-           "cached_gguf", "convert", "convert_apart", "describe_gguf", "fetch", "fetch_config", "fetch_gguf",
-           "gguf_parts", "is_gguf", "ollama_file", "open_checkpoint", "read_gguf_tokenizer", "read_json",
-           "write_random_bundle"]
+__all__ = [
+    "SHAPES",
+    "Checkpoint",
+    "ConversionReport",
+    "FileDescription",
+    "GgufTokenizer",
+    "Sparsity",
+    "TensorReport",
+    "cached_gguf",
+    "convert",
+    "convert_apart",
+    "describe_gguf",
+    "describe_packed",
+    "fetch",
+    "fetch_config",
+    "fetch_gguf",
+    "gguf_parts",
+    "is_gguf",
+    "is_packed",
+    "ollama_file",
+    "open_checkpoint",
+    "read_gguf_tokenizer",
+    "read_json",
+    "write_random_bundle",
+]
 __getattr__ = lazily(__name__, {
     "apart": "convert_apart", "checkpoint": "Checkpoint", "json_file": "read_json",
     "conversion": "convert open_checkpoint", "hub": "fetch fetch_config", "hub_files": "cached_gguf fetch_gguf",
-    "gguf_file": "gguf_parts is_gguf", "gguf_describe": "GgufDescription describe_gguf", "ollama": "ollama_file",
+    "gguf_file": "gguf_parts is_gguf", "gguf_describe": "FileDescription describe_gguf", "ollama": "ollama_file",
     "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer",
+    "packed_config": "is_packed", "packed_describe": "describe_packed",
     "random_bundle": "SHAPES write_random_bundle",
     "random_neurons": "Sparsity",
     "report": "ConversionReport TensorReport",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from edgeinfer.config import GROUP_SIZES
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import Graph, ModelConfig, Source, TypeOf, Weight, build_graph, read_config, requested_types
-from edgeinfer.quant import WeightType
+from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
 from .folder import checkpoint_file
@@ -88,14 +88,7 @@ class Checkpoint:
             If the model's mathematics is not implemented.
         """
         path = Path(path)
-        if not path.exists():
-            raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
-        config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
-        if config_file is None:
-            raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
-        config = read_config(read_json(config_file), read_json(generation_file) if generation_file else None)
+        config = read_config(*checkpoint_fields(path))
         return cls(path, config, *open_shards(path))
 
     def __enter__(self) -> Checkpoint:
@@ -158,9 +151,12 @@ class Checkpoint:
         """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""
         return ()
 
-    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
-              ) -> Iterator[NDArray[np.uint8]] | None:
-        """The stored bytes of a weight that needs no calculation; None where values must be read."""
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None],
+              sums: list[quantise.ErrorSums]) -> Iterator[NDArray[np.uint8]] | None:
+        """The stored bytes of a weight that needs no calculation; None where values must be read.
+
+        `sums` gets errors where factors are rounded on the way.
+        """
         return None
 
     def graph(self, type_of: TypeOf) -> Graph:
@@ -251,6 +247,18 @@ class Checkpoint:
             if not np.array_equal(self.read_rows(a, start, stop), self.read_rows(b, start, stop)):
                 return False
         return True
+
+
+def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What config.json and, where it is there, generation_config.json say; raises `CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights.")
+    config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
+    if config_file is None:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
+    return read_json(config_file), read_json(generation_file) if generation_file else None
 
 
 def open_shards(path: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:

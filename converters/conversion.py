@@ -18,9 +18,11 @@ from edgeinfer.quant import layouts, quantise
 from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .assembly import assembled
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, checkpoint_fields
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import is_gguf
+from .packed_checkpoint import PackedCheckpoint
+from .packed_config import is_packed
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
@@ -44,7 +46,7 @@ def convert(
     """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
 
     Peak memory does not depend on the model's size (60 to 100 MB with the interpreter, by the tokenizer's; a few MB
-    more for each core with a GGUF file).
+    more for each core with a GGUF file; and up to three tensors of a checkpoint packed along its inputs, as GPTQ does).
 
     Parameters
     ----------
@@ -53,8 +55,9 @@ def convert(
     destination : str or Path
         The bundle to make; nothing is left there if the conversion fails or is interrupted.
     weights : str, optional
-        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file each
-        weight as it is, with its codes and scales; a type asks to quantise what is not stored so.
+        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file and of
+        a quantised checkpoint each weight as it is, with its codes and scales; a type asks to quantise what is not
+        stored so.
     group_size : int, optional
         Columns that share one scale (quantised types); by default 32.
     embedding, head : str, optional
@@ -102,11 +105,11 @@ def convert(
             for weight in graph.weights:
                 stored = graph.types[weight.name]
                 sums: list[quantise.ErrorSums] = []
-                data = checkpoint.moved(weight, stored, reading.count) or packed(reading, weight, stored, sums)
-                entry = writer.add(weight.name, stored, weight.shape, data)
+                moved = checkpoint.moved(weight, stored, reading.count, sums)
+                entry = writer.add(weight.name, stored, weight.shape, moved or packed(reading, weight, stored, sums))
                 errors = sum(sums, quantise.ErrorSums())
-                types = checkpoint.file_types(weight)
-                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors, types, not sums))
+                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors,
+                                            checkpoint.file_types(weight), not errors.squared_error, moved is not None))
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
@@ -116,7 +119,10 @@ def convert(
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open what holds a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
     path = Path(path)
-    return GgufCheckpoint.open(path) if path.is_file() and is_gguf(path) else Checkpoint.open(path)
+    if path.is_file() and is_gguf(path):
+        return GgufCheckpoint.open(path)
+    fields, _ = checkpoint_fields(path)
+    return (PackedCheckpoint if is_packed(fields) else Checkpoint).open(path)
 
 
 def _told_once(destination: str | Path) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import Graph, ModelConfig, TypeOf, Weight, WeightType, build_graph, expected_types, requested_types
-from edgeinfer.quant import TYPES
+from edgeinfer.quant import TYPES, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import ROPE_FACTORS, read_gguf_model
@@ -121,8 +121,8 @@ class GgufCheckpoint(Checkpoint):
         """Names of the types of a weight's tensors, each once."""
         return tuple(dict.fromkeys(self.kind(source.name) for source in weight.sources))
 
-    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
-              ) -> Iterator[NDArray[np.uint8]] | None:
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None],
+              sums: list[quantise.ErrorSums]) -> Iterator[NDArray[np.uint8]] | None:
         """The stored bytes of a weight whose codes can be moved as they are."""
         return moved(self.parts, weight, stored, count)
 

@@ -21,8 +21,8 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
-class GgufDescription:
-    """A model of a GGUF file."""
+class FileDescription:
+    """A model of a file, or of a checkpoint, that is quantised already."""
 
     fields: dict[str, Any]
     """As those of a config.json."""
@@ -37,7 +37,7 @@ class GgufDescription:
     """What becomes of them; the end of a sentence."""
 
 
-def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None) -> GgufDescription:
+def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None) -> FileDescription:
     """Describe the model of a file, of which no more than the header has to be there.
 
     Parameters
@@ -64,7 +64,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         fields = config_fields(headers[0], tensors)
         _compare(fields, headers, path)
         note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return GgufDescription(fields, None, None, None, sizes, note)
+        return FileDescription(fields, None, None, None, sizes, note)
     with GgufCheckpoint.open(path, data=False) as checkpoint:
         try:
             type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
@@ -76,7 +76,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
             note = (f"not all of these types can be held without loss, yet, so these figures are those of convert "
                     f"--weights {WEIGHTS}, which quantises anew")
         checkpoint.check(checkpoint.graph(type_of))
-        return GgufDescription({}, checkpoint.config, type_of, quantisation, sizes, note)
+        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note)
 
 
 def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:

@@ -184,7 +184,7 @@ def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool)
             checkpoint.storage(None, None, None, None, "tile16")
         say(f"{model} ({format_size(nbytes)}) is converted once, to a bundle of about that size in {target.parent}; "
             f"this takes {max(1, round(nbytes / IMPORT_BYTES_PER_S))} s or so.")
-        _convert(path, target, progress, as_stored=True)
+        _convert(path, target, progress)
 
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}", make, convert,
                          changed=[f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)],
@@ -285,12 +285,11 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False,
-             as_stored: bool = False) -> None:
+def _convert(source: str | Path, target: Path, progress: Progress | None, hub: bool = False) -> None:
+    """Convert as `edgeinfer convert` does unasked: to `WEIGHTS`, but what is quantised as it is."""
     from .converters import convert_apart
 
-    asked = (None, None) if as_stored else (WEIGHTS, GROUP_SIZE)
-    convert_apart(source, target, *asked, hub=hub, progress=progress)
+    convert_apart(source, target, None, None, hub=hub, progress=progress)
 
 
 def _file_stamps(directory: Path) -> list[str]:
