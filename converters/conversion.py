@@ -209,18 +209,21 @@ def packed(
             sums.append(errors)
             yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
         else:
+            values: NDArray[np.float16 | np.float32] = block
             if stored.dtype == "f16":
-                sums.append(rounding_errors(block, name))
-            yield layouts.pack_tile16(block, stored.dtype)
+                values, errors = halves_of(block, name)
+                sums.append(errors)
+            yield layouts.pack_tile16(values, stored.dtype)
 
 
-def rounding_errors(block: NDArray[np.float32], name: str) -> quantise.ErrorSums:
-    """Squared error of rounding to fp16, which must be able to hold the weights."""
+def halves_of(block: NDArray[np.float32], name: str) -> tuple[NDArray[np.float16], quantise.ErrorSums]:
+    """Weights in fp16, which must be able to hold them, and the squared error of rounding."""
     largest = float(np.abs(block).max())
     if largest > F16_MAX:
         raise CheckpointError(
             f"The tensor {name} has the value {largest:.3g}, too large for f16; convert with weights f32."
         )
-    difference = block - block.astype(np.float16).astype(np.float32)
+    halves, rounded = quantise.to_halves(np.ascontiguousarray(block))
+    difference = block - rounded
     error = float(np.einsum("rc,rc->", difference, difference))
-    return quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))
+    return halves, quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from .base import Target, WrongTokensError
 from .calls import Api, CommandLine
 from .checkpoints import Config, Conversion, Gguf, Safetensors, ShardIndex
+from .packed import Packed
 from .stored import BundleHeader, DeviceFile, PromptCache, StoredBytes
 from .texts import Template, TokenizerFiles
 
@@ -18,6 +19,7 @@ TARGETS: dict[str, type[Target]] = {
     "index": ShardIndex,
     "conversion": Conversion,
     "gguf": Gguf,
+    "packed": Packed,
     "bundle": BundleHeader,
     "weights": StoredBytes,
     "prompt-cache": PromptCache,
