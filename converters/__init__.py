@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .hub_files import cached_gguf, fetch_gguf
     from .json_file import read_json
     from .ollama import ollama_file
-    from .packed_config import is_packed
     from .packed_describe import describe_packed
     from .random_bundle import SHAPES, write_random_bundle
     from .random_neurons import Sparsity
@@ -39,7 +38,6 @@ __all__ = [
     "fetch_gguf",
     "gguf_parts",
     "is_gguf",
-    "is_packed",
     "ollama_file",
     "open_checkpoint",
     "read_gguf_tokenizer",
@@ -51,7 +49,7 @@ __getattr__ = lazily(__name__, {
     "conversion": "convert open_checkpoint", "hub": "fetch fetch_config", "hub_files": "cached_gguf fetch_gguf",
     "gguf_file": "gguf_parts is_gguf", "gguf_describe": "FileDescription describe_gguf", "ollama": "ollama_file",
     "gguf_tokenizer": "GgufTokenizer read_gguf_tokenizer",
-    "packed_config": "is_packed", "packed_describe": "describe_packed",
+    "packed_describe": "describe_packed",
     "random_bundle": "SHAPES write_random_bundle",
     "random_neurons": "Sparsity",
     "report": "ConversionReport TensorReport",

@@ -9,12 +9,10 @@ from typing import Any
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import ConfigReader
+from edgeinfer.graph import QUANTISED, ConfigReader
 
 from .json_file import CONFIG_FILE
 
-KEYS = ("quantization_config", "compression_config", "quantization")
-"""Where it may stand; MLX says it twice."""
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Values of quant_method that are understood."""
 READ = "GPTQ, AWQ, compressed-tensors, FP8 by blocks, MXFP4 and MLX"
@@ -94,7 +92,7 @@ def _fits(pattern: str, module: str) -> bool:
 
 def is_packed(fields: Mapping[str, Any]) -> bool:
     """Whether a config says that the weights are quantised."""
-    return any(fields.get(key) for key in KEYS)
+    return any(fields.get(key) for key in QUANTISED)
 
 
 def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | None]:
@@ -107,10 +105,10 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     CheckpointError
         A number is none.
     """
-    found = [key for key in KEYS if fields.get(key)]
+    found = [key for key in QUANTISED if fields.get(key)]
     if not found:
         return dict(fields), None
-    rest = {key: value for key, value in fields.items() if key not in KEYS}
+    rest = {key: value for key, value in fields.items() if key not in QUANTISED}
     key = "quantization" if "quantization" in found else found[0]
     section = ConfigReader(fields[key], f"{CONFIG_FILE}, {key}")
     if key == "quantization":

@@ -15,7 +15,7 @@ from .checkpoint import INDEX_FILE, SINGLE_FILE, WEIGHTS, quantisation_of
 from .folder import checkpoint_file
 from .gguf_describe import FileDescription
 from .packed_checkpoint import Kinds, PackedCheckpoint, refuse_dear, storage_of
-from .packed_config import Scheme, is_packed, take_scheme
+from .packed_config import Scheme, take_scheme
 from .packed_kinds import PackedKind
 
 FLOAT_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
@@ -26,8 +26,8 @@ DEAR = (f"not all of it can be taken as it is, yet, so these figures are those o
 
 
 def describe_packed(fields: Mapping[str, Any], folder: Path | None, weights: str | None = None,
-                    group_size: int | None = None) -> FileDescription | None:
-    """Describe a quantised model; None where its weights are not.
+                    group_size: int | None = None) -> FileDescription:
+    """Describe a model whose weights are quantised.
 
     Parameters
     ----------
@@ -43,8 +43,6 @@ def describe_packed(fields: Mapping[str, Any], folder: Path | None, weights: str
     CheckpointError, UnsupportedModelError
         As converting would.
     """
-    if not is_packed(fields):
-        return None
     sizes: dict[str, int] = {}
     if folder and (checkpoint_file(folder, INDEX_FILE) or checkpoint_file(folder, SINGLE_FILE, anywhere=True)):
         with closing(PackedCheckpoint.open(folder)) as checkpoint:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.quant import TYPES, quantise
-from edgeinfer.sizes import format_size
 
 from . import gguf_types, packed_kinds
 
@@ -87,7 +86,7 @@ class ConversionReport:
         if widened:
             kinds = sorted({kind for tensor in widened for kind in tensor.file_types})
             told.append(f"{len(widened)} of {len(self.tensors)} tensors ({', '.join(kinds)}) are f16 now "
-                        f"({format_size(sum(t.nbytes for t in widened))}), rounded by 4.9e-4 of a weight at most where "
+                        f"({sum(t.nbytes for t in widened) / 1e6:.3g} MB), rounded by 4.9e-4 of a weight at most where "
                         "it is above 6e-5; --weights int8 takes half of that, with its error told.")
         if rounded := [t for t in self.rounded if t.moved]:
             worst = max(tensor.relative_error for tensor in rounded)

@@ -14,6 +14,7 @@ from .config import KV_TYPES, Recipe, RuntimeConfig
 from .dataclass import dataclass
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
+    QUANTISED,
     Graph,
     KvAccess,
     ModelConfig,
@@ -231,8 +232,9 @@ def describe(
             if is_gguf(path):
                 return _from_gguf(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
-        described = None if read_outline(config) else _from_packed(name, path, config, weights, group_size, recipe)
-        return described or describe_config(config, name, source, weights, group_size, recipe)
+        if any(config.get(key) for key in QUANTISED) and not read_outline(config):
+            return _from_packed(name, path, config, weights, group_size, recipe)
+        return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
             raise type(error)(f"{path}, as a {error}") from None
@@ -253,12 +255,12 @@ def _from_gguf(
 
 def _from_packed(
     name: str, path: Path, config: dict[str, Any], weights: str | None, group_size: int | None, recipe: Recipe | None
-) -> ModelDescription | None:
-    """A model whose weights are quantised; None for others. Without a directory of weights, what its config says."""
+) -> ModelDescription:
+    """A model whose weights are quantised; without a directory of them, what its config says."""
     from .converters import describe_packed
 
     found = describe_packed(config, path if path.is_dir() else None, weights, group_size)
-    return _as_stored(name, f"quantised checkpoint {name}", found, recipe) if found else None
+    return _as_stored(name, f"quantised checkpoint {name}", found, recipe)
 
 
 def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | None) -> ModelDescription:
