@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +14,9 @@ from numpy.typing import NDArray
 from edgeinfer.graph import Source, Weight
 
 Rows = NDArray[Any]
+T = TypeVar("T")
+AHEAD = 2
+"""Blocks for each thread that are made and not yet written."""
 Read = Callable[[Source, int, int], Rows]
 """Rows a to b of a source."""
 
@@ -75,3 +81,31 @@ def _interleave(out: Rows, weight: Weight, start: int, read: Read) -> None:
             tiles[:whole, i] = rows[: whole * 16].reshape(whole, 16, out.shape[1])
             if rest := rows[whole * 16 :].shape[0]:
                 tiles[whole, i, :rest] = rows[whole * 16 :]
+
+
+def in_order(made: Callable[[int, int], tuple[Rows, T]], ranges: Iterator[tuple[int, int]], told: Callable[[T], None]
+             ) -> Iterator[Rows]:
+    """Blocks in their order, made by all cores; what else a block gives is told in order too, in the caller's thread.
+
+    Parameters
+    ----------
+    made : callable
+        Makes rows start to stop.
+    ranges : iterator of (int, int)
+        First and last row (not included) of each block.
+    told : callable
+        Gets the second part of each result.
+    """
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting: deque[Future[tuple[Rows, T]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        more = True
+        while more or waiting:
+            while more and len(waiting) < AHEAD * threads:
+                bounds = next(ranges, None)
+                if more := bounds is not None:
+                    waiting.append(pool.submit(made, *bounds))
+            if waiting:
+                rows, done = waiting.popleft().result()
+                told(done)
+                yield rows

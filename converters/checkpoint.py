@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from edgeinfer.graph import (
     read_config,
     requested_types,
 )
-from edgeinfer.quant import WeightType
+from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
 from .folder import checkpoint_file
@@ -102,17 +102,8 @@ class Checkpoint:
             If the model's mathematics is not implemented.
         """
         path = Path(path)
-        if not path.exists():
-            raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
-        if not path.is_dir():
-            what = "a file" if path.is_file() else "no plain file"
-            raise CheckpointError(f"{path} is {what}; give the directory that holds {CONFIG_FILE} and the weights, or "
-                                  "a GGUF file.")
-        config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
-        if config_file is None:
-            raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
-        fields = read_json(config_file)
-        config = read_config(fields, read_json(generation_file) if generation_file else None)
+        fields, generation = checkpoint_fields(path)
+        config = read_config(fields, generation)
         files, aliases = open_shards(path)
         wrapped = fields.get("model_type") in WRAPPERS
         names = names_of_text(files, config.model_type, wrapped)
@@ -184,9 +175,12 @@ class Checkpoint:
         """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""
         return ()
 
-    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
-              ) -> Iterator[NDArray[np.uint8]] | None:
-        """The stored bytes of a weight that needs no calculation; None where values must be read."""
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None],
+              sums: list[quantise.ErrorSums]) -> Iterator[NDArray[np.uint8]] | None:
+        """The stored bytes of a weight that needs no calculation; None where values must be read.
+
+        `sums` gets errors where factors are rounded on the way.
+        """
         return None
 
     def graph(self, type_of: TypeOf) -> Graph:
@@ -281,6 +275,20 @@ class Checkpoint:
             if not np.array_equal(self.read_rows(a, start, stop), self.read_rows(b, start, stop)):
                 return False
         return True
+
+
+def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What config.json and, where it is there, generation_config.json say; raises `CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}: no such directory.")
+    if not path.is_dir():
+        what = "a file" if path.is_file() else "no plain file"
+        raise CheckpointError(f"{path} is {what}; give the directory that holds {CONFIG_FILE} and the weights, or "
+                              "a GGUF file.")
+    config_file, generation_file = (checkpoint_file(path, name) for name in (CONFIG_FILE, GENERATION_FILE))
+    if config_file is None:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
+    return read_json(config_file), read_json(generation_file) if generation_file else None
 
 
 def open_shards(path: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:

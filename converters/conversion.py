@@ -19,10 +19,12 @@ from edgeinfer.sizes import format_size
 from edgeinfer.text import ChatTemplate, Tokenizer
 
 from .assembly import assembled
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, checkpoint_fields
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import is_gguf
 from .json_file import CONFIG_FILE
+from .packed_checkpoint import PackedCheckpoint
+from .packed_config import is_packed
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
@@ -50,7 +52,7 @@ def convert(
     """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
 
     Peak memory does not depend on the model's size (60 to 100 MB with the interpreter, by the tokenizer's; a few MB
-    more for each core with a GGUF file).
+    more for each core with a GGUF file; and up to three tensors of a checkpoint packed along its inputs, as GPTQ does).
 
     Parameters
     ----------
@@ -59,8 +61,9 @@ def convert(
     destination : str or Path
         The bundle to make; nothing is left there if the conversion fails or is interrupted.
     weights : str, optional
-        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file each
-        weight as it is, with its codes and scales; a type asks to quantise what is not stored so.
+        Type of the layers' matrices, one of `edgeinfer.config.WEIGHT_TYPES`. By default q4, but of a GGUF file and of
+        a quantised checkpoint each weight as it is, with its codes and scales; a type asks to quantise what is not
+        stored so.
     group_size : int, optional
         Columns that share one scale (quantised types); by default 32.
     embedding, head : str, optional
@@ -115,11 +118,11 @@ def convert(
             for weight in graph.weights:
                 stored = graph.types[weight.name]
                 sums: list[quantise.ErrorSums] = []
-                data = checkpoint.moved(weight, stored, reading.count) or packed(reading, weight, stored, sums)
-                entry = writer.add(weight.name, stored, weight.shape, data)
+                moved = checkpoint.moved(weight, stored, reading.count, sums)
+                entry = writer.add(weight.name, stored, weight.shape, moved or packed(reading, weight, stored, sums))
                 errors = sum(sums, quantise.ErrorSums())
-                types = checkpoint.file_types(weight)
-                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors, types, not sums))
+                tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors,
+                                            checkpoint.file_types(weight), not errors.squared_error, moved is not None))
     return ConversionReport(
         Path(destination), reading.total, sum(t.nbytes for t in tensors), time.perf_counter() - began,
         tuple(tensors), tuple(remarks),
@@ -129,7 +132,10 @@ def convert(
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open what holds a model in a foreign format: a directory, or a GGUF file; raises as `Checkpoint.open`."""
     path = Path(path)
-    return GgufCheckpoint.open(path) if path.is_file() and is_gguf(path) else Checkpoint.open(path)
+    if path.is_file() and is_gguf(path):
+        return GgufCheckpoint.open(path)
+    fields, _ = checkpoint_fields(path)
+    return (PackedCheckpoint if is_packed(fields) else Checkpoint).open(path)
 
 
 def _named(checkpoint: Checkpoint, origin: str) -> str:
@@ -149,7 +155,7 @@ def _seconds(checkpoint: Checkpoint, graph: Graph) -> float:
     seconds = 0.0
     for weight in graph.weights:
         stored = graph.types[weight.name]
-        if checkpoint.moved(weight, stored, lambda *_: None):
+        if checkpoint.moved(weight, stored, lambda *_: None, []):
             seconds += stored.nbytes(weight.shape) / MOVED_BYTES_PER_S
         else:
             seconds += prod(weight.shape) / (QUANTISED_PER_S if stored.quantised else ROUNDED_PER_S)
@@ -240,18 +246,21 @@ def packed(
             sums.append(errors)
             yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
         else:
+            values: NDArray[np.float16 | np.float32] = block
             if stored.dtype == "f16":
-                sums.append(rounding_errors(block, name))
-            yield layouts.pack_tile16(block, stored.dtype)
+                values, errors = halves_of(block, name)
+                sums.append(errors)
+            yield layouts.pack_tile16(values, stored.dtype)
 
 
-def rounding_errors(block: NDArray[np.float32], name: str) -> quantise.ErrorSums:
-    """Squared error of rounding to fp16, which must be able to hold the weights."""
+def halves_of(block: NDArray[np.float32], name: str) -> tuple[NDArray[np.float16], quantise.ErrorSums]:
+    """Weights in fp16, which must be able to hold them, and the squared error of rounding."""
     largest = float(np.abs(block).max())
     if largest > F16_MAX:
         raise CheckpointError(
             f"The tensor {name} has the value {largest:.3g}, too large for f16; convert with weights f32."
         )
-    difference = block - block.astype(np.float16).astype(np.float32)
+    halves, rounded = quantise.to_halves(np.ascontiguousarray(block))
+    difference = block - rounded
     error = float(np.einsum("rc,rc->", difference, difference))
-    return quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))
+    return halves, quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", block, block)))

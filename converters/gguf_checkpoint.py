@@ -26,7 +26,7 @@ from edgeinfer.graph import (
     expected_types,
     requested_types,
 )
-from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, TYPES
+from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, TYPES, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
@@ -133,8 +133,8 @@ class GgufCheckpoint(Checkpoint):
         """Names of the types of a weight's tensors, each once."""
         return tuple(dict.fromkeys(self.kind(source.name) for source in weight.sources))
 
-    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None]
-              ) -> Iterator[NDArray[np.uint8]] | None:
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None],
+              sums: list[quantise.ErrorSums]) -> Iterator[NDArray[np.uint8]] | None:
         """The stored bytes of a weight whose codes can be moved as they are."""
         return moved(self.parts, weight, stored, count)
 

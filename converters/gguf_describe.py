@@ -29,8 +29,8 @@ OF_STRUCTURE = ("general.architecture", "general.type", "tokenizer.ggml.model", 
 
 
 @dataclass(frozen=True)
-class GgufDescription:
-    """A model of a GGUF file."""
+class FileDescription:
+    """A model of a file, or of a checkpoint, that is quantised already."""
 
     fields: dict[str, Any]
     """As those of a config.json."""
@@ -48,7 +48,7 @@ class GgufDescription:
 
 
 def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None,
-                  headers: list[GgufHeader] | None = None) -> GgufDescription:
+                  headers: list[GgufHeader] | None = None) -> FileDescription:
     """Describe the model of a file, of which no more than the header has to be there.
 
     Parameters
@@ -77,7 +77,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         fields = config_fields(headers[0], tensors)
         _compare(fields, headers, path)
         note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return GgufDescription(fields, None, None, None, sizes, note, "")
+        return FileDescription(fields, None, None, None, sizes, note, "")
     refused = ""
     with GgufCheckpoint.open(path, data=False, headers=headers) as checkpoint:
         try:
@@ -91,7 +91,7 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
             note = (f"not all of these types can be held without loss, yet: run takes the file with --weights only, "
                     f"and these figures are those of --weights {WEIGHTS}, which quantises anew")
         checkpoint.check(checkpoint.graph(type_of), compare=False)
-        return GgufDescription({}, checkpoint.config, type_of, quantisation, sizes, note, refused)
+        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note, refused)
 
 
 def gguf_purpose(header: GgufHeader) -> str:

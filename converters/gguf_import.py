@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.graph import RopeHalves, Rows, Source, Weight, WeightType
 
-from .assembly import block_of, block_ranges
+from .assembly import block_of, block_ranges, in_order
 from .gguf_blocks import as_q8_0, has_packing, pack_blocks
 from .gguf_tensors import GgufFile
 from .gguf_types import BY_NAME
@@ -20,8 +17,6 @@ from .gguf_types import BY_NAME
 Bytes = NDArray[np.uint8]
 BLOCK_BYTES = 1 << 20
 """Of rows that one thread packs at a time."""
-AHEAD = 2
-"""Blocks for each thread that are read and not yet written."""
 
 
 def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, count: Callable[[str, int], None]
@@ -58,7 +53,11 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
 
         return pack_blocks(block_of(weight, start, stop, width, np.uint8, read), kind, stored, name), done
 
-    return _in_order(packed, block_ranges(weight, width, BLOCK_BYTES), count)
+    def told(done: list[tuple[str, int]]) -> None:
+        for name, elements in done:
+            count(name, elements)
+
+    return in_order(packed, block_ranges(weight, width, BLOCK_BYTES), told)
 
 
 def _common(kinds: set[str], stored: WeightType) -> str:
@@ -76,24 +75,3 @@ def _rows(file: GgufFile, source: Source, start: int, stop: int) -> Bytes:
     low, high = int(rows.min()), int(rows.max()) + 1
     raw = file.read_rows(source.name, low, high)
     return raw[rows - low] if source.steps else raw
-
-
-def _in_order(
-    packed: Callable[[int, int], tuple[Bytes, list[tuple[str, int]]]], ranges: Iterator[tuple[int, int]],
-    count: Callable[[str, int], None],
-) -> Iterator[Bytes]:
-    """Blocks in their order, made by all cores; what was read is counted in the caller's thread."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting: deque[Future[tuple[Bytes, list[tuple[str, int]]]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        more = True
-        while more or waiting:
-            while more and len(waiting) < AHEAD * threads:
-                bounds = next(ranges, None)
-                if more := bounds is not None:
-                    waiting.append(pool.submit(packed, *bounds))
-            if waiting:
-                data, done = waiting.popleft().result()
-                for name, elements in done:
-                    count(name, elements)
-                yield data

@@ -8,6 +8,7 @@ pages of a mapping would count as this process's memory.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -26,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_ELEMENTS = 2**48
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
-    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }
 WEIGHT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Types that a weight may have, and the NumPy type that its bytes are read as."""
@@ -60,7 +61,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._turn = path, threading.Lock()
         try:
             self._file: BinaryIO = open_plain(path)
         except OSError as error:
@@ -83,6 +84,14 @@ class SafetensorsFile:
             self._read_into(name, tensor.offset + start * item, piece)
         return self._as_float32(tensor, raw)
 
+    def read_rows_as(self, name: str, start: int, stop: int, dtype: str) -> NDArray[Any]:
+        """Rows start to stop of a tensor as elements of a NumPy type of the stored size, of one dimension."""
+        tensor = self.tensors[name]
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        raw = np.empty((stop - start) * row_bytes, np.uint8)
+        self._read_into(name, tensor.offset + start * row_bytes, raw)
+        return raw.view(dtype)
+
     def _item_bytes(self, name: str) -> int:
         """Bytes of an element of a tensor that holds weights."""
         dtype = self.tensors[name].dtype
@@ -95,8 +104,9 @@ class SafetensorsFile:
     def _read_into(self, name: str, offset: int, raw: NDArray[Any]) -> None:
         """Fill an array from an offset of the file on."""
         try:
-            self._file.seek(offset)
-            count = self._file.readinto(raw.view(np.uint8).data)  # type: ignore[attr-defined]
+            with self._turn:
+                self._file.seek(offset)
+                count = self._file.readinto(raw.view(np.uint8).data)  # type: ignore[attr-defined]
         except OSError as error:
             raise CheckpointError(f"Cannot read {self.path}: {error.strerror or error}.") from None
         if count != raw.nbytes:

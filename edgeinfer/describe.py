@@ -14,6 +14,7 @@ from .config import KV_TYPES, Recipe, RuntimeConfig
 from .dataclass import dataclass
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
+    QUANTISED,
     Graph,
     KvAccess,
     ModelConfig,
@@ -35,7 +36,7 @@ from .quant import TYPES, embedding_type
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .converters import GgufHeader
+    from .converters import FileDescription, GgufHeader
     from .devices import DeviceProfile, Traffic
     from .runtime import SparseFfn
 
@@ -70,7 +71,7 @@ class ModelDescription:
     bundle: Path | None = None
     """Where it lies, for a bundle as it is stored."""
     file_types: dict[str, int] = field(default_factory=dict)
-    """Of a GGUF file: bytes of its tensors by their type."""
+    """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
     file_says: str = ""
     """What becomes of them; the end of a sentence."""
     file_refused: str = ""
@@ -78,9 +79,9 @@ class ModelDescription:
 
     @property
     def file_note(self) -> str:
-        """What a GGUF file holds, and what the figures mean; empty for others."""
+        """What a GGUF file or a quantised checkpoint holds, and what the figures mean; empty for others."""
         if not self.file_types:
-            return ""
+            return f"The weights are quantised; {self.file_says}." if self.file_says else ""
         types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
         return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); {self.file_says}: "
                 f"a bundle of {format_size(self.weight_bytes)}.")
@@ -233,6 +234,8 @@ def describe(
             if is_gguf(path):
                 return describe_gguf_file(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
+        if any(config.get(key) for key in QUANTISED) and not read_outline(config):
+            return _from_packed(name, path, config, weights, group_size, recipe)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
         if str(error).startswith(CONFIG_FILE) and path.name != CONFIG_FILE and path.is_file():  # GGUF: other names
@@ -248,14 +251,29 @@ def describe_gguf_file(
     from .converters import describe_gguf
 
     found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
-    if found.model is None or found.type_of is None or found.quantisation is None:
+    if found.model is None:
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
-    else:
-        graph = build_graph(found.model, found.type_of, recipe or Recipe())
-        nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
-        described = ModelDescription(name, source, found.model, found.quantisation, graph, nbytes,
-                                     recipe=recipe or Recipe())
-    return replace(described, file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+        return replace(described, file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+    return _as_stored(name, source, found, recipe)
+
+
+def _from_packed(
+    name: str, path: Path, config: dict[str, Any], weights: str | None, group_size: int | None, recipe: Recipe | None
+) -> ModelDescription:
+    """A model whose weights are quantised; without a directory of them, what its config says."""
+    from .converters import describe_packed
+
+    found = describe_packed(config, path if path.is_dir() else None, weights, group_size)
+    return _as_stored(name, f"quantised checkpoint {name}", found, recipe)
+
+
+def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | None) -> ModelDescription:
+    """A model of which is known how each weight will be stored."""
+    assert found.model and found.type_of and found.quantisation
+    graph = build_graph(found.model, found.type_of, recipe or Recipe())
+    nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    return ModelDescription(name, source, found.model, found.quantisation, graph, nbytes, recipe=recipe or Recipe(),
+                            file_types=found.file_types, file_says=found.note, file_refused=found.refused)
 
 
 def describe_config(

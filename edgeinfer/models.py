@@ -237,13 +237,12 @@ def _from_path(path: Path, progress: Progress | None, convert: bool, storage: St
         from .converters import open_checkpoint
 
         open_checkpoint(path).close()
-    asked = storage.of_checkpoint
-    stored = (asked[0], str(asked[1]))
+    stored = _stored_as(storage, anew=storage.asked and _is_quantised(path))
     origin, stamps = _digest(str(path), *stored), _digest(*_file_stamps(path))
     of_format_1, name = _digest(str(path), *stored, "1"), _plain_name(path.name)
     changed = [f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)] + [f"*-{of_format_1}-*"]
     return cached_bundle(str(path), f"{name}-{origin}-{stamps}",
-                         lambda target: _convert(path, target, progress, asked, str(path)), convert,
+                         lambda target: _convert(path, target, progress, storage, str(path)), convert,
                          f"{name}-{of_format_1}-{stamps}", changed, progress)
 
 
@@ -261,17 +260,31 @@ def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool,
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"
     return cached_bundle(model, f"{_plain_name(label)}-{origin}-{stamps}",
-                         lambda target: _convert(path, target, progress, asked, said), convert,
+                         lambda target: _convert(path, target, progress, storage, said), convert,
                          changed=[f"*-{origin}-*-v{version}" for version in range(1, FORMAT_VERSION + 1)],
                          progress=progress)
 
 
 def _from_hub(repo_id: str, progress: Progress | None, convert: bool, storage: Storage) -> Path:
     """Find or make the bundle of a hub model; one that is there is used without asking the hub for news."""
-    asked = storage.of_checkpoint
-    name = f"{_plain_name(repo_id)}-{_digest(repo_id, asked[0], str(asked[1]))}"
-    return cached_bundle(repo_id, name, lambda target: _convert(repo_id, target, progress, asked, repo_id, hub=True),
+    name = f"{_plain_name(repo_id)}-{_digest(repo_id, *_stored_as(storage, anew=storage.asked))}"
+    return cached_bundle(repo_id, name, lambda target: _convert(repo_id, target, progress, storage, repo_id, hub=True),
                          convert, format_1=name, progress=progress)
+
+
+def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
+    """What the name of a checkpoint's bundle says of its types; `anew`: they may differ from what the checkpoint has."""
+    weights, group_size = storage.of_checkpoint
+    return weights, str(group_size), *(["anew"] if anew else [])
+
+
+def _is_quantised(path: Path) -> bool:
+    """Whether the config of a checkpoint says that its weights are quantised."""
+    from .converters import read_json
+    from .graph import QUANTISED
+
+    fields = read_json(path / "config.json")
+    return any(fields.get(key) for key in QUANTISED)
 
 
 def cached_bundle(
@@ -361,12 +374,13 @@ class _Waiting:
             self._progress("wait", 0, 0, "")
 
 
-def _convert(source: str | Path, target: Path, progress: Progress | None, asked: tuple[str | None, int | None],
-             origin: str, hub: bool = False) -> None:
-    """Convert into the cache; what is to be told of it is."""
+def _convert(source: str | Path, target: Path, progress: Progress | None, storage: Storage, origin: str,
+             hub: bool = False) -> None:
+    """Convert into the cache, as `edgeinfer convert` does; what is to be told of it is."""
     from .converters import convert_apart
 
-    for remark in convert_apart(source, target, *asked, hub=hub, origin=origin, progress=progress):
+    for remark in convert_apart(source, target, storage.weights, storage.group_size, hub=hub, origin=origin,
+                                progress=progress):
         say(remark)
 
 

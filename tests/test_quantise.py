@@ -7,7 +7,7 @@ import pytest
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.quant.layouts import dequantise
-from edgeinfer.quant.quantise import ErrorSums, check_finite, quantise
+from edgeinfer.quant.quantise import ErrorSums, check_finite, quantise, to_halves
 
 GRIDS = {"q4": (-8, 7, -8), "int8": (-127, 127, 127)}
 SHAPES = [(1, 1), (7, 31), (33, 33), (5, 127), (3, 1023), (64, 256)]
@@ -131,3 +131,15 @@ def test_error_sums_add_up() -> None:
     assert total == ErrorSums(2.0, 4.0, 20.0)
     assert total.relative == 0.1 and total.gain == 0.5
     assert ErrorSums().relative == 0 and ErrorSums().gain == 0
+
+
+def test_halves_are_those_of_numpy() -> None:
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.standard_normal(20000) * 10.0**k for k in range(-10, 4)]).astype(np.float32)
+    ties = np.arange(-5000, 5000).astype(np.float32) * np.float32(2**-25)  # between neighbours below 2^-13
+    below = np.nextafter(np.float32(2**-14), np.float32(0))
+    edges = np.array([0.0, -0.0, 2**-14, below, 65504, -65504, 65503.5, 1e-45], np.float32)
+    values = np.concatenate([values, ties, edges])
+    halves, rounded = to_halves(values)
+    assert np.array_equal(halves.view(np.uint16), values.astype(np.float16).view(np.uint16))
+    assert np.array_equal(rounded, halves.astype(np.float32))

@@ -31,8 +31,8 @@ JSON_FIELDS = {
         "error_worst_tensor": "its tensor; null if nothing was rounded",
         "gain": "share of the squared error of scales by the largest weight that searching removed",
         "remarks": "sentences about what was left out or missing",
-        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file, those that it "
-        "is made of), `exact` (whether every value is that of the source)",
+        "tensors": "per tensor `name`, `type`, `bytes`, `error`, `gain`, `file_types` (of a GGUF file or a quantised "
+        "checkpoint, those that it is made of), `exact` (whether every value is that of the source)",
     },
 }
 """Fields of the JSON object, by command."""
@@ -48,7 +48,7 @@ def convert(
     ],
     weights: Annotated[
         str | None,
-        typer.Option(metavar=WEIGHTS, help="Type of the layers' matrices.  [default: q4; of GGUF each as it is]"),
+        typer.Option(metavar=WEIGHTS, help="Type of the layers' matrices.  [default: q4; what is quantised, as it is]"),
     ] = None,
     group_size: Annotated[
         int | None, typer.Option(metavar=GROUPS, help=f"Weights that share a scale ({QUANTISED}).  [default: 32]")
@@ -72,8 +72,9 @@ def convert(
     """Convert a checkpoint to a bundle, the form that runs.
 
     SRC has config.json, safetensors and tokenizer files, or is a GGUF file (of a split one the first; ollama:NAME[:TAG]
-    finds one in ollama's store, hf:OWNER/REPO:TYPE on the hub). Weights of a GGUF file keep their codes and scales;
-    --weights quantises anew what is stored otherwise, and tells the error of both steps. Nothing is left at DST if the
+    finds one in ollama's store, hf:OWNER/REPO:TYPE on the hub). Weights of a GGUF file and of a quantised checkpoint
+    (GPTQ, AWQ, compressed-tensors, FP8, MLX) keep their codes and scales; --weights quantises anew what is stored
+    otherwise, and tells the error of both steps. Nothing is left at DST if the
     conversion fails or is interrupted. The error of a tensor is the squared error of its stored weights divided by
     their squared norm.
 
@@ -97,7 +98,7 @@ def convert(
         return
     if tensors:
         _print_tensors(report)
-    for remark in filter(None, (*report.remarks, report.anew)):
+    for remark in filter(None, (*report.remarks, report.anew, report.nearly)):
         say(remark)
     print(_summary(report))
 
@@ -109,7 +110,7 @@ def report_object(report: ConversionReport) -> dict[str, Any]:
         "destination": str(report.destination), "source_bytes": report.source_bytes,
         "bundle_bytes": report.bundle_bytes, "seconds": report.seconds, "error_mean": report.mean_relative_error,
         "error_worst": worst.relative_error if worst else 0.0, "error_worst_tensor": worst.name if worst else None,
-        "gain": report.gain, "remarks": [*report.remarks, *filter(None, [report.anew])],
+        "gain": report.gain, "remarks": [*report.remarks, *filter(None, [report.anew, report.nearly])],
         "tensors": [
             {"name": t.name, "type": t.dtype, "bytes": t.nbytes, "error": t.relative_error, "gain": t.gain,
              "file_types": t.file_types, "exact": t.exact}

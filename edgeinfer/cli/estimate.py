@@ -73,7 +73,8 @@ JSON_FIELDS = {
         "bits_per_weight": "stored bits with scales, over all weights",
         "terms_ms": "milliseconds of one token, and of the prompt, by cause",
         "basis": "'this machine, calibrated', 'class NAME' or 'unknown'; `error` and `error_source` of the band",
-        "file_types": "of a GGUF file: bytes of its tensors by type, else null; `file_note` says what the figures mean",
+        "file_types": "of a GGUF file or a quantised checkpoint: bytes by type, else null; `file_note` says what the "
+        "figures mean",
         "fits": "whether `total_bytes`, all that a run takes, are within the device's memory, `memory_bytes`",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "

@@ -301,7 +301,7 @@ class _Planned:
         notes, own = [], self.model.config.max_position_embeddings
         if not self.model.runnable:
             notes.append(f"A shape only: {self.model.reason}.")
-        if self.model.file_types:
+        if self.model.file_note:
             notes.append(self.model.file_note)
         placed = next((way.sparse for way in self._flash()), self.model.sparse)
         if placed and (said := placed.sentence()):

@@ -45,7 +45,7 @@ JSON_FIELDS = {
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, "
         "and as in `estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
-        "file_types": "of a GGUF file: bytes of its tensors by type; else null",
+        "file_types": "of a GGUF file or a quantised checkpoint: bytes of its tensors by type; else null",
         "notes": "remarks",
         "neurons": neurons.FIELD,
         "lazy": "with --lazy what becomes of the prompt that is estimated: " + LAZY_FIELDS + "; else null",

@@ -7,6 +7,7 @@ from ..quant import WeightType
 from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import ModelConfig, RopeConfig
+from .fields import QUANTISED
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
 from .model import build_graph, read_config, supported_architectures
@@ -41,17 +42,17 @@ if TYPE_CHECKING:
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS", "WRAPPERS", "Activate",
-           "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed", "ExpertsDown", "ExpertsGated",
-           "Gated", "GatherOutputs", "Graph", "GraphBuilder", "KvAccess", "LayerNorm", "Linear", "LinearPart",
-           "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product",
-           "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RowOp", "Rows", "ScoreMask",
-           "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SignMask", "Sizes", "Source", "Tensor",
-           "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",
-           "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables",
-           "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "least_score", "parameters",
-           "place_of_head", "read_config", "read_outline", "requested_types", "rope_tables", "supported_architectures",
-           "without_approximations"]
+__all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "WRAPPERS",
+           "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed", "ExpertsDown",
+           "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder", "KvAccess", "LayerNorm", "Linear",
+           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place",
+           "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RowOp", "Rows",
+           "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SignMask", "Sizes",
+           "Source", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
+           "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
+           "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "least_score",
+           "parameters", "place_of_head", "read_config", "read_outline", "requested_types", "rope_tables",
+           "supported_architectures", "without_approximations"]
 __getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated", "outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

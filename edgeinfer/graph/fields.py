@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-QUANTISED = ("quantization_config", "compression_config")
+QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Where a config says that its weights are quantised; MLX says it twice."""
 
 HARMLESS = frozenset(
     # Provenance and bookkeeping.

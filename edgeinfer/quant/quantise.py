@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +163,26 @@ def _quantise_block(
     scales[:] = scale.reshape(rows, groups)
     norm = np.einsum("gn,gn->n", w, w).sum(dtype=np.float64)
     return ErrorSums(float(error.sum(dtype=np.float64)), max_based, float(norm))
+
+
+def to_halves(values: Floats) -> tuple[NDArray[np.float16], Floats]:
+    """Round finite numbers up to 65504 to fp16, to the nearest and ties to even; gives fp16 and what it stands for.
+
+    `astype` does the same, but takes ten times as long for numbers below 2^-14, because it raises a flag for each. Here
+    those get their last place, 2^-24, by adding 0.5, and all others by adding half of theirs to the bits.
+    """
+    bits = values.view(np.int32)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0xFFF + (size >> 13 & 1) >> 13) - (112 << 10)
+    small = (np.minimum(np.abs(values), np.float32(2**-14)) + np.float32(0.5)).view(np.int32) - 0x3F000000
+    halves = (np.maximum(normal, small) | bits >> 16 & 0x8000).astype(np.uint16)
+    return halves.view(np.float16), np.take(_half_values(), halves)
+
+
+@lru_cache(1)
+def _half_values() -> Floats:
+    """What each of the 65536 halves stands for."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _fan(dtype: str) -> tuple[float, ...]:

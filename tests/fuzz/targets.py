@@ -8,6 +8,7 @@ from .base import Target, WrongTokensError
 from .calls import Api, CommandLine
 from .checkpoints import Config, Conversion, Gguf, Safetensors, ShardIndex
 from .gguf import GgufFiles, Vocabulary
+from .packed import Packed
 from .stored import BundleHeader, DeviceFile, PromptCache, StoredBytes
 from .texts import Template, TokenizerFiles
 
@@ -21,6 +22,7 @@ TARGETS: dict[str, type[Target]] = {
     "gguf": Gguf,
     "gguf-file": GgufFiles,
     "gguf-vocabulary": Vocabulary,
+    "packed": Packed,
     "bundle": BundleHeader,
     "weights": StoredBytes,
     "prompt-cache": PromptCache,

@@ -1,0 +1,143 @@
+"""A checkpoint of Hugging Face whose weights are quantised: codes stay codes where a type of ours takes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Quantisation
+from edgeinfer.dataclass import dataclass
+from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
+from edgeinfer.graph import (
+    ModelConfig,
+    TypeOf,
+    Weight,
+    WeightType,
+    build_graph,
+    expected_types,
+    read_config,
+    requested_types,
+)
+from edgeinfer.quant import quantise
+
+from .checkpoint import Checkpoint, checkpoint_fields, open_shards
+from .packed_config import take_scheme
+from .packed_gather import gathered
+from .packed_import import moved
+from .packed_kinds import F32, PLAIN, PackedKind
+from .packed_tensor import PackedTensor
+
+SPARE_GROUP = 32
+"""Group size that a header states where all weights are floats."""
+Kinds = Mapping[str, PackedKind | str]
+"""What each tensor is: a kind of quantised ones, or the name of a type of floats."""
+
+
+@dataclass
+class PackedCheckpoint(Checkpoint):
+    """An open checkpoint with quantised weights; use `PackedCheckpoint.open`. A context manager."""
+
+    packed: dict[str, PackedTensor] = field(default_factory=dict)
+    """The quantised tensors, by the names that they have in the model."""
+    no_weights: frozenset[str] = frozenset()
+    """Names of tensors that belong to no weight: biases of zeros, scales of activations."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> PackedCheckpoint:
+        """Read config, headers, and the order of columns; raises as `Checkpoint.open`."""
+        path = Path(path)
+        fields, generation = checkpoint_fields(path)
+        fields, scheme = take_scheme(fields)
+        config = read_config(fields, generation)
+        if scheme is None:
+            raise CheckpointError(f"The config of {path} does not say that its weights are quantised.")
+        files, aliases = open_shards(path)
+        try:
+            every, packed, no_weights = gathered(files, scheme)
+            return cls(path, config, every, aliases, packed=packed, no_weights=no_weights)
+        except BaseException:
+            for file in set(files.values()):
+                file.close()
+            raise
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Tensors that are no weights."""
+        return super().ignored | self.no_weights
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is left out."""
+        scales = sum(name.endswith("scale") for name in self.no_weights)
+        said = f"{scales} scales of activations, K or V are left out: edgeinfer takes its own, by group and token."
+        return (said,) if scales else ()
+
+    @property
+    def kinds(self) -> dict[str, PackedKind | str]:
+        """What each tensor is."""
+        return {name: self.packed[name].kind if name in self.packed else file.tensors[name].dtype
+                for name, file in self.files.items()}
+
+    def file_types(self, weight: Weight) -> tuple[str, ...]:
+        """Names of the types of a weight's tensors, each once."""
+        return tuple(dict.fromkeys(self.tensor(source.name).dtype for source in weight.sources))
+
+    def moved(self, weight: Weight, stored: WeightType, count: Callable[[str, int], None],
+              sums: list[quantise.ErrorSums]) -> Iterator[NDArray[np.uint8]] | None:
+        """The stored bytes of a weight whose codes can be moved as they are."""
+        return moved(self.packed, weight, stored, count, sums)
+
+    def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
+                ffn_layout: str) -> tuple[TypeOf, Quantisation]:
+        """As the checkpoint holds each weight where nothing is asked for; `weights` asks for all matrices.
+
+        Raises `UnsupportedModelError` where no type of ours takes a tensor as it is, and nothing was asked for.
+        """
+        if weights is not None:
+            return super().storage(weights, group_size, embedding, head, ffn_layout)
+        if group_size is not None or ffn_layout != "tile16":
+            raise UsageError("A quantised checkpoint is taken as it is; for --group-size or --ffn-layout also say with "
+                             "--weights how its weights are to be quantised anew.")
+        refuse_dear(self.kinds, str(self.path))
+        return storage_of(self.config, self.kinds, embedding, head)
+
+
+def refuse_dear(kinds: Kinds, path: str) -> None:
+    """Refuse weights that only f32 would hold; raises `UnsupportedModelError`, which names them."""
+    counts = Counter(kind.name for kind in kinds.values() if isinstance(kind, PackedKind) and kind.choices == (F32,))
+    if counts:
+        said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
+        raise UnsupportedModelError(
+            f"{path} has quantised tensors that no type of edgeinfer's takes as they are, yet ({said}). To quantise "
+            f"the whole anew, with its error told: edgeinfer convert {path} DST --weights q4 (or int8, f16), and run "
+            "DST.")
+
+
+def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, head: str | None = None
+               ) -> tuple[TypeOf, Quantisation]:
+    """The smallest type that holds each weight, and what a bundle's header says of them in one word each."""
+    asked = {kind: WeightType.of(name) for kind, name in (("embedding", embedding), ("head", head)) if name}
+    requested_types("f32", embedding=embedding, head=head)  # or it is refused
+    graph = build_graph(config, requested_types("f32"))
+    table = {weight.name: asked.get(weight.kind) or _stored(weight, kinds) for weight in graph.weights
+             if weight.kind != "vector"}
+    sizes: Counter[WeightType] = Counter()
+    for weight in graph.weights:
+        if weight.kind == "matrix":
+            sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
+    chief = sizes.most_common(1)[0][0]
+    return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
+                                               table.get("head", table["embed"]).dtype)
+
+
+def _stored(weight: Weight, kinds: Kinds) -> WeightType:
+    """The type of a weight; a tensor that is missing is told of later, by name."""
+    found = [kinds[source.name] for source in weight.sources if source.name in kinds]
+    choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
+    common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
+    return min(common, key=lambda stored: stored.bits_per_weight)

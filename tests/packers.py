@@ -1,0 +1,271 @@
+"""Quantised checkpoints as their own programs write them: independent packing, straight from the published layouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.checkpoints import bfloat16_bytes, make_checkpoint, raw_safetensors, read_tensors
+
+Raw = tuple[str, tuple[int, ...], bytes]
+"""Type of safetensors, shape, bytes."""
+Packed = tuple[dict[str, Raw], np.ndarray]
+"""Parts by their ends of names, and the weights that they stand for (float32)."""
+AWQ_PACK = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Which output of eight has the lowest four bits of a word, which the next."""
+
+
+def i32(values: np.ndarray) -> Raw:
+    return "I32", values.shape, values.astype("<u4").tobytes()
+
+
+def f16(values: np.ndarray) -> Raw:
+    return "F16", values.shape, values.astype("<f2").tobytes()
+
+
+def f32(values: np.ndarray) -> Raw:
+    return "F32", values.shape, values.astype("<f4").tobytes()
+
+
+def bf16(values: np.ndarray) -> Raw:
+    return "BF16", values.shape, bfloat16_bytes(values)
+
+
+def words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Codes packed along an axis into words of 32 bits, the first one lowest; the end is filled with zeros."""
+    per = 32 // bits
+    codes = np.moveaxis(codes.astype(np.uint64), axis, -1)
+    pad = -codes.shape[-1] % per
+    codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, pad)]).reshape(*codes.shape[:-1], -1, per)
+    packed = sum(codes[..., i] << np.uint64(bits * i) for i in range(per))
+    return np.moveaxis(packed, -1, axis)
+
+
+def grouped(rng: np.random.Generator, shape: tuple[int, int], group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales (out, groups) that fp16 has, and the group of each input."""
+    rows, columns = shape
+    groups = -(-columns // group)
+    scales = rng.uniform(0.002, 0.02, (rows, groups)).astype(np.float16).astype(np.float32)
+    return scales, np.arange(columns) // group
+
+
+def gptq(rng: np.random.Generator, shape: tuple[int, int], bits: int = 4, group: int = 32, sym: bool = True,
+         v2: bool = False, order: np.ndarray | None = None) -> Packed:
+    """GPTQ: `order` is the g_idx where columns are not in the order of their groups."""
+    scales, group_of = grouped(rng, shape, group)
+    group_of = group_of if order is None else order
+    codes = rng.integers(0, 1 << bits, shape)
+    half = 1 << bits - 1
+    zeros = np.full(scales.shape, half) if sym else rng.integers(1, (1 << bits) - 1, scales.shape)
+    weights = (codes - zeros[:, group_of]) * scales[:, group_of].astype(np.float32)
+    parts = {
+        ".qweight": i32(words(codes.T, bits, 0)), ".qzeros": i32(words(zeros.T - (not v2), bits, 1)),
+        ".scales": f16(scales.T), ".g_idx": i32(group_of),
+    }
+    return parts, weights.astype(np.float32)
+
+
+def awq(rng: np.random.Generator, shape: tuple[int, int], group: int = 32) -> Packed:
+    """AutoAWQ, version gemm."""
+    scales, group_of = grouped(rng, shape, group)
+    codes, zeros = rng.integers(0, 16, shape), rng.integers(0, 16, scales.shape)
+
+    def interleaved(values: np.ndarray) -> np.ndarray:
+        eights = values.reshape(len(values), -1, 8)
+        return words(eights[:, :, AWQ_PACK].reshape(values.shape), 4, 1)
+
+    weights = (codes - zeros[:, group_of]) * scales[:, group_of]
+    return {".qweight": i32(interleaved(codes.T)), ".qzeros": i32(interleaved(zeros.T)), ".scales": f16(scales.T)}, (
+        weights.astype(np.float32))
+
+
+def pack_quantized(rng: np.random.Generator, shape: tuple[int, int], group: int = 32, sym: bool = True, bits: int = 4
+                   ) -> Packed:
+    """compressed-tensors: signed codes plus half of the range."""
+    half = 1 << bits - 1
+    scales, group_of = grouped(rng, shape, group)
+    codes = rng.integers(-half, half, shape)
+    zeros = np.zeros(scales.shape, int) if sym else rng.integers(-half, half, scales.shape)
+    parts = {".weight_packed": i32(words(codes + half, bits, 1)), ".weight_scale": bf16(scales),
+             ".weight_shape": ("I64", (2,), np.array(shape, "<i8").tobytes())}
+    if not sym:
+        parts[".weight_zero_point"] = i32(words(zeros + half, bits, 0))
+    exact = np.frombuffer(bfloat16_bytes(scales), "<u2").astype(np.uint32) << 16
+    scales = exact.view(np.float32).reshape(scales.shape)
+    return parts, ((codes - zeros[:, group_of]) * scales[:, group_of]).astype(np.float32)
+
+
+def int_quantized(rng: np.random.Generator, shape: tuple[int, int], least: int = -127) -> Packed:
+    """compressed-tensors: a byte for each weight, a scale for each row."""
+    scales = grouped(rng, shape, shape[1])[0] / 16
+    codes = rng.integers(least, 128, shape)
+    return {".weight": ("I8", shape, codes.astype("i1").tobytes()), ".weight_scale": f32(scales)}, (
+        (codes * scales).astype(np.float32))
+
+
+def e4m3_values() -> np.ndarray:
+    """Values of the codes, one by one from the definition."""
+    values = []
+    for code in range(256):
+        sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+        if exponent == 15 and mantissa == 7:
+            values.append(np.nan)
+        else:
+            size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+            values.append(-size if sign else size)
+    return np.array(values, np.float32)
+
+
+def finite_e4m3(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Codes of numbers as weights have them: not those of NaN, and not the largest ones."""
+    return (rng.integers(0, 2, shape) << 7 | rng.integers(0, 120, shape)).astype("u1")
+
+
+def float_quantized(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+    """compressed-tensors: FP8, a scale for each row."""
+    scales, _ = grouped(rng, shape, shape[1])
+    codes = finite_e4m3(rng, shape)
+    weights = e4m3_values()[codes] * (scales / 64)
+    return {".weight": ("F8_E4M3", shape, codes.tobytes()), ".weight_scale": f32(scales / 64)}, weights
+
+
+def fp8_blocks(rng: np.random.Generator, shape: tuple[int, int], block: tuple[int, int] = (32, 16)) -> Packed:
+    """FP8 with a scale for each block of rows and columns."""
+    blocks = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    scales = rng.uniform(1e-4, 1e-3, blocks).astype(np.float32)
+    codes = finite_e4m3(rng, shape)
+    spread = np.kron(scales, np.ones(block, np.float32))[: shape[0], : shape[1]]
+    return {".weight": ("F8_E4M3", shape, codes.tobytes()), ".weight_scale_inv": f32(scales)}, (
+        e4m3_values()[codes] * spread)
+
+
+def mlx(rng: np.random.Generator, shape: tuple[int, int], bits: int = 4, group: int = 32,
+        kind: Callable[[np.ndarray], Raw] = f16) -> Packed:
+    """MLX: a scale and a bias for each group."""
+    scales, group_of = grouped(rng, shape, group)
+    scales = scales if bits == 4 else scales / 16
+    biases = (-scales * rng.uniform(4, 12, scales.shape) * 2 ** (bits - 4)).astype(np.float16).astype(np.float32)
+    if kind is bf16:
+        scales, biases = (np.frombuffer(bfloat16_bytes(v), "<u2").astype(np.uint32) << 16 for v in (scales, biases))
+        scales, biases = (v.view(np.float32).reshape(shape[0], -1) for v in (scales, biases))
+    codes = rng.integers(0, 1 << bits, shape)
+    raw = words(codes, bits, 1)
+    weights = codes.astype(np.float32) * scales[:, group_of] + biases[:, group_of]
+    return {".weight": ("U32", raw.shape, raw.astype("<u4").tobytes()), ".scales": kind(scales),
+            ".biases": kind(biases)}, weights
+
+
+def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Packed:
+    """MXFP4 as gpt-oss has it: bytes of two codes, the first in the lower half, and exponents + 127."""
+    levels = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    levels = np.concatenate([levels, -levels])
+    codes = rng.integers(0, 16, shape)
+    exponents = rng.integers(115, 125, (*shape[:-1], shape[-1] // 32))
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).reshape(*exponents.shape, 16).astype("u1")
+    weights = levels[codes] * np.repeat(2.0 ** (exponents - 127), 32, axis=-1)
+    return {"_blocks": ("U8", blocks.shape, blocks.tobytes()),
+            "_scales": ("U8", exponents.shape, exponents.astype("u1").tobytes())}, weights.astype(np.float32)
+
+
+FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] = {
+    "gptq": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    "gptq v2": (gptq, {"v2": True}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True,
+                                     "desc_act": False, "checkpoint_format": "gptq_v2"}),
+    "gptq asymmetric": (gptq, {"sym": False}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False,
+                                               "desc_act": False}),
+    "gptq 8 bits": (gptq, {"bits": 8}, {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}),
+    "awq": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+                      "modules_to_not_convert": None}),
+    "pack-quantized": (pack_quantized, {}, {}),
+    "pack-quantized asymmetric": (pack_quantized, {"sym": False}, {}),
+    "int-quantized": (int_quantized, {}, {}),
+    "float-quantized": (float_quantized, {}, {}),
+    "fp8": (fp8_blocks, {}, {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+                             "weight_block_size": [32, 16], "modules_to_not_convert": ["lm_head"]}),
+    "mlx": (mlx, {}, {"group_size": 32, "bits": 4}),
+    "mlx 8 bits": (mlx, {"bits": 8}, {"group_size": 32, "bits": 8}),
+}
+"""By name: the packer, what it is told, and the config; those of compressed-tensors are made below."""
+
+
+def compressed_config(form: str) -> dict[str, Any]:
+    """A config of compressed-tensors."""
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    weights = {"pack-quantized": {**four, "symmetric": True},
+               "pack-quantized asymmetric": {**four, "symmetric": False},
+               "int-quantized": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+               "float-quantized": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}[form]
+    activations = {"num_bits": 8, "type": weights["type"], "dynamic": True, "strategy": "token"}
+    return {"quant_method": "compressed-tensors", "format": form.split()[0], "quantization_status": "compressed",
+            "global_compression_ratio": 1.5, "ignore": ["lm_head"], "kv_cache_scheme": None,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations,
+                                          "output_activations": None}}}
+
+
+def config_of(form: str) -> dict[str, Any]:
+    """Fields of config.json."""
+    if form.startswith("mlx"):
+        return {"quantization": FORMS[form][2], "quantization_config": FORMS[form][2]}
+    return {"quantization_config": FORMS[form][2] or compressed_config(form)}
+
+
+def make_packed(
+    directory: Path, form: str, *, seed: int = 0, alter: Callable[[str, dict[str, Raw]], None] | None = None,
+    options: dict[str, Any] | None = None, **overrides: Any,
+) -> dict[str, np.ndarray]:
+    """Write a tiny quantised llama; gives the weights that it stands for, by the names of the original.
+
+    Parameters
+    ----------
+    directory : Path
+    form : str
+        A key of `FORMS`.
+    seed : int
+    alter : callable
+        May change the parts of a module, whose name it is told.
+    options : dict
+        For the packer, beside those of the form.
+    **overrides
+        Fields of config.json.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 304, **overrides}
+    make_checkpoint(directory, seed=seed, **sizes)
+    write_config(directory, **config_of(form))
+    tensors = read_tensors(directory)
+    packer, own, _ = FORMS[form]
+    rng = np.random.default_rng(seed)
+    raw: dict[str, Raw] = {}
+    for name, values in tensors.items():
+        module = name.removesuffix(".weight")
+        linear = values.ndim == 2 and (form.startswith("mlx") or not ("embed" in name or "lm_head" in name))
+        if not linear:
+            raw[name] = f16(values)
+            tensors[name] = values.astype(np.float16).astype(np.float32)
+            continue
+        parts, tensors[name] = packer(rng, values.shape, **own, **(options or {}))
+        if alter:
+            alter(module, parts)
+        raw |= {module + end: part for end, part in parts.items()}
+    write_raw(directory / "model.safetensors", raw)
+    return tensors
+
+
+def write_raw(path: Path, tensors: dict[str, Raw]) -> None:
+    """A safetensors file of parts."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = bytearray()
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    raw_safetensors(path, header, bytes(data))
+
+
+def write_config(directory: Path, **fields: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
