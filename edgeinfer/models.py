@@ -273,7 +273,7 @@ def _from_hub(repo_id: str, progress: Progress | None, convert: bool, storage: S
 
 
 def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
-    """What the name of a checkpoint's bundle says of its types; `anew`: they may differ from what the checkpoint has."""
+    """What the name of a checkpoint's bundle says of its types; `anew`: maybe not those that the checkpoint has."""
     weights, group_size = storage.of_checkpoint
     return weights, str(group_size), *(["anew"] if anew else [])
 
