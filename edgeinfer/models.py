@@ -252,7 +252,7 @@ def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool,
 
     path, label = gguf_origin(path), model.rpartition("/")[2].removesuffix(".gguf")
     parts = [(part, part.stat()) for part in gguf_parts(path) if part.exists()]
-    asked = (storage.weights, storage.group_size) if storage.asked else (None, None)
+    asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
 

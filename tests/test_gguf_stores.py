@@ -190,7 +190,9 @@ def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, mon
     with LLM(path, weights="int8", group_size=64) as llm:
         assert str(llm.session.bundle.types["layers.0.down"]) == "int8g64"
     bundle = resolve(path, storage=Storage("int8", 64))
-    assert bundle != resolve(path, storage=Storage("q4"))
+    assert bundle != resolve(path, storage=Storage("q4")) == resolve(path, storage=Storage("q4", 32))
+    with pytest.raises(UsageError, match="is taken as it is, type by type; for --group-size"):
+        resolve(path, storage=Storage(None, 64))
     for asked, message in ((Storage("q4"), "is a bundle with weights in int8, groups of 64, and runs as it is stored, "
                             "not in q4; convert"), (Storage(None, 32), "not in groups of 32;")):
         with pytest.raises(UsageError, match=message):
