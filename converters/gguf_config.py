@@ -206,7 +206,8 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
-    scale = None if name == "granite" else r.number(prefix + "attention.scale", 0.0, above=-1.0)
+    own = name in ("granite", "granitemoe")
+    scale = None if own else r.number(prefix + "attention.scale", 0.0, above=-1.0)
     if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
     scaling = prefix + "rope.scaling."

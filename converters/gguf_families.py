@@ -104,7 +104,8 @@ def _cohere(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[
 
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
-    "granitemoe": _granite, "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
+    "granitemoe": _granite,
+    "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
 }
 OWN_KEYS = {
     "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),

@@ -25,7 +25,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 def architecture(config: ModelConfig) -> str:
     """GGUF's name of an architecture."""
-    return {"mistral": "llama", "mixtral": "llama"}.get(config.model_type, config.model_type.replace("_moe", "moe"))
+    return {"mistral": "llama", "mixtral": "llama"}.get(config.model_type, config.model_type.replace("_", ""))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
@@ -34,11 +34,12 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     for name in checkpoint.files:
         shape = checkpoint.tensor(name).shape
         values = checkpoint.read_rows(name, 0, shape[0]).reshape(shape)
-        if architecture(config) == "llama":
+        if architecture(config) in ("llama", "granitemoe"):
             if ".q_proj." in name:
                 values = permuted(values, config.num_attention_heads)
             if ".k_proj." in name:
                 values = permuted(values, config.num_key_value_heads)
+        name = name.replace(".block_sparse_moe.router.", ".mlp.gate.").replace(".block_sparse_moe.", ".mlp.")
         module, _, part = name.partition(".experts.")
         if part == "gate_up_proj":
             for which, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):

@@ -120,6 +120,11 @@ def by_expert(name: str, array: np.ndarray, parts: tuple[str, str, str]) -> dict
     return {name: array}
 
 
+IN_FILES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "granitemoe")
+"""Cases of which GGUF files are made."""
+FIELDS = {"granitemoe": {
+    "granitemoe.embedding_scale": 7.0, "granitemoe.residual_scale": 0.3, "granitemoe.attention.scale": 0.5,
+    "granitemoe.logit_scale": 4.0, "granitemoe.attention.layer_norm_rms_epsilon": 1e-2}}
 FORMS = {
     "mixtral": (("w1", "w3", "w2"), {".mlp.": ".block_sparse_moe."}),
     "qwen3-moe": (("gate_proj", "up_proj", "down_proj"), {}),
@@ -149,11 +154,11 @@ def test_tensors_by_expert_are_those_of_all(name: str, tmp_path: Path) -> None:
     assert sums_of(tmp_path / "one") == sums_of(tmp_path / "two")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", IN_FILES)
 def test_a_gguf_file_has_the_logits_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     checkpoint = golden_cases.write_checkpoint(case, tmp_path / "checkpoint")
-    write_gguf(tmp_path / "model.gguf", checkpoint)
+    write_gguf(tmp_path / "model.gguf", checkpoint, fields=FIELDS.get(name))
     convert(tmp_path / "model.gguf", tmp_path / "bundle")
     with session(tmp_path / "bundle", kv="f32", threads=2, outputs=16) as opened:
         logits = scored(opened, case.ids)
