@@ -171,8 +171,8 @@ def family_of(kernel: str) -> Family | None:
 
 
 def is_foreign(kernel: str) -> bool:
-    """Return whether a kernel reads weights in a type that only files of other formats have."""
-    return kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
+    """Return whether only few models need a kernel: mixtures of experts, or weights in a type of other formats' files."""
+    return kernel.startswith("experts_") or kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
 
 
 def is_known(kernel: str) -> bool:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .fallback import SparseFfn, decide, dense_layers, everywhere, predicted_time
     from .lighter import Lighter, LighterSession
-    from .lowerings import Lowering, lower, rows
+    from .lowering import Lowering, lower, rows
     from .memory import allocate
     from .planning import plan_run, planner_of
     from .program import Program, Record
@@ -24,7 +24,7 @@ __all__ = ["Covariance", "Executor", "Firing", "Largest", "Lighter", "LighterSes
            "predicted_time", "rows"]
 __getattr__ = lazily(__name__, {
     "executor": "Executor", "fallback": "SparseFfn decide dense_layers everywhere predicted_time",
-    "lighter": "Lighter LighterSession", "lowerings": "Lowering lower rows",
+    "lighter": "Lighter LighterSession", "lowering": "Lowering lower rows",
     "program": "Program Record", "planning": "plan_run planner_of", "session": "Session",
     "slots": "Slots", "stream": "Stream",
     "memory": "allocate", "taps": "Taps View Visit open_plain",

@@ -21,7 +21,7 @@ from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
 from edgeinfer.runner import Cancellation, Sequence, decoding
 
 from .loading import load_parts
-from .lowerings import Lowering
+from .lowering import Lowering
 from .memory import allocate
 from .pace import SMALL_BYTES, Pace
 from .planning import planner_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROUTE, ROWS, abi, fill
 
-from .lowering import CHUNK_BYTES, Lowering, lower, rows
+from .lowering_base import CHUNK_BYTES, Lowering, lower, rows
 from .program import Record
 
 

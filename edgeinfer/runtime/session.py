@@ -35,7 +35,7 @@ from edgeinfer.runner import (
 from .direct import File
 from .executor import Executor
 from .loading import fill_constants, load
-from .lowerings import Lowering
+from .lowering import Lowering
 from .memory import Prefaulter, allocate
 from .pace import SMALL_BYTES, Pace
 from .planning import offsets_of, plan_run

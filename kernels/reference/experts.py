@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.quant import layouts
+from edgeinfer.quant import WeightType, layouts
 
 from ..abi import FLAG_BIAS, q8_row_bytes, unpack_token_tiles
 from ..parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROWS
@@ -20,8 +20,6 @@ from .tolerances import TINY, TOLERANCES
 from .view import RecordView, memory
 
 Doubles = NDArray[np.float64]
-_WIDE = {"f16": 2, "f32": 1}
-"""Columns of a record of floats."""
 
 
 def _source(view: RecordView) -> tuple[Routes, NDArray[np.float32]]:
@@ -98,7 +96,7 @@ def _inputs(view: RecordView, routes: Routes, group: int, columns: int) -> Doubl
 def _weights(view: RecordView, expert: int, tiles: int, dtype: str, group: int) -> tuple[Doubles, Doubles]:
     """The matrix and the bias of an expert that has so many tiles."""
     p = view.parameters(LINEAR)
-    rows, columns = layouts.TILE_ROWS * tiles, p.records * (2 * group or _WIDE[dtype])
+    rows, columns = layouts.TILE_ROWS * tiles, p.records * WeightType(dtype, group).padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=expert * tiles * p.tile_bytes)
     bias = view.array(3, np.float32, (rows,), at=4 * rows * expert) if view.flags & FLAG_BIAS else np.zeros(rows)
     return layouts.unpack_tile16(data, dtype, group, (rows, columns)).astype(np.float64), bias.astype(np.float64)
@@ -107,7 +105,7 @@ def _weights(view: RecordView, expert: int, tiles: int, dtype: str, group: int) 
 def _operands(view: RecordView, dtype: str, group: int) -> tuple[Routes, Doubles]:
     p = view.parameters(LINEAR)
     routes = Routes(view, view.count(p.rows), p.active, 6, 7)
-    return routes, _inputs(view, routes, group, p.records * (2 * group or _WIDE[dtype]))
+    return routes, _inputs(view, routes, group, p.records * WeightType(dtype, group).padded_columns(1))
 
 
 def experts_gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv 2409.02060): Llama with a mixture of experts in each layer, and norms of all heads of q, of k, as one."""
+"""OLMoE (arXiv 2409.02060): Llama with a mixture of experts in each layer, q and k normed with all heads as one."""
 
 from __future__ import annotations
 
