@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ def assembled(weight: Weight, width: int, dtype: type, read: Read, block_items: 
     Parameters
     ----------
     weight : Weight
-        A concatenation of its sources, or their tiles of 16 rows in turn.
+        A concatenation of its sources, or their tiles of 16 rows in turn, of all or of one or two after the other.
     width : int
         Items of a row.
     dtype : type
@@ -43,19 +43,30 @@ def assembled(weight: Weight, width: int, dtype: type, read: Read, block_items: 
 
 def block_ranges(weight: Weight, width: int, block_items: int) -> Iterator[tuple[int, int]]:
     """First and last row (not included) of each block."""
-    step = 16 * (len(weight.sources) if weight.combine == "interleave16" else 1)
+    step = 16 * _in_turn(weight)
     step *= max(1, block_items // (width * step))
     return ((start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step))
 
 
 def block_of(weight: Weight, start: int, stop: int, width: int, dtype: type, read: Read) -> Rows:
     """Stored rows start to stop."""
-    interleaved = weight.combine == "interleave16"
-    if len(weight.sources) == 1 and not interleaved:
+    if len(weight.sources) == 1 and weight.combine == "concat":
         return read(weight.sources[0], start, stop)
     out: Rows = np.zeros((stop - start, width), dtype)
-    (_interleave if interleaved else _concatenate)(out, weight, start, read)
+    if weight.combine == "concat":
+        _concatenate(out, weight, start, read)
+        return out
+    n = _in_turn(weight)
+    span = weight.shape[0] // len(weight.sources) * n  # rows of those that alternate
+    for first in range(start // span * span, stop, span):
+        a, b = max(start, first), min(stop, first + span)
+        _interleave(out[a - start : b - start], weight.sources[first // span * n :][:n], a - first, read)
     return out
+
+
+def _in_turn(weight: Weight) -> int:
+    """How many sources alternate by tiles of 16 rows."""
+    return {"interleave16": len(weight.sources), "stacked_pairs16": 2}.get(weight.combine, 1)
 
 
 def _concatenate(out: Rows, weight: Weight, start: int, read: Read) -> None:
@@ -68,12 +79,12 @@ def _concatenate(out: Rows, weight: Weight, start: int, read: Read) -> None:
         first += rows
 
 
-def _interleave(out: Rows, weight: Weight, start: int, read: Read) -> None:
+def _interleave(out: Rows, sources: Sequence[Source], start: int, read: Read) -> None:
     """A source that ends early is followed by zeros."""
-    n = len(weight.sources)
+    n = len(sources)
     a, b = start // n, (start + len(out)) // n
     tiles = out.reshape(-1, n, 16, out.shape[1])
-    for i, source in enumerate(weight.sources):
+    for i, source in enumerate(sources):
         end = min(b, source.shape[0])
         if a < end:
             rows = read(source, a, end)

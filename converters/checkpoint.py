@@ -30,6 +30,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
+from .expert_names import with_experts
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
@@ -185,7 +186,7 @@ class Checkpoint:
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the checkpoint's names."""
-        return build_graph(self.config, type_of)
+        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases})
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:

@@ -16,6 +16,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
+    ROUTER,
     Graph,
     ModelConfig,
     Source,
@@ -32,10 +33,11 @@ from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
 from .gguf_file import GgufHeader, GgufTensor, read_headers
 from .gguf_import import moved
-from .gguf_names import with_gguf_names
+from .gguf_names import SHARED_GATE, with_gguf_names
 from .gguf_tensors import GgufFile
 from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from .gguf_types import EXACT, smallest_exact
+from .safetensors_file import SourceTensor
 
 SPARE_GROUP = 32
 """Group size that a header states where the types of weights leave no choice."""
@@ -125,6 +127,12 @@ class GgufCheckpoint(Checkpoint):
         """The factors of rotations are in the config."""
         return frozenset(FACTORS)
 
+    def tensor(self, name: str) -> SourceTensor:
+        """Type and shape of one tensor."""
+        found = super().tensor(name)
+        row = name.endswith(SHARED_GATE) and len(found.shape) == 1
+        return replace(found, shape=(1, *found.shape)) if row else found
+
     def kind(self, name: str) -> str:
         """Name of a tensor's type in the file."""
         return self.tensor(name).dtype
@@ -196,10 +204,13 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
     for weight in graph.weights:
         if weight.kind == "vector":
             continue
+        if weight.kind == "router":
+            table[weight.name] = ROUTER
+            continue
         for first, part in _parts(weight, kinds).items():
             stored = _stored(part, kinds)
             table[weight.name if first is None else f"{weight.name}.{first}"] = stored
-            if weight.kind == "matrix":
+            if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
     head = table.get("head", table["embed"])

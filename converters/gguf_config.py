@@ -14,14 +14,15 @@ from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequ
 
 from .gguf_families import ACTIVATIONS, OWN_KEYS, PARTIAL, RUNNABLE, TIED, WINDOWED, family_fields
 from .gguf_file import GgufHeader, GgufTensor
+from .gguf_mixtures import MIXTURES, mixture_fields, read_choice
 from .gguf_vocabulary import NO_TOKEN
 
 ROPE_FACTORS = "rope_freqs.weight"
 """What the wavelengths of each pair of dimensions are multiplied by: the rule of Llama 3 as numbers."""
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """LongRoPE's factors, of runs beyond the context of the training and of others."""
-OUTLINES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
-"""Families that can be planned and not run; a llama with experts is one."""
+OUTLINES = {"gpt-oss": "gpt_oss"}
+"""Families that can be planned and not run."""
 PURPOSES = {"imatrix": "an importance matrix, which a quantiser reads", "mmproj": "the image encoder of a vision model",
             "adapter": "an adapter, which changes a model and is none", "vocab": "a vocabulary without weights"}
 """Files that are no models, by their general.type, and what they are."""
@@ -33,7 +34,7 @@ _PLAIN = {
     "rope.freq_base": "rope_theta",
 }
 _OF_OUTLINES = {
-    "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "moe_intermediate_size",
+    "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size",
     "expert_used_count": "num_experts_per_tok",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -81,7 +82,7 @@ def purpose(header: GgufHeader) -> str:
 def is_outline(header: GgufHeader) -> bool:
     """Whether it is of a family that can be planned only."""
     name = architecture(header)
-    return name not in RUNNABLE or bool(header.fields.get(f"{name}.expert_count"))
+    return name not in RUNNABLE
 
 
 def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
@@ -111,6 +112,8 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
                           f"the metadata of {header.path}")
     for key in (*_PLAIN, *OWN_KEYS.get(name, ()), "vocab_size"):
         reader.get(prefix + key)
+    if name in MIXTURES and header.fields.get(prefix + "expert_count"):
+        read_choice(reader, prefix)
     _read_rotation(reader, prefix, config, factors)
     if name not in WINDOWED:
         _read_window(reader, prefix, config)
@@ -132,10 +135,11 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
 def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Return the fields of a config.json for the sizes of a model, of a family that can be planned only too."""
     fields, name = header.fields, architecture(header)
-    outline = is_outline(header)
+    outline, experts = is_outline(header), fields.get(f"{name}.expert_count")
+    model_type = "mixtral" if name == "llama" and experts else (OUTLINES if outline else RUNNABLE)[name]
     names = _PLAIN | _OF_OUTLINES if outline else _PLAIN
     config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in names.items() if f"{name}.{key}" in fields}
-    config["model_type"] = (OUTLINES if outline else RUNNABLE)[name]
+    config["model_type"] = model_type
     config["hidden_act"] = ACTIVATIONS.get(name, "silu")
     config["vocab_size"] = _vocabulary(header, tensors, name)
     config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name in TIED
@@ -146,14 +150,11 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
         config |= family_fields(name, lambda key: _value(fields.get(f"{name}.{key}")), _with_head(config), tensors)
     if "blk.0.attn_q.bias" in tensors and outline:
         config["attention_bias"] = True
-    if experts := fields.get(f"{name}.expert_count"):
-        config["num_local_experts"] = config["num_experts"] = experts
-    else:
-        config.pop("num_experts_per_tok", None)
-    if config["model_type"] != "qwen3_moe":
-        config.pop("moe_intermediate_size", None)
+    if experts and name in MIXTURES:
+        config |= mixture_fields(name, lambda key: _value(fields.get(f"{name}.{key}")))
+    elif experts and outline:
+        config |= {"num_local_experts": experts}
     return config
-
 
 def _value(value: Any) -> Any:
     """One number for a list of equal ones by layer, and the shortest decimal that is a float32."""
@@ -205,7 +206,8 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
-    scale = None if name == "granite" else r.number(prefix + "attention.scale", 0.0, above=-1.0)
+    own = name in ("granite", "granitemoe")
+    scale = None if own else r.number(prefix + "attention.scale", 0.0, above=-1.0)
     if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
     scaling = prefix + "rope.scaling."

@@ -16,9 +16,11 @@ RUNNABLE = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "smollm3": "smollm3", "granite": "granite",
     "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
-    "starcoder2": "starcoder2", "command-r": "cohere",
+    "starcoder2": "starcoder2", "command-r": "cohere", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+    "olmoe": "olmoe", "granitemoe": "granitemoe",
 }
-"""GGUF's names of architectures and ours. Mistral's is llama; one with a window becomes mistral."""
+"""GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
+experts mixtral."""
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
                "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
                "starcoder2": "gelu_pytorch_tanh"}
@@ -102,6 +104,7 @@ def _cohere(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[
 
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
+    "granitemoe": _granite,
     "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
 }
 OWN_KEYS = {
@@ -110,6 +113,7 @@ OWN_KEYS = {
                "attention.sliding_window_pattern"),
     "phi3": ("attention.sliding_window", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
     "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    "granitemoe": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
     "gptneox": ("use_parallel_residual",), "stablelm": ("use_parallel_residual",),
     "starcoder2": ("attention.sliding_window",), "command-r": ("logit_scale",), "falcon": ("tensor_data_layout",),
     "qwen2vl": ("rope.dimension_sections",), "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),

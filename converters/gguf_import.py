@@ -34,7 +34,7 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
     """
     kinds = {files[source.name].tensors[source.name].dtype for source in weight.sources}
     kind = _common(kinds, stored)
-    by_rows = all(not source.index and all(isinstance(step, RopeHalves | Rows) for step in source.steps)
+    by_rows = all(len(source.part) == 2 and all(isinstance(step, RopeHalves | Rows) for step in source.steps)
                   for source in weight.sources)
     if not by_rows or weight.kind == "vector" or not has_packing(kind, stored):
         return None
@@ -72,6 +72,8 @@ def _rows(file: GgufFile, source: Source, start: int, stop: int) -> Bytes:
     rows = np.arange(start, stop)
     for step in reversed(source.steps):
         rows, _ = step.origin(rows, None)
+    if source.index:
+        rows = rows + int(np.ravel_multi_index(source.index, source.stored[:-2])) * source.stored[-2]
     low, high = int(rows.min()), int(rows.max()) + 1
     raw = file.read_rows(source.name, low, high)
     return raw[rows - low] if source.steps else raw

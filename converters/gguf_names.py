@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from edgeinfer.graph import Affine, Graph, ModelConfig, Source, Transposed, Weight
 
+from .expert_names import with_stacks
+
 _OUTER = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
@@ -23,14 +25,20 @@ _LAYER = {
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "ln_attn": "attn_norm_2", "ln_mlp": "attn_norm",
-    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
+    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
+    "mlp.experts.{}.down_proj": "ffn_down_exps", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+SHARED_GATE = ".ffn_gate_inp_shexp.weight"
+"""A matrix of one row, which files have as a vector."""
 _ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                    "post_feedforward_layernorm": "post_ffw_norm"}
 _OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")}
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe")
 """Architectures whose q and k rows llama.cpp's converter reorders, for a rotation that turns neighbours."""
 _IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi")
 """Architectures whose q, k and v the converter leaves in one tensor, as rows one behind the other."""
@@ -48,7 +56,7 @@ def _renamed(weight: Weight, config: ModelConfig, names: Collection[str]) -> Wei
     name = f"blk.{fused[1]}.attn_qkv.{'bias' if fused[2] else 'weight'}" if fused else ""
     if fused and (config.model_type != "phi" or name in names):
         return replace(weight, sources=_rows(name, weight))
-    return replace(weight, sources=tuple(_source(source, config) for source in weight.sources))
+    return with_stacks(weight, lambda source: _source(source, config, names))
 
 
 def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
@@ -58,7 +66,7 @@ def _rows(name: str, weight: Weight) -> tuple[Source, ...]:
     return tuple(whole.rows(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
 
 
-def _source(source: Source, config: ModelConfig) -> Source:
+def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Source:
     """The same elements by the file's name; steps of the architecture come behind those that undo the converter's.
 
     Steps that the converter has taken already are left out.
@@ -68,7 +76,9 @@ def _source(source: Source, config: ModelConfig) -> Source:
         steps, stored = tuple(step for step in steps if not isinstance(step, Transposed)), stored[::-1]
     if config.model_type in _PLUS_ONE:
         steps = tuple(step for step in steps if step != Affine(plus=1.0))
-    plain = Source(name, stored, source.index, shared=source.shared)
+    if source.each and name not in names and (single := name.replace("_exps.", ".{}.")).format(0) in names:
+        name = single  # files of early 2024 have a tensor for each expert
+    plain = replace(source, name=name, stored=stored, steps=())
     if config.model_type in INTERLEAVED and re.search(r"\.attn_[qk]\.", name):
         plain = plain.rope_halves(config.head_dim)
     return replace(plain, steps=(*plain.steps, *steps))

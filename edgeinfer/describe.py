@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from .runtime import SparseFfn
 
 CONFIG_FILE = "config.json"
-MOST_EXPERTS = 1 << 18
-"""In all layers together; the largest published models have a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -291,9 +289,6 @@ def _described(
 ) -> ModelDescription:
     type_of, outline = requested_types(weights, group_size), None
     if isinstance(model, Outline):
-        if model.experts and model.experts.total * model.config.num_hidden_layers > MOST_EXPERTS:
-            raise CheckpointError(f"{source}: {model.config.num_hidden_layers} layers of {model.experts.total} experts "
-                                  f"are more than {MOST_EXPERTS} experts, which no model has.")
         config, graph, outline = model.config, model.graph(type_of), model
         known = ", ".join(supported_architectures())
         reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ACTIVATIONS,
         ATTENTION,
         DRAW,
+        EXPERTS_INPUT,
         LINEAR,
         NEURON_DOWN,
         NEURON_GATED,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         POSITIONS,
         RELEASE,
         ROPE,
+        ROUTE,
         ROWS,
         SCREEN,
         VALUE_FUNCTIONS,
@@ -39,15 +41,15 @@ if TYPE_CHECKING:
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK",
-           "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa",
-           "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend", "fill", "find_set",
-           "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
+__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED",
+           "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN", "VALUES",
+           "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
+           "fill", "find_set", "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION DRAW LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE RELEASE "
-                  "POSITIONS ROPE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
+    "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE "
+                  "RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
 })

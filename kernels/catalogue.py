@@ -20,6 +20,7 @@ from edgeinfer.errors import KernelError
 from .parameters import (
     ATTENTION,
     DRAW,
+    EXPERTS_INPUT,
     LINEAR,
     NEURON_DOWN,
     NEURON_GATED,
@@ -28,6 +29,7 @@ from .parameters import (
     POSITIONS,
     RELEASE,
     ROPE,
+    ROUTE,
     ROWS,
     SCREEN,
     VALUES,
@@ -63,6 +65,11 @@ class Family:
 FAMILIES = (
     Family("linear", tuple(f"linear_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
     Family("gated", tuple(f"gated_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
+    Family("route", ("route", "sort_routes"), ("source", "out", "bias", "scratch"), ROUTE),
+    Family("experts_input", ("experts_input_q8", "experts_input_f32"), ("source", "out", "list"), EXPERTS_INPUT),
+    Family("experts", tuple(f"experts_{part}_{w}" for part in ("gated", "down") for w in WEIGHTS),
+           ("weights", "x", "out", "bias", "scratch", "source", "routes", "list"), LINEAR),
+    Family("sigmoid_gate", ("sigmoid_gate",), ("source", "out"), ROWS),
     Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
     Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
            ("source", "out", "norm", "scratch"), ROWS),
@@ -164,8 +171,8 @@ def family_of(kernel: str) -> Family | None:
 
 
 def is_foreign(kernel: str) -> bool:
-    """Return whether a kernel reads weights in a type that only files of other formats have."""
-    return kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
+    """Return whether few models need a kernel: mixtures of experts, or weights in types of other formats' files."""
+    return kernel.startswith("experts_") or kernel.endswith(tuple(f"_{end}" for end in FOREIGN))
 
 
 def is_known(kernel: str) -> bool:

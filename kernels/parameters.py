@@ -42,6 +42,11 @@ class _Linear(NamedTuple):
     """Fused input: epsilon of the norm, float32 bits."""
     limit: int
     """Gated: limit of fatrelu, float32 bits."""
+    active: int
+    """Experts: how many a token goes through; `tiles` are those of one expert."""
+    source_stride: int
+    """Experts: bytes from one row of the source to the next, where a single token has a row for each expert; 0 = all
+    its experts read the same row."""
 
 
 class _Rows(NamedTuple):
@@ -306,12 +311,54 @@ class _Positions(NamedTuple):
     """Bytes of a tile of the table."""
 
 
+class _Route(NamedTuple):
+    experts: int
+    active: int
+    """Experts that a token goes through."""
+    in_stride: int
+    """Bytes from one token's logits to the next (route), or from one token's entries to the next (sort_routes)."""
+    out_stride: int
+    """Route: bytes from one token's entries to the next."""
+    rows: int
+    """Which count gives the tokens."""
+    scores: int
+    """SCORE_*: what is made of the logits."""
+    normalise: int
+    """1: the chosen scores are divided by their sum."""
+    scale: int
+    """What they are multiplied by, float32 bits."""
+    groups: int
+    """Groups of neighbouring experts, of which only the best can be chosen from; 1 = all in one."""
+    active_groups: int
+    group_best: int
+    """How many of a group's best choices are added to compare it with others: 1 or 2."""
+    scratch: int
+    """Scratch bytes of a thread."""
+
+
+class _ExpertsInput(NamedTuple):
+    width: int
+    """Elements of a row."""
+    in_stride: int
+    out_stride: int
+    rows: int
+    """Which count gives the tokens."""
+    active: int
+    gather: int
+    """1: the source has a row for each token; 0: one for each entry of the list, in its order."""
+    scales: int
+    """q8 output: as in ROWS, like what follows."""
+    offsets: int
+    group: int
+    token_tiles: int
+
+
 class _Release(NamedTuple):
     part: int
     """Number of the part whose buffer is free."""
 
 
-LINEAR = _Linear(*range(17))
+LINEAR = _Linear(*range(19))
 ROWS = _Rows(*range(11))
 ROPE = _Rope(*range(10))
 ATTENTION = _Attention(*range(17))
@@ -323,6 +370,8 @@ DRAW = _Draw(*range(5))
 SCREEN = _Screen(*range(17))
 VALUES = _Values(*range(5))
 POSITIONS = _Positions(*range(5))
+ROUTE = _Route(*range(12))
+EXPERTS_INPUT = _ExpertsInput(*range(10))
 RELEASE = _Release(*range(1))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4, "drelu": 5, "fatrelu": 6}

@@ -80,5 +80,5 @@ def place_activations(graph: Graph, n_tokens: int, n_outputs: int) -> tuple[dict
 
 
 def _bytes(tensor: Tensor, n_tokens: int, n_outputs: int) -> int:
-    rows = n_outputs if tensor.rows == "outputs" else n_tokens
+    rows = tensor.times * (n_outputs if tensor.rows == "outputs" else n_tokens)
     return round_up(rows * row_stride(tensor) + SLACK_BYTES, 64)

@@ -25,7 +25,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 def architecture(config: ModelConfig) -> str:
     """GGUF's name of an architecture."""
-    return "llama" if config.model_type == "mistral" else config.model_type
+    return {"mistral": "llama", "mixtral": "llama"}.get(config.model_type, config.model_type.replace("_", ""))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
@@ -34,13 +34,31 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     for name in checkpoint.files:
         shape = checkpoint.tensor(name).shape
         values = checkpoint.read_rows(name, 0, shape[0]).reshape(shape)
-        if architecture(config) == "llama":
+        if architecture(config) in ("llama", "granitemoe"):
             if ".q_proj." in name:
                 values = permuted(values, config.num_attention_heads)
             if ".k_proj." in name:
                 values = permuted(values, config.num_key_value_heads)
-        out[gguf_name(name)] = values
+        name = name.replace(".block_sparse_moe.router.", ".mlp.gate.").replace(".block_sparse_moe.", ".mlp.")
+        module, _, part = name.partition(".experts.")
+        if part == "gate_up_proj":
+            for which, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                out[gguf_name(f"{module}.experts.{{}}.{which}_proj.weight")] = half
+        elif part:
+            out[gguf_name(module + ".experts.{}.down_proj.weight")] = values
+        else:
+            out[gguf_name(name)] = values[0] if name.endswith("shared_expert_gate.weight") else values
     return out
+
+
+def expert_fields(config: ModelConfig) -> dict[str, Any]:
+    """Keys of a mixture of experts."""
+    if (e := config.experts) is None:
+        return {}
+    name = architecture(config)
+    own = {} if name == "llama" else {f"{name}.expert_feed_forward_length": e.intermediate_size}
+    shared = {f"{name}.expert_shared_feed_forward_length": e.shared_size} if e.shared_size else {}
+    return {f"{name}.expert_count": e.total, f"{name}.expert_used_count": e.active, **own, **shared}
 
 
 def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fields: dict[str, Any] | None = None,
@@ -74,14 +92,15 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
             f"{name}.rope.dimension_count": config.head_dim, f"{name}.rope.freq_base": config.rope.theta,
             f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
             **({f"{name}.attention.sliding_window": config.windows[0]} if name == "llama" and config.windows else {}),
-            "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **(fields or {}),
+            **expert_fields(config), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+            **(fields or {}),
         }
         for key, value in values.items():
             if value is not None:
                 {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
         for tensor, data in {**tensors_of(checkpoint), **(extra or {})}.items():
             kind = kinds if isinstance(kinds, str) else next((kinds[word] for word in kinds if word in tensor), "F32")
-            out[tensor] = add_tensor(writer, tensor, data, kind if data.ndim == 2 else "F32")
+            out[tensor] = add_tensor(writer, tensor, data, kind if data.ndim > 1 else "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -27,6 +27,14 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3, "rms_norm_eps": 1e-6, "bos_token_id": None}
 QWEN3 = {**QWEN2, "model_type": "qwen3", "hidden_size": 52, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 18}  # fmt: skip
+MIXTRAL = {**MISTRAL, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
+           "intermediate_size": 44}  # fmt: skip
+QWEN2_MOE = {**QWEN2, "model_type": "qwen2_moe", "num_experts": 7, "num_experts_per_tok": 3,
+             "moe_intermediate_size": 36, "shared_expert_intermediate_size": 52, "decoder_sparse_step": 1,
+             "norm_topk_prob": False, "qkv_bias": True, "mlp_only_layers": []}  # fmt: skip
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 38, "norm_topk_prob": True, "decoder_sparse_step": 1,
+             "mlp_only_layers": []}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -190,6 +198,22 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**MISTRAL, "head_dim": 6, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **SIGLIP}, "image_token_index": 98,
     },
+    "mixtral": {**MIXTRAL, "rope_theta": 1000000.0},
+    "mixtral-window": {**MIXTRAL, "sliding_window": 9, "num_local_experts": 3, "num_experts_per_tok": 3},
+    "qwen2-moe": {**QWEN2_MOE, "rope_theta": 1000.0},
+    "qwen2-moe-dense-layer": {**QWEN2_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "olmoe": {
+        **LLAMA, "model_type": "olmoe", "num_key_value_heads": 2, "num_experts": 9, "num_experts_per_tok": 4,
+        "intermediate_size": 42, "norm_topk_prob": False, "rope_theta": 1000.0,
+    },
+    "granitemoe": {
+        **LLAMA, "model_type": "granitemoe", "num_key_value_heads": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 40, "embedding_multiplier": 7.0, "residual_multiplier": 0.3, "attention_multiplier": 0.5,
+        "logits_scaling": 4.0, "rms_norm_eps": 1e-2, "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
+    "qwen3-moe-steps-bias": {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True,
+                             "norm_topk_prob": False, "num_experts_per_tok": 1},
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 
@@ -215,6 +239,7 @@ def transformers_model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str
     settings = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **_copied(settings))
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    hf_config._experts_implementation = "eager"  # others want rows of 16 bytes
     model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
     tied = {name for name, value in model.named_parameters(remove_duplicate=False)
             if name in ("lm_head.weight", "embed_out.weight") and value is model.get_input_embeddings().weight}

@@ -9,7 +9,8 @@ from edgeinfer.converters.gguf_families import RUNNABLE
 from edgeinfer.graph import WRAPPERS, architectures, read_config, supported_architectures
 from edgeinfer.graph.outlines import FAMILIES
 from tests import golden_cases
-from tests.test_gguf_families import ARCHITECTURES as FILES
+from tests.test_experts import IN_FILES
+from tests.test_gguf_families import ARCHITECTURES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 INTRODUCTION = """# Models
@@ -32,7 +33,8 @@ names.
 |---|---|---|---|---|
 """
 COMMANDS = """
-The comparisons are `python -m pytest tests/test_models_golden.py -k NAME` and `python -m pytest tests/test_gguf_families.py -k NAME`.
+The comparisons are `python -m pytest tests/test_models_golden.py -k NAME` and `python -m pytest tests/test_gguf_families.py -k NAME`, of mixtures
+`tests/test_experts.py`.
 Architectures that transformers does not have (bamboo, sparsellama) are compared with a forward pass in NumPy
 (`tests/reference.py`, which has transformers' logits for all others): `python -m pytest tests/test_families.py -k relufied`.
 Llama also with six trained models, token by token: `python -m pytest tests/test_models_golden.py -k golden_tokens`.
@@ -96,7 +98,7 @@ def models() -> str:
     for name in supported_architectures():
         files = ", ".join(file for file, ours in RUNNABLE.items() if ours == name) or "-"
         plain = [case for case in cases.get(name, []) if case not in wrapped]
-        of_files = [case for case in plain if case in FILES]
+        of_files = [case for case in plain if case in ARCHITECTURES or case in IN_FILES]
         compared = ", ".join(plain) or "the oracle in NumPy"
         own = "tests/test_gguf_import.py" if name in ("llama", "mistral", "qwen2", "qwen3") else ", ".join(of_files) or "-"
         page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"

@@ -37,7 +37,7 @@ def forward(
     for op in graph.ops:
         inputs = [values[tensor.name] for tensor in op.inputs]
         result = OPS[op.name](state, op, *inputs)
-        assert result.shape == (len(ids), op.out.width), (op.label, result.shape)
+        assert result.shape == (len(ids) * op.out.times, op.out.width), (op.label, result.shape)
         assert result.dtype == dtype, op.label
         values[op.out.name] = result
     return values[graph.logits.name]
@@ -50,6 +50,7 @@ class _State:
         self.config, self.ids, self.dtype, self.context = config, ids, dtype, len(ids)
         self._tensors = tensors
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.chosen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def parts(self, weight: Any) -> list[np.ndarray]:
         """The checkpoint tensors of a weight, in order."""
@@ -71,8 +72,18 @@ class _State:
     def _tensor(self, source: Any) -> np.ndarray:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
         name = source.name
-        names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"))
+        names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
+                 name.replace(".mlp.gate.", ".block_sparse_moe.router."))
         return next(self._tensors[one] for one in names if one in self._tensors)
+
+    def stacks(self, weight: Any) -> list[np.ndarray]:
+        """Matrices of all experts for each source, as transformers 5 keeps them: gate and up in one tensor."""
+        module = weight.sources[0].name.partition(".{}.")[0]
+        if module + ".down_proj" not in self._tensors:
+            module = module.replace(".mlp.", ".block_sparse_moe.")
+        if len(weight.sources) == 1:
+            return [self._tensors[module + ".down_proj"].astype(self.dtype)]
+        return np.split(self._tensors[module + ".gate_up_proj"].astype(self.dtype), 2, axis=1)
 
     def whole(self, weight: Any) -> np.ndarray:
         """The checkpoint tensors of a weight, one below the other."""
@@ -158,6 +169,44 @@ def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> 
     return residual + (y + state.whole(op.bias) if op.bias else y)
 
 
+def route(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
+    """Experts of each token, ascending, and what their outputs are multiplied by."""
+    e = np.exp(logits - logits.max(axis=1, keepdims=True))
+    scores = e / e.sum(axis=1, keepdims=True)
+    ids = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, : op.active], axis=1)
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if op.normalise:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    state.chosen[op.layer] = ids, (weights * np.array(op.scale, state.dtype))
+    return np.zeros((len(logits), op.out.width), state.dtype)
+
+
+def sort_routes(state: _State, op: Any, routes: np.ndarray) -> np.ndarray:
+    return np.zeros((len(routes), op.out.width), state.dtype)
+
+
+def experts_input(state: _State, op: Any, x: np.ndarray, listed: np.ndarray) -> np.ndarray:
+    """A row for each token and expert, here token by token."""
+    return x if len(x) > len(listed) else np.repeat(x, op.active, axis=0)
+
+
+def experts_gated(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    gates, ups = state.stacks(op.weight)
+    experts = state.chosen[op.layer][0].reshape(-1)
+    return np.stack([ACTIVATIONS[op.activation](gates[e] @ row) * (ups[e] @ row)
+                     for e, row in zip(experts, x, strict=True)])
+
+
+def experts_down(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    (downs,), (experts, weights) = state.stacks(op.weight), state.chosen[op.layer]
+    y = np.stack([downs[e] @ row for e, row in zip(experts.reshape(-1), x, strict=True)])
+    return rest[-1] + (y.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+
+
+def sigmoid_gate(state: _State, op: Any, x: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-gate))
+
+
 def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Rotate q and k; element i of a head turns with element i + head_dim / 2."""
     c = state.config
@@ -199,8 +248,8 @@ def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
 
 
 OPS = {f.__name__: f for f in (embed, add_positions, activate, layer_norm, normed_sum, norm_part, gather_outputs,
-                               quantize, rms_norm, linear, gated, neuron_gated, neuron_down, rope_store, attention,
-                               draw)}
+                               quantize, rms_norm, linear, gated, neuron_gated, neuron_down, route, sort_routes,
+                               experts_input, experts_gated, experts_down, sigmoid_gate, rope_store, attention, draw)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

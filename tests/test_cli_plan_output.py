@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.command_line import edgeinfer
 
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+}  # fmt: skip
+"""Of openai/gpt-oss-20b."""
 
-def test_what_people_see() -> None:
+
+def test_what_people_see(tmp_path: Path) -> None:
     done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
     assert done.code == 3
@@ -20,8 +30,9 @@ def test_what_people_see() -> None:
     assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("too much") for line in lines)
     assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
     assert done.sentence.startswith("The run needs 5.80 GB and the budget is 5.00 GB. Fits: --weights q4 --group-size")
-    shape = edgeinfer("plan", "mixtral-8x7b", "--device", "m1-max", "--budget", "64GiB")
-    assert shape.code == 0 and "A shape only: edgeinfer cannot run Mixtral, a mixture of experts, yet" in shape.out
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    shape = edgeinfer("plan", tmp_path, "--device", "m1-max", "--budget", "64GiB", "--ctx", 32768)
+    assert shape.code == 0 and "A shape only: edgeinfer cannot run gpt-oss, whose attention has sinks" in shape.out
     assert "remain" in shape.out and "context  32768 tokens fit at most" in shape.out
 
 

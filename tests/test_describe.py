@@ -176,7 +176,7 @@ def test_more_experts_than_any_model_has_are_refused_at_once() -> None:
               "num_attention_heads": 4, "num_key_value_heads": 4,
               "num_hidden_layers": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-5,
               "num_local_experts": 4096}  # fmt: skip
-    with pytest.raises(CheckpointError, match="here: 4096 layers of 4096 experts are more than 262144 experts"):
+    with pytest.raises(CheckpointError, match=r"config\.json: 4096 layers of 4096 experts are more than 262144"):
         describe_config(config, "x", "here")
 
 

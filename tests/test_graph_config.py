@@ -33,8 +33,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
         "bamboo", "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "granite",
-        "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "sparsellama", "stablelm",
-        "starcoder2"]
+        "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_moe", "smollm3", "sparsellama", "stablelm", "starcoder2"]
 
 
 def test_absent_fields_take_the_architecture_s_defaults() -> None:
@@ -237,7 +237,7 @@ def test_what_is_not_implemented_is_refused_by_name(base: dict[str, Any], fields
     ("model_type", "message"),
     [
         ("mamba", "model_type is 'mamba', which edgeinfer does not support; .*supported: bamboo, .*, qwen2, "),
-        ("qwen3_moe", "the nearest: qwen3"),
+        ("qwen3_next", "the nearest: qwen3"),
         ("Llama", "the nearest: llama"),
         ("gemma4", "the nearest: gemma.*supported: "),
         ("../llama", "model_type is '../llama'"),

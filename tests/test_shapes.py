@@ -19,9 +19,10 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
     "gemma-2-2b": 2.614, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.77, "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
-    "deepseek-r1-distill-qwen-1.5b": 1.78,
+    "deepseek-r1-distill-qwen-1.5b": 1.78, "olmoe-1b-7b": 6.92,
 }
-ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
+          "olmoe-1b-7b": 1.28}
 
 
 @pytest.mark.parametrize("name", builtin_shapes())
@@ -57,7 +58,7 @@ def test_of_a_mixture_only_the_active_experts_are_read() -> None:
     ffn = dense.ffn_bytes  # the same layer sizes but for the router
     assert mixtral.ffn_bytes == pytest.approx(2 * ffn)
     assert mixtral.all_bytes_per_walk - mixtral.bytes_per_token == pytest.approx(6 * ffn)
-    routers = 32 * 64 * (512 + 64)  # 32 layers, 64 records of a tile of 16 rows: codes and a line of scales
+    routers = 32 * 16 * 4096 * 4  # 32 layers, 8 experts padded to a tile of 16 rows, float32
     assert mixtral.bytes_per_token - dense.bytes_per_token == ffn + routers
     assert dense.all_bytes_per_walk == dense.bytes_per_token
 
@@ -87,7 +88,7 @@ def test_text_config_of_models_that_see() -> None:
         ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be a whole number from 1 to 8"),
         ("mixtral-8x7b", {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number from 1 to 4096"),
         ("qwen3-30b-a3b", {"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'; it must be a whole number"),
-        ("qwen3-30b-a3b", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], which edgeinfer does not supp"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [48]}, r"mlp_only_layers is \[48\]; it must list layers"),
         ("gemma-2-2b", {"sliding_window": -1}, "sliding_window is -1; it must be a whole number"),
         ("phi-4", {"hidden_size": None}, "config.json lacks 'hidden_size'"),
         ("phi-4", {"hidden_act": "swiglu"}, "hidden_act is 'swiglu', which edgeinfer does not support"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from math import prod
 
 import gguf
 import numpy as np
@@ -31,7 +32,7 @@ PART_WEIGHTS = 1 << 24
 
 def matrices(shape: dict, mixture: str) -> Iterator[tuple[str, int, int, gguf.GGMLQuantizationType]]:
     """Name, rows, columns and type of every matrix."""
-    hidden, ffn, vocab = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
     q, kv = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     layers, tied = shape["num_hidden_layers"], shape["tie_word_embeddings"]
     plain, head, table = (TYPES.Q4_0, TYPES.Q8_0, TYPES.Q8_0) if mixture == "q4_0" else \
@@ -43,10 +44,19 @@ def matrices(shape: dict, mixture: str) -> Iterator[tuple[str, int, int, gguf.GG
         finer = TYPES.Q6_K if mixture == "q4_k_m" and more_bits(i, layers) else plain
         for name, rows, columns, kind in (
             ("attn_q", q, hidden, plain), ("attn_k", kv, hidden, plain), ("attn_v", kv, hidden, finer),
-            ("attn_output", hidden, q, plain), ("ffn_gate", ffn, hidden, plain), ("ffn_up", ffn, hidden, plain),
-            ("ffn_down", hidden, ffn, finer),
+            ("attn_output", hidden, q, plain), *ffn_of(shape, plain, finer),
         ):
             yield f"blk.{i}.{name}", rows, columns, suited(kind, columns)
+
+
+def ffn_of(shape: dict, plain: TYPES, finer: TYPES) -> list[tuple[str, int, int, TYPES]]:
+    """Matrices of a layer's FFN; of a mixture those of all experts, one below the other."""
+    hidden, ffn, experts = shape["hidden_size"], shape["intermediate_size"], shape.get("experts")
+    if not experts:
+        return [("ffn_gate", ffn, hidden, plain), ("ffn_up", ffn, hidden, plain), ("ffn_down", hidden, ffn, finer)]
+    n, size = experts["total"], experts["intermediate_size"]
+    return [("ffn_gate_exps", n * size, hidden, plain), ("ffn_up_exps", n * size, hidden, plain),
+            ("ffn_down_exps", n * hidden, size, finer)]
 
 
 def more_bits(layer: int, layers: int) -> bool:
@@ -73,6 +83,22 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
     return out.reshape(rows, columns // weights * nbytes)
 
 
+MIXTURES = {"olmoe": "olmoe", "mixtral": "llama"}
+"""Mixtures of experts that can be written, and what llama.cpp calls them."""
+
+
+def vectors(shape: dict) -> list[tuple[str, tuple[int, ...]]]:
+    """Norms and routers, which stay float32."""
+    hidden, layers, experts = shape["hidden_size"], shape["num_hidden_layers"], shape.get("experts")
+    found = [(f"blk.{i}.{name}.weight", (hidden,)) for i in range(layers) for name in ("attn_norm", "ffn_norm")]
+    if experts:
+        found += [(f"blk.{i}.ffn_gate_inp.weight", (experts["total"], hidden)) for i in range(layers)]
+    if shape["model_type"] == "olmoe":
+        for name, heads in (("attn_q_norm", "num_attention_heads"), ("attn_k_norm", "num_key_value_heads")):
+            found += [(f"blk.{i}.{name}.weight", (shape[heads] * shape["head_dim"],)) for i in range(layers)]
+    return [*found, ("output_norm.weight", (hidden,))]
+
+
 def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
     """Everything but tensors: sizes, and a vocabulary of special tokens, bytes and made-up words."""
     writer.add_context_length(1 << 17)
@@ -85,6 +111,9 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
     writer.add_head_count_kv(shape["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
+    if experts := shape.get("experts"):
+        writer.add_expert_count(experts["total"])
+        writer.add_expert_used_count(experts["active"])
     kinds = gguf.TokenType
     tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
@@ -100,29 +129,33 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
 
 def write(shape: dict, mixture: str, path: str) -> int:
     """Write a file; returns the bytes of the matrices that a token reads (the table is read only if it is the head)."""
-    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    experts = shape.get("experts")
+    writer = gguf.GGUFWriter(path, MIXTURES[shape["model_type"]] if experts else "llama")
+    rng = np.random.default_rng(0)
     add_settings(writer, shape)
-    table = list(matrices(shape, mixture))
-    norms = [f"blk.{i}.{name}.weight" for i in range(shape["num_hidden_layers"]) for name in ("attn_norm", "ffn_norm")]
-    norms.append("output_norm.weight")
+    table, floats = list(matrices(shape, mixture)), vectors(shape)
     for name, rows, columns, kind in table:
         weights, nbytes = BLOCKS[kind]
-        stored = (rows, columns // weights * nbytes)
-        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.uint8), stored[0] * stored[1], kind)
-    for name in norms:
-        writer.add_tensor_info(name, (shape["hidden_size"],), np.dtype(np.float32), 4 * shape["hidden_size"])
+        stored: tuple[int, ...] = (rows, columns // weights * nbytes)
+        if name.endswith("_exps"):
+            stored = (experts["total"], rows // experts["total"], stored[1])
+        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.uint8), rows * stored[-1], kind)
+    for name, shape_of in floats:
+        writer.add_tensor_info(name, shape_of, np.dtype(np.float32), 4 * prod(shape_of))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     read = 0
     for name, rows, columns, kind in table:
         data = random_blocks(rng, rows, columns, kind)
-        read += 0 if name == "token_embd" and not shape["tie_word_embeddings"] else data.nbytes
+        share = experts["active"] / experts["total"] if name.endswith("_exps") else 1
+        read += 0 if name == "token_embd" and not shape["tie_word_embeddings"] else round(data.nbytes * share)
         writer.write_tensor_data(data)
-    for _ in norms:
-        writer.write_tensor_data(np.ones(shape["hidden_size"], np.float32))
+    for _, shape_of in floats:
+        router = rng.standard_normal(shape_of, np.float32) / np.sqrt(shape_of[-1], dtype=np.float32)
+        writer.write_tensor_data(router if len(shape_of) == 2 else np.ones(shape_of, np.float32))
     writer.close()
-    return read + 4 * shape["hidden_size"] * len(norms)
+    return read + sum(4 * prod(shape_of) for _, shape_of in floats)
 
 
 def main() -> None:

@@ -44,8 +44,15 @@ def record_bytes(session: Session, case: Case, record: Record) -> float:
             return math.fsum(op.kv.chosen_bytes(kv, n)[record.step // 2 - 1] for n in lengths) \
                 if record.step in (2, 4) else 0.0
         return 0.0 if record.step else float(sum(op.kv.read_bytes(kv, n) for n in lengths))
-    share = _live(session, op) if generating else 1.0
+    share = _live(session, op) * _wanted(session, op) if generating else 1.0
     return float(record.bytes_read * share * (1 if _last_walk_only(record) and not generating else len(ends)))
+
+
+def _wanted(session: Session, op: Op | None) -> float:
+    """Share of an operation's weights that one token reads: of a mixture its own experts."""
+    reads = op.reads(session.graph.types) if op else ()
+    whole = sum(read.walk for read in reads)
+    return sum(read.token for read in reads) / whole if whole else 1.0
 
 
 def _live(session: Session, op: Op | None) -> float:

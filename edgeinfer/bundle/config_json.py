@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import ModelConfig, RopeConfig
+from edgeinfer.graph import ExpertsConfig, ModelConfig, RopeConfig
 
 from .rows import exact_fields
 
 MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")
 
@@ -46,7 +47,19 @@ def config_from_json(data: object) -> ModelConfig:
     for name in ("windows", "ropes"):
         if len(given := getattr(config, name)) not in (0, config.num_hidden_layers):
             raise BundleError(f"config.{name} has {len(given)} entries for {config.num_hidden_layers} layers.")
+    if config.experts:
+        check_experts(config.experts)
     return config
+
+
+def check_experts(experts: ExpertsConfig) -> None:
+    """Refuse numbers that no mixture of experts has; what fits together the graph knows."""
+    limits = {"total": (1, MAX_EXPERTS), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
+              "groups": (1, experts.total), "active_groups": (1, experts.groups), "group_best": (1, 2),
+              "shared_size": (0, 2**31 - 1)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(experts, name) <= high:
+            raise BundleError(f"config.experts.{name} is {getattr(experts, name)}; it must be from {low} to {high}.")
 
 
 @cache
@@ -71,6 +84,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
             return tuple(map(float, value))
         raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
+    if hint == ExpertsConfig | None:
+        return None if value is None else _record(ExpertsConfig, value, where)
     if hint == tuple[int, ...]:
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)

@@ -33,8 +33,8 @@ def warmup(
     """Compile the kernels of this machine now.
 
     They go into the cache; what is there already is kept. Without this a run compiles those that its model needs, as it
-    does in any case for types that only GGUF files have. A release brings all in its package, and there is nothing to
-    do.
+    does in any case for types that only GGUF files have, and for mixtures of experts. A release brings all in its
+    package, and there is nothing to do.
 
     \b
     Example:

@@ -6,7 +6,8 @@ from ..lazy import lazily
 from ..quant import WeightType
 from .builder import GraphBuilder
 from .check import check, check_runnable
-from .config import ModelConfig, RopeConfig
+from .config import ExpertsConfig, ModelConfig, RopeConfig
+from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .fields import QUANTISED
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
@@ -32,27 +33,27 @@ from .products import RELUS, Gated, Linear, LinearPart, NeuronDown, NeuronGated,
 from .reader import ConfigReader
 from .rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .selection import INSTEAD, SelectedAttention, least_score
-from .storage import TypeOf, expected_types, requested_types
+from .storage import ROUTER, TypeOf, expected_types, requested_types
 from .types import Tensor, Types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 from .wrappers import WRAPPERS
 
 if TYPE_CHECKING:
-    from .experts import ExpertsDown, ExpertsGated
     from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "WRAPPERS",
-           "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed", "ExpertsDown",
-           "ExpertsGated", "Gated", "GatherOutputs", "Graph", "GraphBuilder", "KvAccess", "LayerNorm", "Linear",
-           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place",
-           "Product", "Quantize", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RowOp", "Rows",
-           "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SignMask", "Sizes",
+__all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER",
+           "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed",
+           "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
+           "GraphBuilder", "KvAccess", "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown",
+           "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize", "Read",
+           "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
+           "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
            "Source", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
            "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
            "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "least_score",
            "parameters", "place_of_head", "read_config", "read_outline", "requested_types", "rope_tables",
            "supported_architectures", "without_approximations"]
-__getattr__ = lazily(__name__, {"experts": "ExpertsDown ExpertsGated", "outlines": "Outline read_outline",
+__getattr__ = lazily(__name__, {"outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

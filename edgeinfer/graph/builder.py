@@ -11,6 +11,7 @@ from ..errors import UnsupportedModelError
 from ..quant import WeightType
 from ..sizes import round_up
 from .config import ModelConfig
+from .experts import ENTRY, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .graph import Graph
 from .operation import Op
 from .ops import (
@@ -114,6 +115,7 @@ class GraphBuilder:
         bias: tuple[str | Source, ...] = (),
         residual: Tensor | None = None,
         in_ffn: bool = False,
+        kind: str = "matrix",
     ) -> Tensor:
         """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one.
 
@@ -121,7 +123,7 @@ class GraphBuilder:
         """
         if firsts := self._parts(name, len(sources)):
             return self._linear_parts(x, name, sources, widths, bias, firsts)
-        weight = self._weight(name, "matrix", sources, tuple((w, x.width) for w in widths))
+        weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
         biases = self._vector(name + "_bias", bias, widths) if bias else None
         out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths))
         return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
@@ -148,16 +150,20 @@ class GraphBuilder:
                 if self._type_of(Weight(f"{name}.{i}", (), "part")).layout != "plain"]
 
     def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,
-              bias: tuple[str | Source, ...] = ()) -> Tensor:
-        """act(x gate^T) * (x up^T), gate and up stored as one matrix that alternates by tile of 16 rows."""
+              bias: tuple[str | Source, ...] = (), size: int = 0) -> Tensor:
+        """act(x gate^T) * (x up^T), gate and up stored as one matrix that alternates by tile of 16 rows.
+
+        `size` is the intermediate size where it is not the model's.
+        """
         c = self.config
-        shapes = ((c.intermediate_size, c.hidden_size),) * 2
+        size = size or c.intermediate_size
+        shapes = ((size, c.hidden_size),) * 2
         weight = self._weight(name, "matrix", (gate, up), shapes, combine="interleave16")
         biases = None
         if bias:
-            biases = self._vector(name + "_bias", bias, (c.intermediate_size,) * 2, combine="interleave16")
+            biases = self._vector(name + "_bias", bias, (size,) * 2, combine="interleave16")
         x = self._as_input(x, self._types[name])
-        return self._op(Gated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=biases,
+        return self._op(Gated(out=self._tensor("f", size), x=x, weight=weight, bias=biases,
                               activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
 
     def plain_ffn(self, x: Tensor, name: str, up: str | Source, down: str | Source, residual: Tensor,
@@ -252,6 +258,37 @@ class GraphBuilder:
         """The finished graph."""
         return Graph(self.config, tuple(self._ops), tuple(self._weights.values()), dict(self._types), logits)
 
+    def experts(self, h: Tensor, x: Tensor, name: str, hf: str, residual: Tensor) -> Tensor:
+        """residual + the weighted FFNs of the experts that a router chooses by h; `hf` is the layer's module.
+
+        The tensors of all families go by one set of names (converters/expert_names.py has the others); x is h, or
+        whatever goes into the experts.
+        """
+        c, e = self.config, self.config.experts
+        assert e
+        logits = self.linear(h, name + "router", (hf + "gate.weight",), (e.total,), kind="router")
+        routes = self._op(Route(
+            out=self._tensor("routes", ENTRY * e.active), logits=logits, experts=e.total, active=e.active,
+            scores=e.scores, normalise=e.normalise, scale=e.scale, groups=e.groups, active_groups=e.active_groups,
+            group_best=e.group_best, layer=self.layer))
+        listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
+                                     active=e.active, several=True, layer=self.layer))
+        size = e.intermediate_size
+        gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", ("gate_proj", "up_proj"), (size, x.width))
+        f = self._op(ExpertsGated(
+            out=replace(self._tensor("f", size), times=e.active), x=self._listed(x, listed, gate_up, e.active),
+            weight=gate_up, source=x, routes=routes, listed=listed, activation=c.hidden_act,
+            experts=e.total, active=e.active, layer=self.layer))
+        down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
+        rows = self._listed(f, listed, down, e.active) if self._types[down.name].quantised else f
+        return self._op(ExpertsDown(out=self._after(residual), x=rows, weight=down, source=f, routes=routes,
+                                    listed=listed, residual=residual, experts=e.total, active=e.active,
+                                    layer=self.layer))
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x sigmoid(gate), a gate for each row."""
+        return self._op(SigmoidGate(out=self._after(x), x=x, gate=gate, layer=self.layer))
+
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _op(self, op: Op) -> Tensor:
@@ -299,6 +336,21 @@ class GraphBuilder:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):
             return x
         return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
+
+    def _listed(self, x: Tensor, listed: Tensor, feeds: Weight, active: int) -> Tensor:
+        """x in the order in which experts take it, in the type that they multiply."""
+        out = replace(self._activation("e", x.width, self._types[feeds.name], x.rows), times=active)
+        return self._op(ExpertsInput(out=out, x=x, listed=listed, active=active, several=True, layer=self.layer))
+
+    def _stack(self, name: str, module: str, parts: tuple[str, ...], shape: tuple[int, int]) -> Weight:
+        """Matrices of all experts, each padded to whole tiles; of two, tiles alternate."""
+        assert self.config.experts
+        n, (rows, cols) = self.config.experts.total, shape
+        sources = tuple(Source(f"{module}{part}.weight", (n, *shape), each=True) for part in parts)
+        combine = "stacked_pairs16" if len(parts) == 2 else "stacked16"
+        weight = Weight(name, (n * len(parts) * round_up(rows, 16), cols), "experts", sources, combine)
+        self._weights[name], self._types[name] = weight, self._type_of(weight)
+        return weight
 
     def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                 combine: str = "concat") -> Weight:

@@ -33,7 +33,7 @@ def check(graph: Graph, after: str = "the architecture") -> Graph:
         faults = [*_unknown(op, graph.types, known), *_unwritten(op, written, gone), *op.faults(graph.types)]
         source = op.source if isinstance(op, Product) else None
         faults += [f"{x} is left out for one token, and it has no source to make it from"
-                   for x in op.inputs if x.name in left_out and source is None]
+                   for x in op.inputs if x.name in left_out and source is None and not op.several]
         if op.out.name in written:
             faults.append(f"{op.out.name} is written twice")
         if faults:

@@ -45,6 +45,32 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts (arXiv 1701.06538): each token goes through a few of many FFNs, which its router chooses."""
+
+    total: int
+    active: int
+    """Experts that a token goes through."""
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool = True
+    """Whether the weights of a token's experts add up to 1."""
+    scores: str = "softmax"
+    """What is made of router logits: softmax or sigmoid."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    groups: int = 1
+    """Groups of neighbouring experts, of which `active_groups` are chosen before experts are."""
+    active_groups: int = 1
+    group_best: int = 1
+    """How many of a group's best scores are added to compare it with others."""
+    shared_size: int = 0
+    """Intermediate size of the FFN that all tokens go through beside their experts; 0 = there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with a plain FFN in place of experts."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only transformer."""
 
@@ -98,6 +124,8 @@ class ModelConfig:
     """Bias on the output head."""
     hidden_act_limit: float = 0.0
     """fatrelu: gates that are not above it count as 0."""
+    experts: ExpertsConfig | None = None
+    """Where layers have experts."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""

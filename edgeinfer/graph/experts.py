@@ -1,29 +1,141 @@
-"""Operations of families that edgeinfer cannot run yet: their costs are known, kernels are not there."""
+"""Operations of mixtures of experts (arXiv 1701.06538): the choice of experts, and products with the chosen ones.
+
+The rows that experts work on are those of (token, expert), in the order of the list of `SortRoutes`: by expert. A walk
+of one token has no such list: its row of `Route` is one, and the products make their inputs themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
+
+from edgeinfer.kernels import abi
 
 from ..dataclass import dataclass
-from .operation import Read, Scratch, Sizes
+from ..sizes import round_up
+from .operation import Read, RowOp, Scratch, Sizes, other_width
 from .products import Product, parameters
 from .types import Tensor, Types
+from .weights import Weight
+
+ENTRY = abi.ROUTE_BYTES // 4
+"""Words of an entry of a list."""
+SCORES = {"softmax": abi.SCORE_SOFTMAX, "sigmoid": abi.SCORE_SIGMOID}
+"""What can be made of router logits, and its number in records."""
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route(RowOp):
+    """Which experts each token goes through, and with what weights: an entry for each, by expert."""
+
+    KERNELS = ("route",)
+    logits: Tensor
+    bias: Weight | None = None
+    """What is added to scores for the choice alone."""
+    experts: int
+    active: int
+    """Experts that a token goes through."""
+    scores: str
+    """softmax or sigmoid."""
+    normalise: bool
+    """Whether the weights of a token's experts add up to 1 (before they are scaled)."""
+    scale: float = 1.0
+    groups: int = 1
+    """Groups of neighbouring experts, of which `active_groups` are chosen first."""
+    active_groups: int = 1
+    group_best: int = 1
+    """How many of a group's best scores are added to compare it with others."""
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """Scores, values of the choice, and those of groups."""
+        return Scratch(3 * 4 * round_up(self.experts, 16))
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """A logit for each expert comes in."""
+        yield from other_width("there are experts:", self.experts, self.logits)
+        yield from other_width("entries take", ENTRY * self.active, self.out)
+        if self.scores not in SCORES:
+            yield f"scores is {self.scores!r}; there are {' and '.join(SCORES)}"
+        open_experts = self.experts // self.groups * self.active_groups
+        if self.experts % self.groups or not 1 <= self.active <= open_experts:
+            yield f"{self.active} of {self.experts} experts in {self.groups} groups cannot be chosen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortRoutes(RowOp):
+    """The entries of all tokens by expert, then where each expert's begin."""
+
+    KERNELS = ("sort_routes",)
+    routes: Tensor
+    experts: int
+    active: int
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A count for each expert."""
+        return Scratch(4 * self.experts)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """As many segments as entries, at most."""
+        yield from other_width("entries and segments take", 2 * ENTRY * self.active, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsInput(RowOp):
+    """A row for each entry of the list, quantised where the experts want that."""
+
+    KERNELS = ("experts_input_{out.dtype}",)
+    x: Tensor
+    listed: Tensor
+    active: int
+
+    @property
+    def gather(self) -> bool:
+        """Whether x has a row for each token, not one for each entry."""
+        return self.x.times == 1
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Rows keep their width."""
+        yield from other_width("the input has rows of", self.x.width, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidGate(RowOp):
+    """x sigmoid(g): what a shared expert's inner values are weighted by (Qwen2-MoE)."""
+
+    KERNELS = ("sigmoid_gate",)
+    OVER = "x"
+    x: Tensor
+    gate: Tensor
+    ffn = True
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """One gate for a row."""
+        yield from other_width("a row has gates:", 1, self.gate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Experts(Product):
-    """Matrices of all experts, one after the other; a token goes through a few (arXiv 2401.04088)."""
+    """Products with the matrices of all experts, one after the other, of which a token goes through a few."""
 
-    KERNELS = ()
+    routes: Tensor
+    listed: Tensor
     experts: int
     active: int
     """Experts that a token goes through."""
     ffn = True
+    TILES: ClassVar[int] = 1
+    """Matrices that share an expert's tiles."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of one expert's matrix, or of one of its two, padded to whole tiles."""
+        return self.weight.shape[0] // self.experts // self.TILES
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """A token reads its experts, a prompt all."""
-        nbytes = types[self.weight.name].nbytes(self.weight.shape)
-        return (Read(self.weight, nbytes * self.active / self.experts, nbytes),)
+        whole = [Read.whole(weight, types) for weight in (self.weight, self.bias) if weight]
+        return tuple(Read(read.weight, read.walk * self.active / self.experts, read.walk) for read in whole)
 
     def operations(self) -> float:
         """Of the active experts."""
@@ -31,7 +143,7 @@ class _Experts(Product):
 
     def activation_values(self) -> float:
         """Of the active experts."""
-        return sum(self.weight.shape) * self.active / self.experts
+        return (self.rows * self.TILES + self.weight.shape[1]) * self.active
 
     @property
     def dynamic_share(self) -> float:
@@ -39,24 +151,33 @@ class _Experts(Product):
         return 1.0
 
     def scratch(self, sizes: Sizes) -> Scratch:
-        """Not known before there are kernels."""
-        return Scratch()
+        """A block of results, and a single token's quantised rows, with a row of floats."""
+        stride = abi.q8_row_bytes(self.x.width, self.x.group_size)[0] if self.x.dtype == "q8" else 0
+        return Scratch(abi.GATED_SCRATCH_BYTES + self.active * stride)
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Nothing: rows of experts are padded one by one."""
-        return iter(())
+        """Each expert's matrices are padded to whole tiles."""
+        yield from super().faults(types)
+        yield from other_width("an expert has rows, padded:", self.rows, self.out, 16)
+        if self.weight.shape[0] != self.rows * self.TILES * self.experts:
+            yield f"{self.weight.shape[0]} rows are not those of {self.experts} experts"
+        if self.source is None:
+            yield "experts need the source of their rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsGated(_Experts):
-    """act(x G^T) * (x U^T) of the chosen experts."""
+    """act(x G^T) * (x U^T) of the chosen experts, in the order of the list."""
 
+    KERNELS = ("experts_gated_{stored.suffix}",)
+    TILES = 2
     activation: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsDown(_Experts):
-    """residual + the weighted f D^T of the chosen experts."""
+    """residual + the weighted f D^T of the chosen experts, added by expert."""
 
+    KERNELS = ("experts_down_{stored.suffix}",)
     OVER = "residual"
     residual: Tensor

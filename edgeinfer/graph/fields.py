@@ -12,6 +12,8 @@ HARMLESS = frozenset(
     _attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
     """.split()
     # Training only.
+    + """router_aux_loss_coef router_jitter_noise router_z_loss_coef output_router_logits
+    """.split()
     + """attention_dropout hidden_dropout embd_pdrop resid_pdrop initializer_range neftune_noise_alpha attn_pdrop
     resid_dropout embed_dropout classifier_dropout layerdrop init_std dropout activation_dropout embedding_dropout
     residual_dropout gradient_checkpointing

@@ -10,6 +10,8 @@ from ..errors import BundleError, UsageError
 from ..quant import TYPES, WeightType, embedding_type, holds
 from .weights import Weight
 
+ROUTER = WeightType("f32")
+"""Of what chooses experts: it is small, and a score that is a little off takes a token through another expert."""
 TypeOf = Callable[[Weight], WeightType]
 ABSENT = WeightType("f32", 0, "plain")
 """What is said of a part of a matrix (kind ``part``) where the matrix is stored whole: no matrix is plain."""
@@ -47,6 +49,7 @@ def requested_types(
                          "choose one, or tile16.")
     types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
     types["ffn"], types["part"] = replace(types["matrix"], layout=ffn_layout), ABSENT
+    types |= {"experts": types["matrix"], "router": ROUTER}
     return lambda weight: types[weight.kind]
 
 

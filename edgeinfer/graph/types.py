@@ -19,10 +19,13 @@ class Tensor:
     """Elements that share one scale (q8 only)."""
     rows: str = "tokens"
     """``tokens`` (every token of the walk) or ``outputs`` (the rows whose logits are wanted)."""
+    times: int = 1
+    """Rows for each of these: of a mixture one for each expert that a token goes through."""
 
     def __str__(self) -> str:
         kind = f"{self.dtype}g{self.group_size}" if self.group_size else self.dtype
-        return f"{self.name}[{self.rows} x {self.width} {kind}]"
+        rows = self.rows if self.times == 1 else f"{self.times} {self.rows}"
+        return f"{self.name}[{rows} x {self.width} {kind}]"
 
 
 Types = dict[str, WeightType]

@@ -128,14 +128,30 @@ class Source:
     steps: tuple[Step, ...] = ()
     shared: bool = False
     """Other sources may use the same elements."""
+    each: bool = False
+    """A stack of matrices, such as those of experts: steps are taken with each item along the first axis. Where the
+    name has a pair of braces, each is a tensor of its own, with its number there."""
 
     @property
     def shape(self) -> Sizes:
         """Shape after all steps."""
-        shape = self.stored[len(self.index) :]
+        return (*self.stored[: int(self.each)], *self.part)
+
+    @property
+    def part(self) -> Sizes:
+        """Shape that steps work on, after all of them: of a stack that of an item."""
+        shape = self.stored[len(self.index) + self.each :]
         for step in self.steps:
             shape = step.shape(shape)
         return shape
+
+    @property
+    def items(self) -> tuple[Source, ...]:
+        """The items of a stack, one by one."""
+        n = self.stored[0]
+        if "{}" in self.name:
+            return tuple([Source(self.name.format(i), self.stored[1:], (), self.steps) for i in range(n)])
+        return tuple([replace(self, each=False, index=(i,)) for i in range(n)])
 
     @property
     def parts(self) -> tuple[Source, ...]:
@@ -149,23 +165,23 @@ class Source:
 
     def rows(self, start: int, stop: int) -> Source:
         """Rows start to stop; of a vector, elements."""
-        self._check(0 <= start < stop <= self.shape[0], f"has no rows {start} to {stop - 1}")
+        self._check(0 <= start < stop <= self.part[0], f"has no rows {start} to {stop - 1}")
         return self._then(Rows(start, stop - start, stop - start, stop - start))
 
     def every(self, step: int, first: int = 0, run: int = 1) -> Source:
         """Rows first to first + run of each `step` rows, such as the queries of heads stored as q, k, v, q, k, v."""
-        fits = 0 <= first < first + run <= step and self.shape[0] % step == 0
+        fits = 0 <= first < first + run <= step and self.part[0] % step == 0
         self._check(fits, f"has no rows {first} to {first + run - 1} in each {step}")
-        return self._then(Rows(first, self.shape[0] // step * run, run, step))
+        return self._then(Rows(first, self.part[0] // step * run, run, step))
 
     def transposed(self) -> Source:
         """Rows for columns, where a checkpoint has (in_features, out_features) as GPT-2's Conv1D."""
-        self._check(len(self.shape) == 2, "is no matrix")
+        self._check(len(self.part) == 2, "is no matrix")
         return self._then(Transposed())
 
     def rope_halves(self, head_dim: int) -> Source:
         """Reorder the rows of each head from interleaved RoPE (pairs of neighbours turn) to ours (halves turn)."""
-        fits = head_dim > 0 and head_dim % 2 == 0 and self.shape[0] % head_dim == 0
+        fits = head_dim > 0 and head_dim % 2 == 0 and self.part[0] % head_dim == 0
         self._check(fits, f"has no heads of {head_dim} rows in pairs")
         return self._then(RopeHalves(head_dim))
 
@@ -183,7 +199,7 @@ class Source:
         return self._then(Affine(plus=number))
 
     def _then(self, step: Step) -> Source:
-        self._check(len(self.shape) in (1, 2), "is stacked: choose an item first")
+        self._check(len(self.part) in (1, 2), "is stacked: choose an item first")
         return replace(self, steps=(*self.steps, step))
 
     def _check(self, good: bool, what: str) -> None:
@@ -214,12 +230,15 @@ class Weight:
     """Shape as stored: (rows, cols) = (out_features, in_features), (n,) for a vector, (intermediate_size, 3,
     hidden_size) for an FFN."""
     kind: str
-    """``matrix`` (the layers' linear weights), ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``,
-    ``head`` or ``vector`` (norms and biases, always f32)."""
+    """``matrix`` (the layers' linear weights), ``experts`` (those of all experts), ``router`` (what chooses them, f32),
+    ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``, ``head`` or ``vector`` (norms and biases, f32).
+    """
     sources: tuple[Source, ...] = ()
     combine: str = "concat"
     """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
-    ``neurons``: a row of each of the first two sources, then a column of the third."""
+    ``neurons``: a row of each of the first two sources, then a column of the third; ``stacked16`` and
+    ``stacked_pairs16``: items of stacks one behind the other, padded to 16 rows, those of two stacks alternating by
+    tile of 16."""
 
     @property
     def source_shapes(self) -> tuple[Sizes, ...]:

@@ -37,14 +37,12 @@ from edgeinfer.kernels import (
     fill,
 )
 
-from . import lowering_rows  # noqa: F401 (it registers its operations)
-from .lowering_base import NOTHING, Lowering, Operand, lower, resolve_record, rows, slots_of
+from . import lowering_experts, lowering_rows  # noqa: F401 (they register their operations)
+from .lowering_base import CHUNK_BYTES, NOTHING, Lowering, Operand, lower, resolve_record, rows, slots_of
 from .program import Record
 
 __all__ = ["Lowering", "Operand", "lower", "rows"]
 
-CHUNK_BYTES = 64 << 10
-"""Weights of a claimed chunk: long enough to stream, short enough to balance."""
 NEURON_BEHIND = 30
 """Bytes that kernels of layout neuron read behind an FFN; the writer ends weights.bin with zeros."""
 MERGE_KERNEL = "attention_merge"

@@ -19,6 +19,9 @@ from .program import Program, Record
 from .slots import RESOLVE_KERNEL
 from .stream import RELEASE_KERNEL
 
+CHUNK_BYTES = 64 << 10
+"""Weights of a claimed chunk: long enough to stream, short enough to balance."""
+
 
 class Operand(NamedTuple):
     """Memory that a record works on."""

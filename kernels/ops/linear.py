@@ -122,7 +122,7 @@ def of_heights(make_step):
     return [(n, *make_step(n)) for n in (*token_tiles(), 1)]
 
 
-def _row_tiles(group, n):
+def row_tiles(group, n):
     """Row tiles that a block of n tokens takes at once."""
     m, streams = row_blocks() if group else (1, 1)
     return streams if n <= FEW else m
@@ -130,7 +130,7 @@ def _row_tiles(group, n):
 
 def _rows(make_product, group, n):
     """Row tiles for the n tokens from t on, as many as are computed together: product, bias, residual, store."""
-    m = _row_tiles(group, n)
+    m = row_tiles(group, n)
     product = make_product(group, m, n)
 
     @inline
@@ -154,10 +154,10 @@ def _rows(make_product, group, n):
 
 def chunk_of_rows(make_product, group):
     """Make what computes row tiles tile .. end for all tokens; `following` is the tile that this thread takes next."""
-    return _in_streams(in_blocks(of_heights(lambda n: _rows(make_product, group, n))), _row_tiles(group, 1))
+    return in_streams(in_blocks(of_heights(lambda n: _rows(make_product, group, n))), row_tiles(group, 1))
 
 
-def _in_streams(blocks, units):
+def in_streams(blocks, units):
     """Run all blocks of tokens over so many units of row tiles, then over the next."""
 
     @inline
@@ -208,7 +208,7 @@ def _act(gate, n, kind, limit, out, stride):
 
 def _gated(make_product, group, n):
     """Units of a gate and an up row tile, m row tiles at once (1: first the one, then the other), for n tokens."""
-    m = _row_tiles(group, n)
+    m = row_tiles(group, n)
     product = make_product(group, m, n)
 
     @inline
@@ -232,17 +232,20 @@ def _gated(make_product, group, n):
     return (m + 1) // 2, step
 
 
-def _chunk_of_units(make_product, group):
+def chunk_of_units(make_product, group):
     """As `chunk_of_rows`, of units of two row tiles."""
     blocks = in_blocks(of_heights(lambda n: _gated(make_product, group, n)), fewer=1)
-    return _in_streams(blocks, (_row_tiles(group, 1) + 1) // 2)
+    return in_streams(blocks, (row_tiles(group, 1) + 1) // 2)
 
 
-for _prefix, _chunk_of in (("linear", chunk_of_rows), ("gated", _chunk_of_units)):
-    for _name, _form in FORMS.items():
-        for _group in _form.groups:
-            _register_product(f"{_prefix}_{_name}_g{_group}", _chunk_of(partial(product_packed, _name), _group))
-    for _group in (32, 64, 128):
-        _register_product(f"{_prefix}_int8_g{_group}", _chunk_of(product_int8, _group))
-    _register_product(f"{_prefix}_f16", _chunk_of(_product_f16, 0))
-    _register_product(f"{_prefix}_f32", _chunk_of(_product_f32, 0))
+PRODUCTS = {
+    **{f"{name}_g{group}": (partial(product_packed, name), group) for name, form in FORMS.items()
+       for group in form.groups},
+    **{f"int8_g{group}": (product_int8, group) for group in (32, 64, 128)},
+    "f16": (_product_f16, 0),
+    "f32": (_product_f32, 0),
+}
+"""What makes a product, and the group size, by the ends of kernels' names."""
+for _suffix, (_make_product, _group) in PRODUCTS.items():
+    _register_product(f"linear_{_suffix}", chunk_of_rows(_make_product, _group))
+    _register_product(f"gated_{_suffix}", chunk_of_units(_make_product, _group))

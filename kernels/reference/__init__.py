@@ -25,6 +25,13 @@ from .elementwise import (
     rms_norm_q8_twin,
 )
 from .expected import Expected, compare
+from .experts import (
+    experts_down_twin,
+    experts_gated_twin,
+    experts_input_f32_twin,
+    experts_input_q8_twin,
+    sigmoid_gate_twin,
+)
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
 from .neuron import neuron_down_twin, neuron_gated_twin
 from .neuron_mask import scores_twin, signs_twin
@@ -32,6 +39,7 @@ from .neuron_resolve import Cache, resolve, resolve_twin
 from .norms import norm_f32_twin, norm_q8_twin
 from .q8 import Q8Block, q8_blocks, read_q8, write_q8
 from .rope import rope_store_twin, rotate
+from .route import choose_experts, route_twin, sort_routes_twin
 from .screen import head_twin, least_twin, maxima_twin, reach
 from .stream import stream_release_twin
 from .tolerances import TOLERANCES
@@ -49,6 +57,11 @@ TWINS: dict[str, Twin] = {
     "norm_q8": norm_q8_twin,
     "activate": activate_twin,
     "add_positions": positions_twin,
+    "route": route_twin,
+    "sort_routes": sort_routes_twin,
+    "experts_input_q8": experts_input_q8_twin,
+    "experts_input_f32": experts_input_f32_twin,
+    "sigmoid_gate": sigmoid_gate_twin,
     "attention_merge": merge_twin,
     "attention_select": select_twin,
     "neuron_mask_scores": scores_twin,
@@ -64,6 +77,8 @@ for _weights in WEIGHTS:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2] or 0)
     TWINS[f"linear_{_weights}"] = linear_twin(*_stored)
     TWINS[f"gated_{_weights}"] = gated_twin(*_stored)
+    TWINS[f"experts_gated_{_weights}"] = experts_gated_twin(*_stored)
+    TWINS[f"experts_down_{_weights}"] = experts_down_twin(*_stored)
     TWINS[f"embed_{_weights}"] = embed_twin(*_stored)
 for _weights in SCREENED:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2])
@@ -80,5 +95,5 @@ for _kv in KV:
 """The twin of each kernel, by the kernel's name."""
 
 __all__ = ["ACTIVATION_FUNCTIONS", "EDIT", "TOLERANCES", "TWINS", "Cache", "Expected", "Q8Block", "RecordView",
-           "attend", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows", "reach", "read_q8",
-           "resolve", "rms_norm", "rotate", "write_q8"]
+           "attend", "choose_experts", "compare", "gated_reference", "linear_reference", "q8_blocks", "quantise_rows",
+           "reach", "read_q8", "resolve", "rms_norm", "rotate", "write_q8"]

@@ -82,7 +82,7 @@ def find_set(
 ) -> Path:
     """Directory with all kernels of a set: the package's, or the cache's, for which those that lack are compiled.
 
-    Without `foreign` kernels of types that only files of other formats have may be missing.
+    Without `foreign` kernels that only few models need may be missing (`catalogue.is_foreign`).
     Raises `KernelError` and `DestinationError` as `find_objects`.
     """
     wanted = KernelSet(isa, extension)

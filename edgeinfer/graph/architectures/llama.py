@@ -28,21 +28,31 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False) -> Tensor:
     """One pre-norm block: attention and FFN, each added to the residual stream."""
+    x = attend(g, c, x, i, qk_norm)
     hf, name = f"model.layers.{i}.", f"layers.{i}."
-    attn, mlp = hf + "self_attn.", hf + "mlp."
+    mlp = hf + "mlp."
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
+    return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
+
+
+def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = False, wide_norm: bool = False
+           ) -> Tensor:
+    """The first half of a block; norms of queries and keys are those of each head, or wide: of all heads as one."""
+    hf, name = f"model.layers.{i}.", f"layers.{i}."
+    attn = hf + "self_attn."
     g.layer = i
     qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
     widths = (c.query_width, c.kv_width, c.kv_width)
 
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
     h = g.linear(h, name + "qkv", weights(qkv), widths, bias=biases(qkv) if c.attention_bias else ())
+    if wide_norm:
+        h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
+        h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
     h = g.rope_store(h, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
     h = g.attention(h)
-    x = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
-                 bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
-
-    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
-    return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
+    return g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
+                    bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
 
 def weights(modules: tuple[str, ...]) -> tuple[str, ...]:

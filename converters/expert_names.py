@@ -1,0 +1,63 @@
+"""Where checkpoints have the tensors of a mixture of experts: by expert, stacked, or gate and up in one.
+
+Architectures call them by one set of names, with a pair of braces for an expert's number; here these become those of a
+checkpoint, and a stack's items become sources of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+from edgeinfer.graph import Graph, Source, Weight
+
+_PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.weight")
+_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
+_ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight",
+            "block_sparse_moe.router.weight")
+_BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+              ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}))
+"""Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's."""
+_TOGETHER = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+             ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+             ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"))
+"""Tensors of all experts, gate rows above up rows: transformers 5's own, and Granite's."""
+
+
+def with_experts(graph: Graph, names: Container[str]) -> Graph:
+    """Return the graph with the sources of its experts as a checkpoint with these tensors has them.
+
+    What it has in no known form keeps its name, and will be said to be missing.
+    """
+    return replace(graph, weights=tuple(with_stacks(weight, lambda source: _named(source, names))
+                                        for weight in graph.weights))
+
+
+def with_stacks(weight: Weight, rename: Callable[[Source], Source]) -> Weight:
+    """Return a weight with renamed sources, stacks among them as their items in stored order."""
+    sources = [rename(source) for source in weight.sources]
+    if any(source.each for source in sources):
+        sources = [source for items in zip(*(source.items for source in sources), strict=True) for source in items]
+    return replace(weight, sources=tuple(sources))
+
+
+def _named(source: Source, names: Container[str]) -> Source:
+    if match := _ROUTER.fullmatch(source.name):
+        layer = match[1]
+        return replace(source, name=next((layer + name for name in _ROUTERS if layer + name in names), source.name))
+    if not (match := _PART.fullmatch(source.name)):
+        return source
+    layer, part = match[1], match[2]
+    for module, parts in _BY_EXPERT:
+        name = f"{layer}{module}{parts[part]}.weight"
+        if name.format(0) in names:
+            return replace(source, name=name)
+    for both, down in _TOGETHER:
+        if layer + both in names and part != "down":
+            n, rows, cols = source.stored
+            start = rows if part == "up" else 0
+            return Source(layer + both, (n, 2 * rows, cols), each=True).rows(start, start + rows)
+        if layer + down in names and part == "down":
+            return replace(source, name=layer + down)
+    return source

@@ -1,0 +1,51 @@
+"""What the metadata of a GGUF file say of a mixture of experts, as the fields of its family's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edgeinfer.graph import ConfigReader
+
+_COUNTS = {"llama": "num_local_experts", "granitemoe": "num_local_experts"}
+"""What families call the number of their experts, where not num_experts."""
+_OWN_SIZE = ("qwen2moe", "qwen3moe")
+"""Architectures whose config has a size of experts beside that of a plain FFN."""
+_NORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
+"""Whether the weights of a token's experts add up to 1 where a file does not say it; elsewhere they always do."""
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe")
+"""Architectures whose files may have experts; a llama with experts is a Mixtral."""
+_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+         "expert_weights_norm")
+
+
+def mixture_fields(name: str, get: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the fields of an architecture's experts.
+
+    Parameters
+    ----------
+    name : str
+        GGUF's name of the architecture, one of `MIXTURES`.
+    get : callable
+        The value of a key, without the architecture's name before it; None where it is absent.
+    """
+    fields = {_COUNTS.get(name, "num_experts"): get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    if size := get("expert_feed_forward_length"):
+        fields["moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size"] = size
+    if name == "qwen2moe" and (shared := get("expert_shared_feed_forward_length")):
+        fields["shared_expert_intermediate_size"] = shared
+    if name in _NORMALISED:
+        said = get("expert_weights_norm")
+        fields["norm_topk_prob"] = _NORMALISED[name] if said is None else said
+    return fields
+
+
+def read_choice(r: ConfigReader, prefix: str) -> None:
+    """Read the keys of how experts are chosen; raises `UnsupportedModelError` for one that asks for another way."""
+    for key in _KEYS:
+        r.get(prefix + key)
+    for key, known, words in (("expert_gating_func", (None, 0, 1), "1 (softmax)"),
+                              ("expert_shared_count", (None, 0, 1), "1")):
+        value = r.get(prefix + key)
+        if value not in known:
+            raise r.unsupported(prefix + key, value, f"only {words} is supported")

@@ -1,0 +1,19 @@
+"""Granite 3 with a mixture of experts (IBM): Granite's multipliers, Mixtral's layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..mixture import read_experts
+from ..reader import ConfigReader
+from . import granite
+from .mixtral import forward
+
+__all__ = ["forward", "read"]
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """As Granite's; the weights of a token's experts add up to 1."""
+    size = c.integer("intermediate_size", high=2**20)
+    return replace(granite.read(c), experts=read_experts(c, "num_local_experts", 8, 2, size))

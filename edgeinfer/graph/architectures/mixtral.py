@@ -1,0 +1,29 @@
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in each layer."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..mixture import mixture, read_experts
+from ..reader import ConfigReader
+from .llama import attend
+
+DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """One window for all layers; the weights of a token's experts add up to 1."""
+    window, layers = c.integer("sliding_window", None), c.integer("num_hidden_layers", high=2**12)
+    experts = read_experts(c, "num_local_experts", 8, 2, c.integer("intermediate_size", high=2**20))
+    return read_decoder(c, DEFAULTS, windows=(window,) * layers if window else (), experts=experts)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = mixture(g, c, attend(g, c, x, i), i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))

@@ -1,0 +1,29 @@
+"""OLMoE (arXiv 2409.02060): Llama with a mixture of experts in each layer, q and k normed with all heads as one."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..mixture import mixture, read_experts
+from ..reader import ConfigReader
+from .llama import attend
+
+DEFAULTS = {"max_position_embeddings": 4096, "eos_token_id": 50279, "rms_norm_eps": 1e-5}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on all four projections of the attention; `clip_qkv` must be off."""
+    bias = c.flag("attention_bias")
+    size = c.integer("intermediate_size", 2048, high=2**20)
+    experts = read_experts(c, "num_experts", 64, 8, size, normalise=c.flag("norm_topk_prob"))
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, experts=experts)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = mixture(g, c, attend(g, c, x, i, wide_norm=True), i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))

@@ -1,0 +1,32 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of experts in each layer, or in some."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..mixture import mixture, read_experts
+from ..reader import ConfigReader
+from .llama import attend
+
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 128}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on all four projections of the attention; a window is that of all layers."""
+    bias, layers = c.flag("attention_bias"), c.integer("num_hidden_layers", high=2**12)
+    window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096)
+    windows = (window,) * layers if window and c.flag("use_sliding_window") else ()
+    size = c.integer("moe_intermediate_size", 768, high=2**20)
+    experts = read_experts(c, "num_experts", 128, 8, size, normalise=c.flag("norm_topk_prob"))
+    c.get("max_window_layers")  # which no layer of this family looks at
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, windows=windows, experts=experts)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = mixture(g, c, attend(g, c, x, i, qk_norm=True), i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))

@@ -1,0 +1,74 @@
+"""What mixtures of experts have in common: their numbers in a config, and a block whose FFN is a mixture."""
+
+from __future__ import annotations
+
+from ..errors import CheckpointError
+from ..quant import WeightType
+from .builder import GraphBuilder
+from .config import ExpertsConfig, ModelConfig
+from .reader import ConfigReader
+from .types import Tensor
+
+MOST_EXPERTS = 1 << 18
+"""In all layers together; the largest published models have a tenth of it."""
+MOST_OF_A_LAYER = 4096
+
+
+def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int, *, normalise: bool = True,
+                 shared_size: int = 0) -> ExpertsConfig:
+    """The fields that families share.
+
+    Parameters
+    ----------
+    c : ConfigReader
+    name : str
+        What the family calls the number of its experts.
+    total, active : int
+        The family's numbers of experts where its config is silent.
+    size : int
+        Intermediate size of an expert.
+    normalise : bool
+    shared_size : int
+        Intermediate size of the expert that all tokens go through.
+    """
+    n, used = count_experts(c, name, total, active)
+    layers = c.integer("num_hidden_layers", high=2**12)
+    step, only = c.integer("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(type(i) is int and 0 <= i < layers for i in only):
+        raise CheckpointError(f"{c.where}: mlp_only_layers is {only!r:.60}; it must list layers from 0 to "
+                              f"{layers - 1}.")
+    dense = tuple(i for i in range(layers) if i in only or (i + 1) % step)
+    return ExpertsConfig(n, used, size, normalise=normalise,
+                         shared_size=shared_size, dense_layers=dense)
+
+
+def count_experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[int, int]:
+    """Return how many experts a layer has and how many a token goes through; see `read_experts`."""
+    layers, n = c.integer("num_hidden_layers", high=2**12), c.integer(name, total, high=MOST_OF_A_LAYER)
+    if layers * n > MOST_EXPERTS:
+        raise CheckpointError(f"{c.where}: {layers} layers of {n} experts are more than {MOST_EXPERTS} experts, which "
+                              "no model has.")
+    return n, c.integer("num_experts_per_tok", active, high=n)
+
+
+def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """The second half of a pre-norm block: x + the experts of norm(x), and the shared expert if there is one."""
+    e, hf, name = c.experts, f"model.layers.{i}.", f"layers.{i}."
+    mlp, norm = hf + "mlp.", hf + "post_attention_layernorm.weight"
+    assert e
+    if i in e.dense_layers:
+        h = g.rms_norm(x, name + "ffn_norm", norm, feeds=g.ffn_input(name))
+        return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
+    h = g.rms_norm(x, name + "ffn_norm", norm, feeds=WeightType("f32"))
+    if e.shared_size:
+        x = _shared(g, h, x, name, mlp, e.shared_size)
+    return g.experts(h, h, name, mlp, residual=x)
+
+
+def _shared(g: GraphBuilder, h: Tensor, x: Tensor, name: str, mlp: str, size: int) -> Tensor:
+    """x + sigmoid(h s^T) times the FFN that all tokens go through, whose inner values are weighted instead."""
+    gate = g.linear(h, name + "shared_gate", (mlp + "shared_expert_gate.weight",), (1,), kind="router")
+    up = mlp + "shared_expert."
+    f = g.gated(h, name + "shared_gate_up", up + "gate_proj.weight", up + "up_proj.weight", size=size)
+    return g.linear(g.sigmoid_gate(f, gate), name + "shared_down", (up + "down_proj.weight",), (x.width,), residual=x,
+                    in_ffn=True)

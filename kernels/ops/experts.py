@@ -1,0 +1,190 @@
+"""Matrix products of a mixture's experts, whose matrices lie one behind the other in tile16.
+
+`experts_gated_*` is act(x G^T) * (x U^T) of each (token, expert) of the list, in its order; `experts_down_*` adds the
+weighted f D^T of each token's experts to its row. Both run the register blocks of `linear.py` over the tokens of one
+expert after the other, so only matrices of experts that some token goes through are read, each once.
+
+`experts_gated` is claimed by chunks of an expert's rows. In `experts_down` a thread has some rows of the output and
+goes with them through all experts, so it alone adds to them, by expert: which tokens share the walk, how many threads
+there are and where chunks end changes no bit. A walk of one token reads the row of `route` itself as the list, and its
+threads quantise its rows themselves.
+
+Operands: 0 weights, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of `route`, 7 the
+list of `sort_routes`. Parameters: parameters.LINEAR. Twins: reference/experts.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..abi import (
+    COUNT_SEVERAL,
+    FLAG_BIAS,
+    FUSED_QUANTISE,
+    GATED_SCRATCH_BYTES,
+    ROUTE_BYTES,
+    ROUTE_EXPERT,
+    ROUTE_SEGMENTS,
+    ROUTE_TOKEN,
+    ROUTE_WEIGHT,
+    SEGMENT_COUNT,
+    SEGMENT_EXPERT,
+    SEGMENT_FIRST,
+)
+from ..parameters import LINEAR
+from ..registry import kernel
+from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
+from ..vector.simd import load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
+from ..vector.targets import fma
+from ..vector.tiles import add_block, store_block
+from .elementwise import fused_input
+from .linear import PRODUCTS, Place, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+
+
+class Part(NamedTuple):
+    """What the products of one expert work on: as `linear.Place`, and its entries of the list."""
+
+    rec: int
+    w: int
+    x: int
+    out: int
+    bias: int
+    scratch: int
+    entries: int
+
+
+class Work(NamedTuple):
+    """What a record has to do, for the tokens of this walk."""
+
+    entries: int
+    """Address of the list."""
+    pairs: int
+    """Its entries; 0 where it is the row of a single token."""
+    segments: int
+    x: int
+    """Address of the first entry's row."""
+    stride: int
+    """Bytes from the row of an entry to that of the next; 0 where a single token's experts read the same row."""
+
+
+@inline
+def work_of(rec, ctx, scratch):
+    """Find the list and the rows; those of a single token are quantised here, by each thread for itself."""
+    active, tokens = parameter(rec, LINEAR.active), count(ctx, parameter(rec, LINEAR.rows))
+    if count(ctx, COUNT_SEVERAL):
+        entries = operand(rec, ctx, 7)
+        return Work(entries, tokens * active, load_i32(entries + ROUTE_SEGMENTS), operand(rec, ctx, 1),
+                    parameter(rec, LINEAR.x_stride))
+    source, apart = operand(rec, ctx, 5), parameter(rec, LINEAR.source_stride)
+    if parameter(rec, LINEAR.fused) == 0:
+        return Work(operand(rec, ctx, 6), 0, tokens * active, source, apart)
+    own, stride = scratch + GATED_SCRATCH_BYTES, parameter(rec, LINEAR.x_stride)
+    for k in range(tokens * active if apart else tokens):
+        fused_input(source + k * apart, source, FUSED_QUANTISE, parameter(rec, LINEAR.width),
+                    parameter(rec, LINEAR.group), parameter(rec, LINEAR.x_scales), parameter(rec, LINEAR.x_offsets),
+                    load_f32(source), own, own + k * stride)
+    return Work(operand(rec, ctx, 6), 0, tokens * active, own, stride if apart else 0)
+
+
+@inline
+def segment(work, s):
+    """Expert of segment s, its first entry, and how many it has."""
+    if work.pairs == 0:
+        return load_i32(work.entries + ROUTE_BYTES * s + ROUTE_EXPERT), s, 1
+    at = work.entries + ROUTE_BYTES * (work.pairs + s)
+    return load_i32(at + SEGMENT_EXPERT), load_i32(at + SEGMENT_FIRST), load_i32(at + SEGMENT_COUNT)
+
+
+@inline
+def expert_of(work, s):
+    """Expert of segment s."""
+    expert, _, _ = segment(work, s)
+    return expert
+
+
+def _register_gated(name, chunk_of):
+    @kernel(name)
+    def run(rec, ctx, tid, n_threads):
+        scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
+        work = work_of(rec, ctx, scratch)
+        units, chunk = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
+        chunks, stride = (units + chunk - 1) // chunk, parameter(rec, LINEAR.out_stride)
+        number = claim(ctx)
+        while number < work.segments * chunks:
+            after = claim(ctx)
+            s = number // chunks
+            expert, first, n = segment(work, s)
+            base, start = expert * units, (number - s * chunks) * chunk
+            following = base + start
+            if after < work.segments * chunks:
+                following = expert_of(work, after // chunks) * units + after % chunks * chunk
+            at = Place(rec, operand(rec, ctx, 0), work.x + first * work.stride,
+                       operand(rec, ctx, 2) + first * stride - 64 * base, operand(rec, ctx, 3), scratch)
+            chunk_of(at, base + start, base + min(start + chunk, units), following, n)
+            number = after
+        return 0
+
+
+@outlined
+def add_weighted(rows, n, tiles, entries, out, stride):
+    """Add `tiles` x n vectors of 16 outputs, times the weights of n entries, to the rows of the entries' tokens."""
+    for j in range(n):
+        entry = entries + ROUTE_BYTES * j
+        to, weight = out + load_i32(entry + ROUTE_TOKEN) * stride, splat_f32(load_f32(entry + ROUTE_WEIGHT))
+        for i in range(tiles):
+            y = load_f32x16(rows + 64 * (i * n + j))
+            store_f32x16(to + 64 * i, fma(weight, y, load_f32x16(to + 64 * i)))
+
+
+def _added(make_product, group, n):
+    """Row tiles for the n entries from t on: product, bias, and what is added to the tokens' rows."""
+    m = row_tiles(group, n)
+    product = make_product(group, m, n)
+
+    @inline
+    def step(at, tile, t, tiles, following):
+        rec, stride, size = at.rec, parameter(at.rec, LINEAR.x_stride), parameter(at.rec, LINEAR.tile_bytes)
+        base, pair, pairs = at.x + t * stride, min(tiles - 1, 1), min(tiles - 1, 2) & 2
+        acc = product(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
+                      base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
+                      following * size)
+        if flags(rec) & FLAG_BIAS:
+            acc = add_block(m, acc, at.bias + 64 * tile, 0, (64 * pair, 64 * pairs))
+        store_block(1, acc, at.scratch, 64)
+        add_weighted(at.scratch, n, tiles, at.entries + ROUTE_BYTES * t, at.out + 64 * tile,
+                     parameter(rec, LINEAR.out_stride))
+
+    return m, step
+
+
+def chunk_added(make_product, group):
+    """As `linear.chunk_of_rows`, of what is added."""
+    return in_streams(in_blocks(of_heights(lambda n: _added(make_product, group, n))), row_tiles(group, 1))
+
+
+def _register_down(name, chunk_of):
+    @kernel(name)
+    def run(rec, ctx, tid, n_threads):
+        scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
+        work = work_of(rec, ctx, scratch)
+        tiles, chunk = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
+        start = claim(ctx) * chunk
+        while start < tiles:
+            after = claim(ctx) * chunk
+            for s in range(work.segments):
+                expert, first, n = segment(work, s)
+                base, following = expert * tiles, expert * tiles + start
+                if s + 1 < work.segments:
+                    following = expert_of(work, s + 1) * tiles + start
+                elif after < tiles:
+                    following = expert_of(work, 0) * tiles + after
+                at = Part(rec, operand(rec, ctx, 0), work.x + first * work.stride, operand(rec, ctx, 2) - 64 * base,
+                          operand(rec, ctx, 3), scratch, work.entries + ROUTE_BYTES * first)
+                chunk_of(at, base + start, base + min(start + chunk, tiles), following, n)
+            start = after
+        return 0
+
+
+for _suffix, (_make_product, _group) in PRODUCTS.items():
+    _register_gated(f"experts_gated_{_suffix}", chunk_of_units(_make_product, _group))
+    _register_down(f"experts_down_{_suffix}", chunk_added(_make_product, _group))

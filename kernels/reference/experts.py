@@ -1,0 +1,147 @@
+"""Twins of the products of a mixture's experts, of their inputs, and of the gate of a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.quant import WeightType, layouts
+
+from ..abi import FLAG_BIAS, q8_row_bytes, unpack_token_tiles
+from ..parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROWS
+from .elementwise import quantise_rows
+from .expected import Expected
+from .linear import gated_reference, linear_reference
+from .q8 import q8_blocks, read_q8
+from .route import Routes, scores_of
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView, memory
+
+Doubles = NDArray[np.float64]
+
+
+def _source(view: RecordView) -> tuple[Routes, NDArray[np.float32]]:
+    """The list, and the rows of the source in its order."""
+    p = view.parameters(EXPERTS_INPUT)
+    tokens = view.count(p.rows)
+    routes = Routes(view, tokens, p.active, 2, 2)
+    width = -(-p.width // 16) * 16
+    rows = view.array(0, np.float32, (tokens if p.gather else tokens * p.active, width), (p.in_stride, 4))
+    return routes, rows[routes.tokens] if p.gather else rows
+
+
+def experts_input_f32_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``experts_input_f32``; whole vectors are copied."""
+    _, rows = _source(view)
+    out = view.array(1, np.float32, rows.shape, (view.parameters(EXPERTS_INPUT).out_stride, 4))
+    return [Expected("out", out, rows)]
+
+
+def experts_input_q8_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``experts_input_q8``: each expert's rows are blocks by themselves."""
+    p = view.parameters(EXPERTS_INPUT)
+    routes, rows = _source(view)
+    padded = np.zeros((len(rows), p.scales), np.float32)
+    padded[:, : p.width] = rows[:, : p.width]
+    values, scales = quantise_rows(padded, p.group)
+    codes, expected = np.rint(values).astype(np.int8), []
+    totals = codes.reshape(len(codes), -1, p.group).sum(axis=2, dtype=np.int32)
+    for _, part in routes.segments():
+        blocks = q8_blocks(view.address(1) + part.start * p.out_stride, part.stop - part.start, p.out_stride, p.scales,
+                           p.offsets, p.group, unpack_token_tiles(p.token_tiles))
+        for block in blocks:
+            here = slice(part.start + block.first, part.start + block.first + len(block.codes))
+            expected += [Expected("codes", block.codes, codes[here].reshape(block.codes.shape)),
+                         Expected("scales", block.scales, scales[here]),
+                         Expected("offsets", block.offsets, -8 * totals[here])]
+    return expected
+
+
+def sigmoid_gate_twin(view: RecordView) -> list[Expected]:
+    """The twin of ``sigmoid_gate``; whole vectors."""
+    p = view.parameters(ROWS)
+    rows, width = view.count(p.rows), -(-p.width // 16) * 16
+    gate = view.array(0, np.float32, (rows, 1), (p.in_stride, 4)).astype(np.float64)
+    out = view.array(1, np.float32, (rows, width), (p.out_stride, 4))
+    y = out * scores_of(gate, sigmoid=True)
+    return [Expected("out", out, y, exact=False, tolerance=TOLERANCES["activation"] * np.abs(out) + TINY)]
+
+
+def _inputs(view: RecordView, routes: Routes, group: int, columns: int) -> Doubles:
+    """x of each entry of the list, dequantised, padding included."""
+    p = view.parameters(LINEAR)
+    n = len(routes.experts)
+    if not routes.single and not group:
+        return view.array(1, np.float32, (n, columns), (p.x_stride, 4)).astype(np.float64)
+    if not routes.single:
+        _, padded, offsets = q8_row_bytes(columns, group)
+        parts = [read_q8(q8_blocks(view.address(1) + part.start * p.x_stride, part.stop - part.start, p.x_stride,
+                                   padded, offsets, group, unpack_token_tiles(p.token_tiles)))
+                 for _, part in routes.segments()]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return codes * np.repeat(scales.astype(np.float64), group, axis=1)
+    base = view.address(5)
+    rows = np.stack([memory(base + k * p.source_stride, np.float32, (p.width if group else columns,))
+                     for k in range(n)])
+    if not group:
+        return rows.astype(np.float64)
+    padded_rows = np.zeros((n, columns), np.float32)
+    padded_rows[:, : p.width] = rows
+    values, scales = quantise_rows(padded_rows, group)
+    return np.rint(values) * np.repeat(scales.astype(np.float64), group, axis=1)
+
+
+def _weights(view: RecordView, expert: int, tiles: int, dtype: str, group: int) -> tuple[Doubles, Doubles]:
+    """The matrix and the bias of an expert that has so many tiles."""
+    p = view.parameters(LINEAR)
+    rows, columns = layouts.TILE_ROWS * tiles, p.records * WeightType(dtype, group).padded_columns(1)
+    data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=expert * tiles * p.tile_bytes)
+    bias = view.array(3, np.float32, (rows,), at=4 * rows * expert) if view.flags & FLAG_BIAS else np.zeros(rows)
+    return layouts.unpack_tile16(data, dtype, group, (rows, columns)).astype(np.float64), bias.astype(np.float64)
+
+
+def _operands(view: RecordView, dtype: str, group: int) -> tuple[Routes, Doubles]:
+    p = view.parameters(LINEAR)
+    routes = Routes(view, view.count(p.rows), p.active, 6, 7)
+    return routes, _inputs(view, routes, group, p.records * WeightType(dtype, group).padded_columns(1))
+
+
+def experts_gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``experts_gated_<dtype>``: a row for each entry of the list."""
+    names = {number: name for name, number in ACTIVATIONS.items()}
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(LINEAR)
+        routes, x = _operands(view, dtype, group)
+        y = np.zeros((len(x), layouts.TILE_ROWS * p.tiles))
+        tolerance = np.zeros_like(y)
+        for expert, part in routes.segments():
+            w, bias = _weights(view, expert, 2 * p.tiles, dtype, group)
+            gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, y.shape[1], -1)
+            biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, -1)
+            y[part], tolerance[part] = gated_reference(x[part], gate, up, names[p.activation], *biases)
+        out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
+        return [Expected("out", out, y, exact=False, tolerance=tolerance)]
+
+    return twin
+
+
+def experts_down_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``experts_down_<dtype>``: the weighted outputs of a token's experts, added to its row."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(LINEAR)
+        routes, x = _operands(view, dtype, group)
+        out = view.array(2, np.float32, (view.count(p.rows), layouts.TILE_ROWS * p.tiles), (p.out_stride, 4))
+        y, tolerance = out.astype(np.float64), 1e-6 * np.abs(out).astype(np.float64)
+        for expert, part in routes.segments():
+            w, bias = _weights(view, expert, p.tiles, dtype, group)
+            product, near = linear_reference(x[part], w, bias)
+            weights = routes.weights[part, None]
+            np.add.at(y, routes.tokens[part], weights * product)
+            np.add.at(tolerance, routes.tokens[part], np.abs(weights) * (near + 1e-6 * np.abs(product)))
+        return [Expected("out", out, y, exact=False, tolerance=tolerance)]
+
+    return twin
