@@ -10,6 +10,7 @@ import pytest
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROUTE, ROWS, fill
 from edgeinfer.kernels.reference import choose_experts
+from edgeinfer.quant import WeightType
 from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_linear import WEIGHTS, kernel_name, random_weights
 
@@ -168,6 +169,9 @@ class Layer:
 
     def __init__(self, rng: np.random.Generator, dtype: str, group: int, mix: Mixture, hidden: int, width: int,
                  bias: bool = False):
+        whole = WeightType(dtype, group).padded_columns(1)
+        if whole > 2 * group > 0:  # types whose scales are nested exist in whole records only
+            hidden, width = whole, whole
         self.dtype, self.group, self.mix, self.hidden, self.width, self.bias = dtype, group, mix, hidden, width, bias
         tokens, _ = mix.ids.shape
         self.tiles, self.out_tiles = -(-width // 16), -(-hidden // 16)
@@ -218,9 +222,9 @@ class Layer:
         def multiply(step: int, name: str, weights: np.ndarray, tiles: int, out: int, given: int, stride: int, to: int,
                      bias: np.ndarray) -> None:
             row, scales, offsets = strides[step]
-            per_tile = weights.size // (self.mix.experts * tiles * (1 if step else 2))
-            line = {"q4": 16 * self.group + 64, "int8": 32 * self.group + 64}.get(self.dtype, 64)
-            values = fill(LINEAR, tiles=tiles, tile_bytes=per_tile, records=per_tile // line, x_stride=row,
+            stored = WeightType(self.dtype, self.group)
+            values = fill(LINEAR, tiles=tiles, tile_bytes=stored.tile_bytes(widths[step]),
+                          records=stored.tile_records(widths[step]), x_stride=row,
                           x_scales=scales, x_offsets=offsets, out_stride=out, rows=abi.COUNT_TOKENS, chunk=chunk,
                           activation=ACTIVATIONS[activation], scratch=room, token_tiles=tiles_of,
                           fused=abi.FUSED_QUANTISE if self.group else 0, width=widths[step], group=self.group,
