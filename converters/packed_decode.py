@@ -189,8 +189,8 @@ def fp8(name: str, parts: Parts, scheme: Scheme, recent: Recent, scale: str = "w
 
     def load(parts: Parts) -> Loaded:
         scales = parts.floats(scale)
-        return Loaded(lambda start, stop: E4M3[parts.rows("weight", start, stop, "u1")],
-                      scales.reshape(1 if scales.size == 1 else len(scales), -1))
+        return Loaded(lambda start, stop: parts.rows("weight", start, stop, "u1"),
+                      scales.reshape(1 if scales.size == 1 else len(scales), -1), levels=E4M3)
 
     return PackedTensor(name, PackedKind("FP8", "e4m3", wide, high), (rows, columns), parts, load, recent)
 
@@ -212,9 +212,9 @@ def mxfp4(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTens
         def codes(start: int, stop: int) -> Codes:
             first = start // per
             raw = parts.rows("blocks", first, -(-stop // per), "u1").reshape(-1, groups * 16)
-            return E2M1[nibbles(raw[start - first * per : stop - first * per])]
+            return nibbles(raw[start - first * per : stop - first * per])
 
-        return Loaded(codes, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127))
+        return Loaded(codes, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), levels=E2M1)
 
     return PackedTensor(name, PackedKind("MXFP4", "e2m1", 32), (*leading[:-1], groups * 32), parts, load, recent)
 

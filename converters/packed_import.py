@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import RopeHalves, Rows, Source, Weight, WeightType
 from edgeinfer.quant import layouts, quantise
+from edgeinfer.quant import packed as tiles
 
-from .assembly import block_of, block_ranges, in_order
-from .packed_tensor import PackedTensor
+from .assembly import Read, block_of, block_ranges, in_order
+from .packed_tensor import Block, PackedTensor
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 Done = tuple[list[tuple[str, int]], quantise.ErrorSums]
 BLOCK_WEIGHTS = 1 << 20
 """Of rows that one thread packs at a time."""
@@ -54,14 +56,16 @@ def moved(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType
     ranges = block_ranges(weight, weight.shape[1], BLOCK_WEIGHTS)
 
     def made(start: int, stop: int) -> tuple[Bytes, Done]:
-        codes, scales, done = _codes(packed, weight, stored, start, stop)
+        codes, factors, done = _codes(packed, weight, stored, start, stop)
         with np.errstate(over="ignore"):
-            halves = scales.astype(np.float16)
-        if not np.isfinite(halves).all():
-            raise _unfit(weight, f"a scale of {np.abs(scales).max():.3g}, too large for fp16")
+            halves = [part.astype(np.float16) for part in factors]
+        if not all(np.isfinite(part).all() for part in halves):
+            raise _unfit(weight, f"a scale of {np.abs(factors[0]).max():.3g}, too large for fp16")
         kept = np.maximum(codes, -127) if stored.dtype == "int8" else codes  # products of int8 cannot take -128
-        errors = _errors(codes, kept, scales, halves, stored.group_size)
-        return layouts.pack_tile16(kept, stored.dtype, stored.group_size, halves), (done, errors)
+        errors = _errors(codes, kept, factors, halves, stored)
+        if stored.dtype in ("q4", "int8"):
+            return layouts.pack_tile16(kept, stored.dtype, stored.group_size, halves[0]), (done, errors)
+        return tiles.pack(kept, stored, tiles.Factors(*halves)), (done, errors)
 
     def told(done: Done) -> None:
         for name, elements in done[0]:
@@ -73,10 +77,10 @@ def moved(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType
 
 
 def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType, start: int, stop: int
-           ) -> tuple[NDArray[np.int8], NDArray[np.float32], list[tuple[str, int]]]:
-    """Codes and scales of stored rows, a scale for each group of the stored type, and what was read for them."""
+           ) -> tuple[NDArray[np.int8], list[Floats], list[tuple[str, int]]]:
+    """Codes of stored rows; scales and, where the type has them, minima of its groups; and what was read for them."""
     columns, groups = weight.shape[1], -(-weight.shape[1] // stored.group_size)
-    read: dict[tuple[str, int, int], NDArray[np.float32]] = {}
+    read: dict[tuple[str, int, int], list[Floats]] = {}
     done: list[tuple[str, int]] = []
 
     def codes_of(source: Source, first: int, last: int) -> NDArray[np.int8]:
@@ -86,22 +90,42 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
         low = int(rows.min())
         block = packed[source.name].block(low, int(rows.max()) + 1)
         times = -(-(block.group_size or columns) // stored.group_size)
-        read[source.name, first, last] = np.repeat(block.scales, times, axis=1)[rows - low, :groups]
+        read[source.name, first, last] = [np.repeat(part, times, axis=1)[rows - low, :groups]
+                                          for part in _factors(block, stored)]
         done.append((source.name, (last - first) * columns))
-        return block.codes[rows - low] if source.steps else block.codes
+        codes = block.codes.view(np.int8)
+        return codes[rows - low] if source.steps else codes
 
     codes = block_of(weight, start, stop, columns, np.int8, codes_of)
-    scales = block_of(weight, start, stop, groups, np.float32, lambda source, a, b: read[source.name, a, b])
-    return codes, scales, done
+    return codes, [block_of(weight, start, stop, groups, np.float32, _part(read, i))
+                   for i in range(stored.storage.factors)], done
 
 
-def _errors(codes: NDArray[np.int8], kept: NDArray[np.int8], scales: NDArray[np.float32], halves: NDArray[np.float16],
-            group_size: int) -> quantise.ErrorSums:
-    """Squared error of scales rounded to fp16 and of codes that were clipped; nothing where both are what they were."""
-    if np.array_equal(scales, halves) and (kept is codes or np.array_equal(kept, codes)):
+def _part(read: Mapping[tuple[str, int, int], list[Floats]], i: int) -> Read:
+    """Factors number i of rows of a source that were read."""
+    return lambda source, first, last: read[source.name, first, last][i]
+
+
+def _factors(block: Block, stored: WeightType) -> list[Floats]:
+    """Scales and minima of a block as the stored type has them."""
+    if stored.storage.table:
+        return [block.scales * np.float32(0.5)]  # its levels are twice the values
+    if not stored.storage.minimum:
+        return [block.scales]
+    if block.minima is not None:
+        return [block.scales, block.minima]
+    zeros = np.zeros_like(block.scales) if block.zeros is None else block.zeros * block.scales
+    return [block.scales, -zeros]
+
+
+def _errors(codes: NDArray[np.int8], kept: NDArray[np.int8], factors: list[Floats], halves: list[NDArray[np.float16]],
+            stored: WeightType) -> quantise.ErrorSums:
+    """Squared error of factors rounded to fp16 and of codes that were clipped; nothing where both are as they were."""
+    same = all(np.array_equal(exact, half) for exact, half in zip(factors, halves, strict=True))
+    if same and (kept is codes or np.array_equal(kept, codes)):
         return quantise.ErrorSums()
-    values = np.repeat(scales, group_size, axis=1)[:, : codes.shape[1]] * codes
-    difference = values - layouts.dequantise(kept, halves, group_size)
+    values = tiles.values(codes, tiles.Factors(factors[0], factors[1] if factors[1:] else None), stored)
+    difference = values - tiles.values(kept, tiles.Factors(*halves), stored)
     error = float(np.einsum("rc,rc->", difference, difference))
     return quantise.ErrorSums(error, error, float(np.einsum("rc,rc->", values, values)))
 

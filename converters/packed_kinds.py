@@ -47,7 +47,7 @@ class PackedKind:
     @property
     def held(self) -> tuple[WeightType, ...]:
         """What takes its codes as they are, the smallest first."""
-        wanted = {"int4": ("q4", "int8"), "int8": ("int8",)}.get(self.codes, ())
+        wanted = {"int4": ("q4", "int8"), "int8": ("int8",), "uint4": ("q4m",), "e2m1": ("mxfp4",)}.get(self.codes, ())
         if self.ordered or self.rows > 1:
             return ()
         return tuple(WeightType(name, group) for name in wanted for group in reversed(TYPES[name].groups)
@@ -58,6 +58,7 @@ class PackedKind:
         """What holds its values without quantising them anew, the smallest first; f32 alone where that is dear.
 
         In f16 a weight of 8 bits is off by 4.9e-4 of itself at most; for 4 bits that would be four times the size.
+        The minimum of zero points is their product with a scale, rounded to fp16.
         """
         if self.held:
             return *self.held, F16, F32

@@ -20,7 +20,7 @@ from .safetensors_file import SafetensorsFile, SourceTensor
 
 Floats = NDArray[np.float32]
 Codes = NDArray[Any]
-"""int8, uint8 or float32 of shape (rows, columns)."""
+"""int8 or uint8 of shape (rows, columns)."""
 RECENT = 3
 """Tensors of which factors, or all codes, are kept: gate and up are read in turns."""
 
@@ -38,10 +38,13 @@ class Block:
     """The group of each column; None where groups are runs of columns."""
     group_size: int = 0
     """Columns of a group; 0 for all of them."""
+    levels: Floats | None = None
+    """What each code stands for, where it is not itself."""
 
     def values(self) -> Floats:
         """The weights: the specification of all packings. Products and sums are rounded to float32, each once."""
-        values = np.subtract(self.codes, 0 if self.zeros is None else self._spread(self.zeros), dtype=np.float32)
+        levels = self.codes if self.levels is None else self.levels[self.codes]
+        values = np.subtract(levels, 0 if self.zeros is None else self._spread(self.zeros), dtype=np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # what becomes too large is refused by whoever asked
             values *= self._spread(self.scales)
             if self.minima is not None:
@@ -67,6 +70,7 @@ class Loaded:
     zeros: NDArray[np.uint8] | None = None
     minima: Floats | None = None
     group_of: NDArray[np.intp] | None = None
+    levels: Floats | None = None
 
 
 class Recent:
@@ -214,7 +218,8 @@ class PackedTensor:
         codes = loaded.codes(start, stop)
         return Block(codes, np.broadcast_to(scales, (len(codes), scales.shape[1])),
                      None if loaded.zeros is None else loaded.zeros[rows],
-                     None if loaded.minima is None else loaded.minima[rows], loaded.group_of, self.kind.group_size)
+                     None if loaded.minima is None else loaded.minima[rows], loaded.group_of, self.kind.group_size,
+                     loaded.levels)
 
     def read(self, name: str, starts: Sequence[int], count: int) -> Floats:
         """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""

@@ -90,8 +90,9 @@ class ConversionReport:
                         "it is above 6e-5; --weights int8 takes half of that, with its error told.")
         if rounded := [t for t in self.rounded if t.moved]:
             worst = max(tensor.relative_error for tensor in rounded)
-            told.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales that are none of "
-                        f"fp16 were rounded, and codes of -128 became -127: a squared error of {worst:.1e} at most.")
+            told.append(f"{len(rounded)} of {len(self.tensors)} tensors kept their codes, but scales and minima that "
+                        "fp16 does not have were rounded to it, and codes of -128 became -127: a squared error of "
+                        f"{worst:.1e} at most.")
         return " ".join(told)
 
     @property

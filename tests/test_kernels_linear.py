@@ -17,7 +17,7 @@ from tests.tolerances import ERF, EXP
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
-TAKEN = [(name, row.groups[0]) for name, row in TYPES.items() if not row.requested]
+TAKEN = [(name, group) for name, row in TYPES.items() if not row.requested for group in row.groups]
 """Types that other formats have quantised."""
 QUANTISED = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), *TAKEN]
 WEIGHTS = [*QUANTISED, ("f16", 0), ("f32", 0)]
@@ -33,9 +33,9 @@ def whole(dtype: str, cols: int) -> int:
     return -(-cols // 256) * 256 if TYPES[dtype].nested else cols
 
 
-def random_factors(rng: np.random.Generator, dtype: str, rows: int, cols: int) -> packed.Factors:
+def random_factors(rng: np.random.Generator, dtype: str, group: int, rows: int, cols: int) -> packed.Factors:
     """Scales of both signs and minima, so that weights are about 1."""
-    row, groups = TYPES[dtype], -(-cols // TYPES[dtype].groups[0])
+    row, groups = TYPES[dtype], -(-cols // group)
 
     def halves(n: int, size: float) -> np.ndarray:
         return (rng.standard_normal((rows, n)) / size).astype(np.float16)
@@ -54,7 +54,7 @@ def random_weights(rng: np.random.Generator, dtype: str, group: int, rows: int, 
     if (dtype, group) in TAKEN:
         row = TYPES[dtype]
         codes = rng.integers(0, 1 << row.bits, (rows, cols)).astype(np.int8) - np.int8(row.offset)
-        return packed.pack(codes, WeightType(dtype, group), random_factors(rng, dtype, rows, cols))
+        return packed.pack(codes, WeightType(dtype, group), random_factors(rng, dtype, group, rows, cols))
     if not group:
         return layouts.pack_tile16(rng.standard_normal((rows, cols)).astype(np.float32), dtype)
     low, high = (-8, 8) if dtype == "q4" else (-127, 128)
@@ -226,9 +226,9 @@ def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str
             np.testing.assert_array_equal(product.run(isa, first, tokens), whole[first : first + tokens])
 
 
-def plain_factors(dtype: str, rows: int, cols: int) -> packed.Factors:
+def plain_factors(dtype: str, group: int, rows: int, cols: int) -> packed.Factors:
     """All 1."""
-    row, groups = TYPES[dtype], -(-cols // TYPES[dtype].groups[0])
+    row, groups = TYPES[dtype], -(-cols // group)
     kind = {"f16": np.float16, "u8*f16": np.uint8, "i8*f16": np.int8}[row.scale]
     inner, outer = np.ones((rows, groups), kind), np.ones((rows, cols // 256), np.float16) if row.nested else None
     return packed.Factors(inner, inner if row.minimum else None, outer, outer if row.minimum else None)
@@ -251,7 +251,7 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
         if row.requested:
             weights = layouts.pack_tile16(w.astype(np.int8), dtype, group, np.ones((rows, groups), np.float16))
         else:
-            weights = packed.pack(w.astype(np.int8), WeightType(dtype, group), plain_factors(dtype, rows, cols))
+            weights = packed.pack(w.astype(np.int8), WeightType(dtype, group), plain_factors(dtype, group, rows, cols))
         levels = (np.array(row.table)[w] if row.table else w) + row.minimum
         ones = np.ones((tokens, groups), np.float32)
         product = Product(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, group))

@@ -34,9 +34,9 @@ from tests.packers import (
 from tests.sessions import logits_of, session
 from tests.test_gguf_import import weights_of
 
-EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8"}
+EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m"}
+WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric")
 ROUNDED = ("float-quantized", "fp8", "mlx 8 bits")
-DEAR = ("gptq asymmetric", "awq", "pack-quantized asymmetric", "mlx")
 PROMPT = [5, 17, 80, 3, 42, 61, 12, 9, 200, 31]
 
 
@@ -78,7 +78,8 @@ def test_codes_are_kept(tmp_path: Path, form: str) -> None:
     report = convert(tmp_path / "hf", tmp_path / "out")
     assert report.rounded == () and report.anew == report.nearly == ""
     types = {tensor.name: tensor.dtype for tensor in report.tensors}
-    assert types["layers.0.qkv"] == types["layers.1.down"] == EXACT[form] and types["embed"] == "f16"
+    assert types["layers.0.qkv"] == types["layers.1.down"] == EXACT[form]
+    assert types["embed"] == types["head"] == ("q4m" if form == "mlx" else "f16")
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
         assert np.array_equal(found[name], want), name
@@ -96,19 +97,40 @@ def test_eight_bits_without_a_type_of_ours_are_rounded_to_f16(tmp_path: Path, fo
     assert "were quantised anew" in small.anew and small.nearly == ""
 
 
-@pytest.mark.parametrize("form", DEAR)
-def test_four_bits_without_a_type_of_ours_are_refused_unless_asked_for(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", WITH_ZEROS)
+def test_zero_points_become_minima_rounded_to_fp16(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
-    sentence = refused(tmp_path / "hf", UnsupportedModelError)
-    assert " g32)" in sentence and "--weights q4" in sentence
-    report = convert(tmp_path / "hf", tmp_path / "out", weights="q4")
-    assert "were quantised anew: what the file's own types lose" in report.anew
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert "kept their codes" in report.nearly and report.anew == ""
+    assert {tensor.dtype for tensor in report.tensors} == {"q4m", "f16", "f32"}
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
+        # the product of a zero point, up to 16, and a scale, up to 0.02
+        assert np.abs(found[name] - want).max() <= 2**-11 * 16 * 0.02, name
+        assert np.square(found[name] - want).sum() <= 1.2e-7 * np.square(want).sum(), name
+    report = convert(tmp_path / "hf", tmp_path / "anew", weights="q4")
+    assert "were quantised anew: what the file's own types lose" in report.anew
+    assert "6.4e-03" in report.anew
+    found = weights_of(tmp_path / "anew")
+    for name, want in expected(tensors, tmp_path / "anew").items():
         assert np.square(found[name] - want).sum() < 0.02 * np.square(want).sum(), name
 
 
-@pytest.mark.parametrize("form", [*EXACT, *ROUNDED])
+def test_a_scale_and_a_minimum_for_64_and_128_columns(tmp_path: Path) -> None:
+    for group in (64, 128):
+        source, out = tmp_path / f"hf{group}", tmp_path / f"out{group}"
+        tensors = make_packed(source, "mlx", options={"group": group}, hidden_size=256, intermediate_size=384)
+        write_config(source, quantization={"group_size": group, "bits": 4})
+        assert convert(source, out).rounded == ()
+        with Bundle.open(out) as bundle:
+            assert {stored.group_size for stored in bundle.types.values() if stored.dtype == "q4m"} == {group}
+        found = weights_of(out)
+        assert all(np.array_equal(found[name], want) for name, want in expected(tensors, out).items())
+        with session(out) as opened:
+            assert np.isfinite(logits_of(opened, PROMPT)).all()
+
+
+@pytest.mark.parametrize("form", [*EXACT, *WITH_ZEROS, *ROUNDED])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
     convert(tmp_path / "hf", tmp_path / "out")
@@ -121,7 +143,7 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) ->
             logits.append(logits_of(opened, PROMPT))
     largest = np.abs(logits[1]).max()
     # activations of int8 products are rounded to 7 bits in both directions; with f16 weights they stay f32
-    assert np.abs(logits[0] - logits[1]).max() <= (0.03 if form in EXACT else 1e-3) * largest
+    assert np.abs(logits[0] - logits[1]).max() <= (1e-3 if form in ROUNDED else 0.03) * largest
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -288,8 +310,7 @@ def raw_of(directory: Path) -> dict[str, Raw]:
 @pytest.mark.parametrize("form", ["gptq", "int-quantized", "fp8", "awq"])
 def test_the_plan_is_that_of_the_bundle(tmp_path: Path, form: str) -> None:
     make_packed(tmp_path / "hf", form)
-    weights = "q4" if form in DEAR else None
-    convert(tmp_path / "hf", tmp_path / "out", weights=weights)
+    convert(tmp_path / "hf", tmp_path / "out")
     plans = [edgeinfer("plan", str(tmp_path / name), "--json", "--ctx", "64").json for name in ("hf", "out")]
     for key in ("total_bytes", "weights", "group_size", "parameters"):
         assert plans[0][key] == plans[1][key], key
@@ -306,10 +327,11 @@ def test_run_converts_once_as_it_is(tmp_path: Path) -> None:
     assert path == resolve(tmp_path / "hf")
     with Bundle.open(path) as bundle:
         assert bundle.types["layers.0.qkv"].dtype == "q4" and bundle.types["embed"].dtype == "f16"
-    make_packed(tmp_path / "asymmetric", "awq")
-    with pytest.raises(UnsupportedModelError, match=r"14 of AWQ uint4 g32.*--weights q4"):
-        resolve(tmp_path / "asymmetric")
-    assert describe(tmp_path / "asymmetric").file_says.startswith("not all of it can be taken")
+    make_packed(tmp_path / "small", "awq", options={"group": 16})
+    write_config(tmp_path / "small", quantization_config={"quant_method": "awq", "bits": 4, "group_size": 16})
+    with pytest.raises(UnsupportedModelError, match=r"14 of AWQ uint4 g16.*--weights q4"):
+        resolve(tmp_path / "small")
+    assert describe(tmp_path / "small").file_says.startswith("not all of it can be taken")
 
 
 def test_embedding_and_head_may_be_quantised_alone(tmp_path: Path) -> None:

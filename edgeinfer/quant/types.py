@@ -84,9 +84,10 @@ class StorageType:
         return SCALE_BYTES[self.scale] * self.factors
 
 
-def _taken(name: str, bits: int, group: int, scale: str, **more: Any) -> StorageType:
+def _taken(name: str, bits: int, groups: int | tuple[int, ...], scale: str, **more: Any) -> StorageType:
     """A type of matrices that other formats have quantised."""
-    return StorageType(name, bits, _TILES, groups=(group,), scale=scale, requested=False, **more)
+    groups = groups if isinstance(groups, tuple) else (groups,)
+    return StorageType(name, bits, _TILES, groups=groups, scale=scale, requested=False, **more)
 
 
 TYPES = {
@@ -96,7 +97,7 @@ TYPES = {
         StorageType("int8", 8, _ALL, grid=(-127, 127), groups=(32, 64, 128), scale="f16"),
         StorageType("f16", 16, _TILES),
         StorageType("f32", 32, ("tile16", "plain")),
-        _taken("q4m", 4, 32, "f16", grid=(0, 15), minimum=True),
+        _taken("q4m", 4, (32, 64, 128), "f16", grid=(0, 15), minimum=True),
         _taken("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
         _taken("q5", 5, 32, "f16", grid=(-16, 15)),
         _taken("q5m", 5, 32, "f16", grid=(0, 31), minimum=True),

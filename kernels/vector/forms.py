@@ -61,7 +61,7 @@ class Form(NamedTuple):
 _BELL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FORMS = {
     "q4": Form((32, 64, 128), offset=8),
-    "q4m": Form(minimum=True),
+    "q4m": Form((32, 64, 128), minimum=True),
     "q4k": Form(nested="u8", minimum=True),
     "q5": Form(bits=5, offset=16),
     "q5m": Form(bits=5, minimum=True),
