@@ -420,7 +420,7 @@ def _rotary(config: ModelConfig, ctx: int) -> str:
     """Say what tables of rotations there are."""
     if not config.rotations:
         return "no rotary tables: positions are learned"
-    return f"rotary tables of {ctx} positions" + (", of two kinds of layers" if config.local_rope else "")
+    return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"
 
 
 def _scored(graph: Graph, sizes: Sizes) -> str:

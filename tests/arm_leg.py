@@ -41,15 +41,18 @@ PROMPT, N_NEW = tokens(262), 12
 PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
-         "tests/test_kernels_screen.py", "tests/test_kernels_norms.py")
+         "tests/test_kernels_screen.py", "tests/test_kernels_norms.py", "tests/test_kernels_experts.py")
 TAKEN = [f"{name}_g{group}" for name, group in FOREIGN]
 """Ends of the names of kernels for types that files have."""
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in TAKEN)
 SELECTION = (f"((q4-32 or int8-32) and (exact or same_bits)) or (({_TAKEN}) and (exact or (agrees and 33))) or "
-             "neuron_mask or (kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap))")
+             "neuron_mask or (kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
+             "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert))")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
-          "norm_f32", "norm_q8", "activate", "add_positions")
+          "norm_f32", "norm_q8", "activate", "add_positions", "route", "sort_routes", "sigmoid_gate",
+          "experts_input_q8", "experts_input_f32", "experts_gated_q4_g32", "experts_down_q4_g32",
+          "experts_gated_int8_g32", "experts_down_int8_g32")
 """Kernels that no model of `MODELS` needs."""
 
 
