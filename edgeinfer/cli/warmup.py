@@ -28,13 +28,16 @@ def warmup(
     isa: Annotated[
         str | None, typer.Option(metavar="NAME", help="Instruction set.  [default: the best of this machine]")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also those of mixtures of experts and of types that only other formats have.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Compile the kernels of this machine now.
 
-    They go into the cache; what is there already is kept. Without this a run compiles those that its model needs, as it
-    does in any case for types that only GGUF files have, and for mixtures of experts. A release brings all in its
-    package, and there is nothing to do.
+    They go into the cache; what is there already is kept. Without this a run compiles those that its model needs, and
+    without --all it does so for types that only other formats have, and for mixtures of experts. A release brings all
+    in its package, and there is nothing to do.
 
     \b
     Example:
@@ -53,7 +56,7 @@ def warmup(
             compiled = done
             tell(done, total, name)
 
-        directory = find_set(chosen, count, foreign=False)
+        directory = find_set(chosen, count, foreign=everything)
     seconds = time.perf_counter() - began
     released = directory.is_relative_to(package_directory())
     if json:
