@@ -14,6 +14,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
+    ROUTER,
     ModelConfig,
     TypeOf,
     Weight,
@@ -26,6 +27,7 @@ from edgeinfer.graph import (
 from edgeinfer.quant import quantise
 
 from .checkpoint import Checkpoint, checkpoint_fields, open_shards
+from .expert_names import with_experts
 from .packed_config import take_scheme
 from .packed_gather import gathered
 from .packed_import import moved
@@ -123,16 +125,20 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     """The smallest type that holds each weight, and what a bundle's header says of them in one word each."""
     asked = {kind: WeightType.of(name) for kind, name in (("embedding", embedding), ("head", head)) if name}
     requested_types("f32", embedding=embedding, head=head)  # or it is refused
-    graph = build_graph(config, requested_types("f32"))
-    table = {weight.name: asked.get(weight.kind) or _stored(weight, kinds) for weight in graph.weights
-             if weight.kind != "vector"}
+    graph = with_experts(build_graph(config, requested_types("f32")), kinds)
+    table = {weight.name: _type(weight, kinds, asked) for weight in graph.weights if weight.kind != "vector"}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:
-        if weight.kind == "matrix":
+        if weight.kind in ("matrix", "experts"):
             sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
     chief = sizes.most_common(1)[0][0]
     return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
+
+
+def _type(weight: Weight, kinds: Kinds, asked: Mapping[str, WeightType]) -> WeightType:
+    """What is asked for of a kind of weights, else what holds the weight; routers are floats whatever they were."""
+    return ROUTER if weight.kind == "router" else asked.get(weight.kind) or _stored(weight, kinds)
 
 
 def _stored(weight: Weight, kinds: Kinds) -> WeightType:

@@ -76,7 +76,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tensors = {}
     for weight in build_graph(config, requested_types("f32")).weights:
-        for source in weight.sources:
+        for source in (item for source in weight.sources for item in (source.items if source.each else (source,))):
             if source.name in tensors:
                 continue
             values = rng.standard_normal(source.stored).astype(np.float32)

@@ -146,6 +146,33 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) ->
     assert np.abs(logits[0] - logits[1]).max() <= (1e-3 if form in ROUNDED else 0.03) * largest
 
 
+MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "norm_topk_prob": True, "torch_dtype": "float16"}
+
+
+@pytest.mark.parametrize(("form", "stored"), [("gptq", "q4"), ("pack-quantized", "q4"), ("int-quantized", "int8"),
+                                              ("fp8", "f16")])
+def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored: str) -> None:
+    """Their codes are kept too, the router is floats, and plans know it, from the config alone too."""
+    tensors = make_packed(tmp_path / "hf", form, **MIXTURE)
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert report.anew == "" and (report.rounded == ()) == (stored != "f16")
+    types = {tensor.name: tensor.dtype for tensor in report.tensors}
+    assert types["layers.0.qkv"] == types["layers.0.experts_gate_up"] == types["layers.1.experts_down"] == stored
+    assert types["layers.0.router"] == "f32"
+    found = weights_of(tmp_path / "out")
+    want = np.stack([tensors[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] for i in range(5)])
+    down = found["layers.1.experts_down"].reshape(want.shape)
+    assert np.array_equal(down, want) or stored == "f16" and (abs(down - want) <= 4.9e-4 * abs(want) + 3e-8).all()
+    ours = describe(tmp_path / "out")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "hf" / "config.json").rename(tmp_path / "alone" / "config.json")
+    alone = describe(tmp_path / "alone" / "config.json")
+    (tmp_path / "alone" / "config.json").rename(tmp_path / "hf" / "config.json")
+    for described in (describe(tmp_path / "hf"), alone):
+        assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
+
+
 @pytest.mark.parametrize("group", [64, 128])
 def test_large_groups_keep_their_codes_in_small_ones(tmp_path: Path, group: int) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True}
