@@ -26,7 +26,7 @@ from edgeinfer.graph import (
 )
 from edgeinfer.quant import quantise
 
-from .checkpoint import Checkpoint, checkpoint_fields, open_shards
+from .checkpoint import Checkpoint, checkpoint_fields, open_shards, text_model
 from .expert_names import with_experts
 from .packed_config import take_scheme
 from .packed_gather import gathered
@@ -46,6 +46,8 @@ class PackedCheckpoint(Checkpoint):
 
     packed: dict[str, PackedTensor] = field(default_factory=dict)
     """The quantised tensors, by the names that they have in the model."""
+    kinds: dict[str, PackedKind | str] = field(default_factory=dict)
+    """What each tensor of the text model is, by the architecture's names."""
     no_weights: frozenset[str] = frozenset()
     """Names of tensors that belong to no weight: biases of zeros, scales of activations."""
 
@@ -61,7 +63,13 @@ class PackedCheckpoint(Checkpoint):
         files, aliases = open_shards(path)
         try:
             every, packed, no_weights = gathered(files, scheme)
-            return cls(path, config, every, aliases, packed=packed, no_weights=no_weights)
+            config, names = text_model(fields, config, every)
+            own = {name: alias for alias, name in names.aliases.items()}
+            kinds = {own.get(name, name): packed[name].kind if name in packed else file.tensors[name].dtype
+                     for name, file in every.items() if name not in names.pictures}
+            packed |= {alias: packed[name] for name, alias in own.items() if name in packed}
+            return cls(path, config, every, {**names.aliases, **aliases}, names.pictures, packed=packed, kinds=kinds,
+                       no_weights=no_weights)
         except BaseException:
             for file in set(files.values()):
                 file.close()
@@ -77,13 +85,7 @@ class PackedCheckpoint(Checkpoint):
         """What is left out."""
         scales = sum(name.endswith("scale") for name in self.no_weights)
         said = f"{scales} scales of activations, K or V are left out: edgeinfer takes its own, by group and token."
-        return (said,) if scales else ()
-
-    @property
-    def kinds(self) -> dict[str, PackedKind | str]:
-        """What each tensor is."""
-        return {name: self.packed[name].kind if name in self.packed else file.tensors[name].dtype
-                for name, file in self.files.items()}
+        return (*super().remarks, said) if scales else super().remarks
 
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the types of a weight's tensors, each once."""

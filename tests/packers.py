@@ -265,6 +265,16 @@ def write_raw(path: Path, tensors: dict[str, Raw]) -> None:
     raw_safetensors(path, header, bytes(data))
 
 
+def raw_parts(path: Path) -> dict[str, Raw]:
+    """The parts in a safetensors file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    return {name: (entry["dtype"], tuple(entry["shape"]), content[start + entry["data_offsets"][0] :
+                                                                  start + entry["data_offsets"][1]])
+            for name, entry in header.items() if name != "__metadata__"}
+
+
 def write_config(directory: Path, **fields: Any) -> None:
     """Change fields of config.json; None removes one."""
     path = directory / "config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.packers import (
     make_packed,
     mlx,
     mxfp4,
+    raw_parts,
     write_config,
     write_raw,
 )
@@ -171,6 +173,24 @@ def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored:
     (tmp_path / "alone" / "config.json").rename(tmp_path / "hf" / "config.json")
     for described in (describe(tmp_path / "hf"), alone):
         assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
+
+
+@pytest.mark.parametrize(("prefix", "form"), [("model.language_model.", "gptq"), ("language_model.model.", "mlx 8 bits"),
+                                              ("model.", "int-quantized")])
+def test_the_text_of_models_that_see(tmp_path: Path, prefix: str, form: str) -> None:
+    """By any of the names; the part that sees is left out, and is told of."""
+    make_packed(tmp_path / "plain", form, model_type="qwen2")
+    make_packed(tmp_path / "sees", form, model_type="qwen2")
+    raw = raw_parts(tmp_path / "sees" / "model.safetensors")
+    head = "language_model.lm_head" if prefix.startswith("language_model") else "lm_head"
+    named = {re.sub(r"^lm_head", head, re.sub(r"^model\.", prefix, name)): part for name, part in raw.items()}
+    write_raw(tmp_path / "sees" / "model.safetensors", {**named, "visual.proj.weight": f16(np.ones((8, 8)))})
+    write_config(tmp_path / "sees", model_type="qwen2_5_vl", vision_config={"depth": 2})
+    report = convert(tmp_path / "sees", tmp_path / "one")
+    convert(tmp_path / "plain", tmp_path / "two")
+    assert any("1 tensors of what sees pictures" in remark for remark in report.remarks)
+    assert (tmp_path / "one/weights.bin").read_bytes() == (tmp_path / "two/weights.bin").read_bytes()
+    assert describe(tmp_path / "sees").weight_bytes == describe(tmp_path / "two").weight_bytes
 
 
 @pytest.mark.parametrize("group", [64, 128])
