@@ -175,6 +175,19 @@ def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored:
         assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "gpt_neox", "falcon"])
+def test_parts_of_one_tensor_keep_their_scales(tmp_path: Path, model_type: str) -> None:
+    """q, k and v of one packed tensor, and gate and up, are rows of it with codes and scales of their own."""
+    more = {"falcon": {"multi_query": False, "bias": False}, "phi3": {"pad_token_id": 0}}.get(model_type, {})
+    make_packed(tmp_path / "hf", "gptq", model_type=model_type, num_key_value_heads=4, **more)
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert report.rounded == ()
+    convert(tmp_path / "hf", tmp_path / "floats", weights="f32")
+    found, wanted = weights_of(tmp_path / "out"), weights_of(tmp_path / "floats")
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not np.array_equal(found[name], wanted[name])] == []
+
+
 @pytest.mark.parametrize(("prefix", "form"), [("model.language_model.", "gptq"), ("language_model.model.", "mlx 8 bits"),
                                               ("model.", "int-quantized")])
 def test_the_text_of_models_that_see(tmp_path: Path, prefix: str, form: str) -> None:
