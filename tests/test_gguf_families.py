@@ -153,8 +153,9 @@ def of_256(name: str) -> golden_cases.GoldenCase:
     return case._replace(config=config, tensors=tensors)
 
 
-@pytest.mark.parametrize("kinds", [{"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"},
-                                   {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"}], ids=["Q4_K_M", "floats between"])
+@pytest.mark.parametrize("kinds", [
+    {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"}, {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"},
+], ids=["Q4_K_M", "floats between"])
 @pytest.mark.parametrize("name", ["stablelm", "stablelm-parallel", "phi", "starcoder2-window", "cohere", "olmo2"])
 def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,8 @@ def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], t
     convert(tmp_path / "m.gguf", tmp_path / "bundle")
     convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
-    with session(tmp_path / "bundle", kv="f32", ctx=64) as ours, session(tmp_path / "floats", kv="f32", ctx=64) as other:
+    options: dict[str, Any] = {"kv": "f32", "ctx": 64}
+    with session(tmp_path / "bundle", **options) as ours, session(tmp_path / "floats", **options) as other:
         assert "layers.0.qkv.2" in ours.graph.types
         found, wanted = logits_of(ours, case.ids, 3), logits_of(other, case.ids, 3)
     assert np.abs(found - wanted).max() < 0.15 * np.abs(wanted).max()  # activations of 8 bits, random weights
