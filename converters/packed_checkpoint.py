@@ -148,4 +148,9 @@ def _stored(weight: Weight, kinds: Kinds) -> WeightType:
     found = [kinds[source.name] for source in weight.sources if source.name in kinds]
     choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
     common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
-    return min(common, key=lambda stored: stored.bits_per_weight)
+    stored = min(common, key=lambda stored: stored.bits_per_weight)
+    if stored.quantised and any(source.index for source in weight.sources):
+        raise UnsupportedModelError(
+            f"{weight.sources[0].name} has the codes of all experts in one tensor, which are not taken as they are yet."
+            " To quantise the whole anew, with its error told, add --weights q4 (or int8, f16, f32).")
+    return stored

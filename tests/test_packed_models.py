@@ -10,9 +10,9 @@ import pytest
 
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.models import Storage, resolve
-from tests.packers import f16, make_packed, raw_parts, write_config, write_raw
+from tests.packers import f16, make_packed, mxfp4, raw_parts, write_config, write_raw
 from tests.test_gguf_import import weights_of
 
 MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
@@ -80,3 +80,21 @@ def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path, monkeyp
     assert resolve(tmp_path / "hf", storage=Storage("q4", 64)) == made
     with pytest.raises(UsageError, match="also say with --weights"):
         resolve(tmp_path / "hf", storage=Storage(None, 64))
+
+
+def test_stacked_codes_of_experts_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    make_packed(tmp_path / "hf", "gptq", **MIXTURE)
+    raw = {name: part for name, part in raw_parts(tmp_path / "hf" / "model.safetensors").items()
+           if ".experts." not in name and "_proj" not in name}
+    for i in range(2):
+        for part, shape in {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}.items():
+            raw[f"model.layers.{i}.self_attn.{part}_proj.weight"] = f16(np.ones(shape))
+        for part, stack in {"gate_up_proj": (5, 64, 64), "down_proj": (5, 64, 32)}.items():
+            packed, _ = mxfp4(np.random.default_rng(i), stack)
+            raw |= {f"model.layers.{i}.mlp.experts.{part}{end}": value for end, value in packed.items()}
+    write_raw(tmp_path / "hf" / "model.safetensors", raw)
+    write_config(tmp_path / "hf", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match=r"codes of all experts in one tensor.*--weights q4"):
+        convert(tmp_path / "hf", tmp_path / "out")
+    assert "in one tensor" in describe(tmp_path / "hf").file_refused
+    convert(tmp_path / "hf", tmp_path / "out", weights="q4")
