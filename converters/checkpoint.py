@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -34,7 +34,7 @@ from .expert_names import with_experts
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
-from .text_tensors import is_buffer, names_of_text
+from .text_tensors import Names, is_buffer, names_of_text
 from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
@@ -106,10 +106,7 @@ class Checkpoint:
         fields, generation = checkpoint_fields(path)
         config = read_config(fields, generation)
         files, aliases = open_shards(path)
-        wrapped = fields.get("model_type") in WRAPPERS
-        names = names_of_text(files, config.model_type, wrapped)
-        if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
-            config = replace(config, tie_word_embeddings=HEAD not in {*files, *names.aliases})
+        config, names = text_model(fields, config, files)
         return cls(path, config, files, {**names.aliases, **aliases}, names.pictures)
 
     def __enter__(self) -> Checkpoint:
@@ -290,6 +287,15 @@ def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None
     if config_file is None:
         raise CheckpointError(f"{path} is no checkpoint: it has no {CONFIG_FILE}.")
     return read_json(config_file), read_json(generation_file) if generation_file else None
+
+
+def text_model(fields: Mapping[str, Any], config: ModelConfig, stored: Collection[str]) -> tuple[ModelConfig, Names]:
+    """The config with what only the names of the tensors say, and how these names differ from the architecture's."""
+    wrapped = fields.get("model_type") in WRAPPERS
+    names = names_of_text(stored, config.model_type, wrapped)
+    if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
+        config = replace(config, tie_word_embeddings=HEAD not in {*stored, *names.aliases})
+    return config, names
 
 
 def open_shards(path: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:

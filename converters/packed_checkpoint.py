@@ -14,6 +14,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
+    ROUTER,
     ModelConfig,
     TypeOf,
     Weight,
@@ -25,7 +26,8 @@ from edgeinfer.graph import (
 )
 from edgeinfer.quant import quantise
 
-from .checkpoint import Checkpoint, checkpoint_fields, open_shards
+from .checkpoint import Checkpoint, checkpoint_fields, open_shards, text_model
+from .expert_names import with_experts
 from .packed_config import take_scheme
 from .packed_gather import gathered
 from .packed_import import moved
@@ -44,6 +46,8 @@ class PackedCheckpoint(Checkpoint):
 
     packed: dict[str, PackedTensor] = field(default_factory=dict)
     """The quantised tensors, by the names that they have in the model."""
+    kinds: dict[str, PackedKind | str] = field(default_factory=dict)
+    """What each tensor of the text model is, by the architecture's names."""
     no_weights: frozenset[str] = frozenset()
     """Names of tensors that belong to no weight: biases of zeros, scales of activations."""
 
@@ -59,7 +63,13 @@ class PackedCheckpoint(Checkpoint):
         files, aliases = open_shards(path)
         try:
             every, packed, no_weights = gathered(files, scheme)
-            return cls(path, config, every, aliases, packed=packed, no_weights=no_weights)
+            config, names = text_model(fields, config, every)
+            own = {name: alias for alias, name in names.aliases.items()}
+            kinds = {own.get(name, name): packed[name].kind if name in packed else file.tensors[name].dtype
+                     for name, file in every.items() if name not in names.pictures}
+            packed |= {alias: packed[name] for name, alias in own.items() if name in packed}
+            return cls(path, config, every, {**names.aliases, **aliases}, names.pictures, packed=packed, kinds=kinds,
+                       no_weights=no_weights)
         except BaseException:
             for file in set(files.values()):
                 file.close()
@@ -75,13 +85,7 @@ class PackedCheckpoint(Checkpoint):
         """What is left out."""
         scales = sum(name.endswith("scale") for name in self.no_weights)
         said = f"{scales} scales of activations, K or V are left out: edgeinfer takes its own, by group and token."
-        return (said,) if scales else ()
-
-    @property
-    def kinds(self) -> dict[str, PackedKind | str]:
-        """What each tensor is."""
-        return {name: self.packed[name].kind if name in self.packed else file.tensors[name].dtype
-                for name, file in self.files.items()}
+        return (*super().remarks, said) if scales else super().remarks
 
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the types of a weight's tensors, each once."""
@@ -123,16 +127,20 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     """The smallest type that holds each weight, and what a bundle's header says of them in one word each."""
     asked = {kind: WeightType.of(name) for kind, name in (("embedding", embedding), ("head", head)) if name}
     requested_types("f32", embedding=embedding, head=head)  # or it is refused
-    graph = build_graph(config, requested_types("f32"))
-    table = {weight.name: asked.get(weight.kind) or _stored(weight, kinds) for weight in graph.weights
-             if weight.kind != "vector"}
+    graph = with_experts(build_graph(config, requested_types("f32")), kinds)
+    table = {weight.name: _type(weight, kinds, asked) for weight in graph.weights if weight.kind != "vector"}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:
-        if weight.kind == "matrix":
+        if weight.kind in ("matrix", "experts"):
             sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
     chief = sizes.most_common(1)[0][0]
     return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
+
+
+def _type(weight: Weight, kinds: Kinds, asked: Mapping[str, WeightType]) -> WeightType:
+    """What is asked for of a kind of weights, else what holds the weight; routers are floats whatever they were."""
+    return ROUTER if weight.kind == "router" else asked.get(weight.kind) or _stored(weight, kinds)
 
 
 def _stored(weight: Weight, kinds: Kinds) -> WeightType:
@@ -140,4 +148,9 @@ def _stored(weight: Weight, kinds: Kinds) -> WeightType:
     found = [kinds[source.name] for source in weight.sources if source.name in kinds]
     choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
     common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
-    return min(common, key=lambda stored: stored.bits_per_weight)
+    stored = min(common, key=lambda stored: stored.bits_per_weight)
+    if stored.quantised and any(source.index for source in weight.sources):
+        raise UnsupportedModelError(
+            f"{weight.sources[0].name} has the codes of all experts in one tensor, which are not taken as they are yet."
+            " To quantise the whole anew, with its error told, add --weights q4 (or int8, f16, f32).")
+    return stored

@@ -12,6 +12,7 @@ from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import ModelConfig, Source, build_graph, read_config, requested_types
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE, WEIGHTS, quantisation_of
+from .expert_names import with_experts
 from .folder import checkpoint_file
 from .gguf_describe import FileDescription
 from .packed_checkpoint import Kinds, PackedCheckpoint, refuse_dear, storage_of
@@ -78,7 +79,7 @@ def _described(model: ModelConfig, kinds: Kinds, sizes: dict[str, int], weights:
 def expected_kinds(model: ModelConfig, scheme: Scheme, dtype: str) -> dict[str, PackedKind | str]:
     """What each tensor will be, by the config alone; `dtype` is the type of those that are not quantised."""
     kinds: dict[str, PackedKind | str] = {}
-    for weight in build_graph(model, requested_types("f32")).weights:
+    for weight in with_experts(build_graph(model, requested_types("f32")), ()).weights:
         for source in weight.sources if weight.kind != "vector" else ():
             left_out = scheme.leaves_out(source.name.removesuffix(".weight"))
             kinds[source.name] = dtype if left_out else _kind(scheme, source)

@@ -80,7 +80,7 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
            ) -> tuple[NDArray[np.int8], list[Floats], list[tuple[str, int]]]:
     """Codes of stored rows; scales and, where the type has them, minima of its groups; and what was read for them."""
     columns, groups = weight.shape[1], -(-weight.shape[1] // stored.group_size)
-    read: dict[tuple[str, int, int], list[Floats]] = {}
+    read: dict[tuple[Source, int, int], list[Floats]] = {}
     done: list[tuple[str, int]] = []
 
     def codes_of(source: Source, first: int, last: int) -> NDArray[np.int8]:
@@ -90,8 +90,8 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
         low = int(rows.min())
         block = packed[source.name].block(low, int(rows.max()) + 1)
         times = -(-(block.group_size or columns) // stored.group_size)
-        read[source.name, first, last] = [np.repeat(part, times, axis=1)[rows - low, :groups]
-                                          for part in _factors(block, stored)]
+        read[source, first, last] = [np.repeat(part, times, axis=1)[rows - low, :groups]
+                                     for part in _factors(block, stored)]
         done.append((source.name, (last - first) * columns))
         codes = block.codes.view(np.int8)
         return codes[rows - low] if source.steps else codes
@@ -101,9 +101,9 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
                    for i in range(stored.storage.factors)], done
 
 
-def _part(read: Mapping[tuple[str, int, int], list[Floats]], i: int) -> Read:
+def _part(read: Mapping[tuple[Source, int, int], list[Floats]], i: int) -> Read:
     """Factors number i of rows of a source that were read."""
-    return lambda source, first, last: read[source.name, first, last][i]
+    return lambda source, first, last: read[source, first, last][i]
 
 
 def _factors(block: Block, stored: WeightType) -> list[Floats]:

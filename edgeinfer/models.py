@@ -275,7 +275,8 @@ def _from_hub(repo_id: str, progress: Progress | None, convert: bool, storage: S
 def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
     """What the name of a checkpoint's bundle says of its types; `anew`: maybe not those that the checkpoint has."""
     weights, group_size = storage.of_checkpoint
-    return weights, str(group_size), *(["anew"] if anew else [])
+    own = [] if storage.weights else ["own"]  # of which a quantised checkpoint refuses a group size
+    return weights, str(group_size), *(["anew", *own] if anew else [])
 
 
 def _is_quantised(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tensors = {}
     for weight in build_graph(config, requested_types("f32")).weights:
-        for source in weight.sources:
+        for source in chain.from_iterable(part.items if part.each else (part,) for part in weight.sources):
             if source.name in tensors:
                 continue
             values = rng.standard_normal(source.stored).astype(np.float32)

@@ -230,7 +230,7 @@ def make_packed(
     options : dict
         For the packer, beside those of the form.
     **overrides
-        Fields of config.json.
+        Fields of config.json, and `model_type`.
     """
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 304, **overrides}
     make_checkpoint(directory, seed=seed, **sizes)
@@ -241,7 +241,8 @@ def make_packed(
     raw: dict[str, Raw] = {}
     for name, values in tensors.items():
         module = name.removesuffix(".weight")
-        linear = values.ndim == 2 and (form.startswith("mlx") or not ("embed" in name or "lm_head" in name))
+        outer = any(word in name for word in ("embed", "lm_head", "mlp.gate."))
+        linear = values.ndim == 2 and (form.startswith("mlx") or not outer)
         if not linear:
             raw[name] = f16(values)
             tensors[name] = values.astype(np.float16).astype(np.float32)
@@ -262,6 +263,16 @@ def write_raw(path: Path, tensors: dict[str, Raw]) -> None:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(content)]}
         data += content
     raw_safetensors(path, header, bytes(data))
+
+
+def raw_parts(path: Path) -> dict[str, Raw]:
+    """The parts in a safetensors file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    return {name: (entry["dtype"], tuple(entry["shape"]), content[start + entry["data_offsets"][0] :
+                                                                  start + entry["data_offsets"][1]])
+            for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_config(directory: Path, **fields: Any) -> None:

@@ -16,10 +16,10 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError
-from edgeinfer.graph import ModelConfig, read_config
+from edgeinfer.graph import ModelConfig, build_graph, read_config, requested_types
 from tests import golden_cases
-from tests.gguf_files import permuted
-from tests.sessions import scored, session
+from tests.gguf_files import add_tensor, permuted
+from tests.sessions import logits_of, scored, session
 from tests.test_models_golden import TOLERANCE, difference
 
 ARCHITECTURES = {
@@ -106,15 +106,18 @@ def in_rows(fused: np.ndarray, c: ModelConfig) -> np.ndarray:
     return np.concatenate([part.reshape(-1, *fused.shape[1:]) for part in parts])
 
 
-def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], arch: str) -> None:
+def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], arch: str,
+          kinds: dict[str, str] | None = None) -> None:
+    """`kinds` are types of matrices by a word of their names; all others are F32."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, arch)
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-             list: writer.add_array}
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+              list: writer.add_array}
     for key, value in fields.items():
-        kinds[type(value)](key, value)
+        adders[type(value)](key, value)
     for name, values in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        kind = next((kind for word, kind in (kinds or {}).items() if word in name and values.ndim == 2), "F32")
+        add_tensor(writer, name, np.ascontiguousarray(values, np.float32), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,6 +139,38 @@ def test_logits_of_a_file(name: str, tmp_path: Path) -> None:
             golden = scored(opened, case.ids).copy()
     with session(tmp_path / "bundle", kv="f32", ctx=64, outputs=16) as opened:
         assert difference(scored(opened, case.ids), golden) < TOLERANCE
+    assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
+
+
+def of_256(name: str) -> golden_cases.GoldenCase:
+    """A case with rows of whole blocks of 256, without transformers' logits."""
+    case = golden_cases.load(name)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = case.config | {key: value for key, value in sizes.items() if key in case.config}
+    shapes = {source.name: source.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
+              for source in weight.sources}
+    tensors = {tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()}
+    return case._replace(config=config, tensors=tensors)
+
+
+@pytest.mark.parametrize("kinds", [
+    {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"}, {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"},
+], ids=["Q4_K_M", "floats between"])
+@pytest.mark.parametrize("name", ["stablelm", "stablelm-parallel", "phi", "starcoder2-window", "cohere", "olmo2"])
+def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v of several types have an input each: logits beside those of the same values in f32."""
+    case, arch = of_256(name), ARCHITECTURES[name]
+    c = read_config(case.config)
+    write(tmp_path / "m.gguf", metadata(case, c, arch), tensors_of(case, c, arch), arch, kinds)
+    convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
+    monkeypatch.setenv("EDGEINFER_CHECK", "1")
+    options: dict[str, Any] = {"kv": "f32", "ctx": 64}
+    with session(tmp_path / "bundle", **options) as ours, session(tmp_path / "floats", **options) as other:
+        assert "layers.0.qkv.2" in ours.graph.types
+        found, wanted = logits_of(ours, case.ids, 3), logits_of(other, case.ids, 3)
+    assert np.abs(found - wanted).max() < 0.15 * np.abs(wanted).max()  # activations of 8 bits, random weights
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
 
 

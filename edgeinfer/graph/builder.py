@@ -328,7 +328,7 @@ class GraphBuilder:
     def _again(self, x: Tensor, weight: WeightType) -> Tensor:
         """What a norm has made, made once more as another weight reads it; other tensors as they are."""
         norm = next(op for op in reversed(self._ops) if op.out == x)
-        if not isinstance(norm, RmsNorm):
+        if not isinstance(norm, RmsNorm | LayerNorm):
             return self._as_input(x, weight)
         return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
 

@@ -159,9 +159,11 @@ class Quantize(RowOp):
     x: Tensor
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Rows get no longer."""
+        """Rows get no longer, and were floats."""
         if self.out.width > self.x.width:
             yield from other_width("the input has rows of", self.x.width, self.out)
+        if self.x.dtype != "f32":
+            yield f"{self.x} is quantised already"
 
 
 @dataclass(frozen=True, kw_only=True)

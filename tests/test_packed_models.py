@@ -1,0 +1,100 @@
+"""Quantised checkpoints of other architectures than Llama's: mixtures of experts, fused tensors, models that see."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.converters import convert
+from edgeinfer.describe import describe
+from edgeinfer.errors import UnsupportedModelError, UsageError
+from edgeinfer.models import Storage, resolve
+from tests.packers import f16, make_packed, mxfp4, raw_parts, write_config, write_raw
+from tests.test_gguf_import import weights_of
+
+MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "norm_topk_prob": True, "torch_dtype": "float16"}
+
+
+@pytest.mark.parametrize(("form", "stored"), [("gptq", "q4"), ("pack-quantized", "q4"), ("int-quantized", "int8"),
+                                              ("fp8", "f16")])
+def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored: str) -> None:
+    """Their codes are kept too, the router is floats, and plans know it, from the config alone too."""
+    tensors = make_packed(tmp_path / "hf", form, **MIXTURE)
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert report.anew == "" and (report.rounded == ()) == (stored != "f16")
+    types = {tensor.name: tensor.dtype for tensor in report.tensors}
+    assert types["layers.0.qkv"] == types["layers.0.experts_gate_up"] == types["layers.1.experts_down"] == stored
+    assert types["layers.0.router"] == "f32"
+    found = weights_of(tmp_path / "out")
+    want = np.stack([tensors[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] for i in range(5)])
+    down = found["layers.1.experts_down"].reshape(want.shape)
+    assert np.array_equal(down, want) or (stored == "f16" and (abs(down - want) <= 4.9e-4 * abs(want) + 3e-8).all())
+    ours = describe(tmp_path / "out")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "hf" / "config.json").rename(tmp_path / "alone" / "config.json")
+    alone = describe(tmp_path / "alone" / "config.json")
+    (tmp_path / "alone" / "config.json").rename(tmp_path / "hf" / "config.json")
+    for described in (describe(tmp_path / "hf"), alone):
+        assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "gpt_neox", "falcon"])
+def test_parts_of_one_tensor_keep_their_scales(tmp_path: Path, model_type: str) -> None:
+    """q, k and v of one packed tensor, and gate and up, are rows of it with codes and scales of their own."""
+    more = {"falcon": {"multi_query": False, "bias": False}, "phi3": {"pad_token_id": 0}}.get(model_type, {})
+    make_packed(tmp_path / "hf", "gptq", model_type=model_type, num_key_value_heads=4, **more)
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    assert report.rounded == ()
+    convert(tmp_path / "hf", tmp_path / "floats", weights="f32")
+    found, wanted = weights_of(tmp_path / "out"), weights_of(tmp_path / "floats")
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not np.array_equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize(("prefix", "form"), [
+    ("model.language_model.", "gptq"), ("language_model.model.", "mlx 8 bits"), ("model.", "int-quantized")])
+def test_the_text_of_models_that_see(tmp_path: Path, prefix: str, form: str) -> None:
+    """By any of the names; the part that sees is left out, and is told of."""
+    make_packed(tmp_path / "plain", form, model_type="qwen2")
+    make_packed(tmp_path / "sees", form, model_type="qwen2")
+    raw = raw_parts(tmp_path / "sees" / "model.safetensors")
+    head = "language_model.lm_head" if prefix.startswith("language_model") else "lm_head"
+    named = {re.sub(r"^lm_head", head, re.sub(r"^model\.", prefix, name)): part for name, part in raw.items()}
+    write_raw(tmp_path / "sees" / "model.safetensors", {**named, "visual.proj.weight": f16(np.ones((8, 8)))})
+    write_config(tmp_path / "sees", model_type="qwen2_5_vl", vision_config={"depth": 2})
+    report = convert(tmp_path / "sees", tmp_path / "one")
+    convert(tmp_path / "plain", tmp_path / "two")
+    assert any("1 tensors of what sees pictures" in remark for remark in report.remarks)
+    assert (tmp_path / "one/weights.bin").read_bytes() == (tmp_path / "two/weights.bin").read_bytes()
+    assert describe(tmp_path / "sees").weight_bytes == describe(tmp_path / "two").weight_bytes
+
+
+def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+    make_packed(tmp_path / "hf", "gptq")
+    made = resolve(tmp_path / "hf", storage=Storage("q4", 64))
+    assert resolve(tmp_path / "hf", storage=Storage("q4", 64)) == made
+    with pytest.raises(UsageError, match="also say with --weights"):
+        resolve(tmp_path / "hf", storage=Storage(None, 64))
+
+
+def test_stacked_codes_of_experts_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    make_packed(tmp_path / "hf", "gptq", **MIXTURE)
+    raw = {name: part for name, part in raw_parts(tmp_path / "hf" / "model.safetensors").items()
+           if ".experts." not in name and "_proj" not in name}
+    for i in range(2):
+        for part, shape in {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}.items():
+            raw[f"model.layers.{i}.self_attn.{part}_proj.weight"] = f16(np.ones(shape))
+        for part, stack in {"gate_up_proj": (5, 64, 64), "down_proj": (5, 64, 32)}.items():
+            packed, _ = mxfp4(np.random.default_rng(i), stack)
+            raw |= {f"model.layers.{i}.mlp.experts.{part}{end}": value for end, value in packed.items()}
+    write_raw(tmp_path / "hf" / "model.safetensors", raw)
+    write_config(tmp_path / "hf", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match=r"codes of all experts in one tensor.*--weights q4"):
+        convert(tmp_path / "hf", tmp_path / "out")
+    assert "in one tensor" in describe(tmp_path / "hf").file_refused
+    convert(tmp_path / "hf", tmp_path / "out", weights="q4")
