@@ -1,12 +1,13 @@
 """SIMD kernels written in Python, their NumPy twins, and the objects that a process links.
 
-The contract stands beside this file (abi.py, parameters.py, catalogue.py, registry.py, isa.py); `ops/` holds the
-kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/` their twins.
+The contract stands beside this file (abi.py, routes.py, parameters.py, catalogue.py, registry.py, isa.py); `ops/`
+holds the kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/`
+their twins.
 
 Shape letters: T tokens, D model (hidden_size), H heads, K key-value heads, E head size, F feed-forward, V vocabulary,
 G group. Nothing here imports Numba but the build (compile.py and the kernel files that it loads in a process of its
-own). `abi`, `catalogue`, `parameters`, `reference` and `sampling` are offered as modules, for their names read best
-with the module's.
+own). `abi`, `catalogue`, `parameters`, `reference`, `routes` and `sampling` are offered as modules, for their names
+read best with the module's.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
-    from . import abi, catalogue, parameters, reference, sampling
+    from . import abi, catalogue, parameters, reference, routes, sampling
     from .catalogue import extend, twin_of
     from .isa import LADDER, Isa, available, choose, machine
     from .parameters import (
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED",
            "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN", "VALUES",
            "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
-           "fill", "find_set", "machine", "package_directory", "parameters", "reference", "sampling", "twin_of"]
+           "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes", "sampling",
+           "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE "
                   "RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
-    "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "sampling": "sampling",
+    "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "routes": "routes",
+    "sampling": "sampling",
 })

@@ -273,21 +273,6 @@ COLD_PARTS = 4
 COLD_USES = 3
 """Most uses that are counted of a slot."""
 
-# -- mixtures of experts: which tokens go through which ----------------------------------------------------------------
-ROUTE_BYTES = 16
-"""A token and one of its experts. A row of `route` has those of its token, by expert; the list of `sort_routes` has
-those of all tokens, by expert, then by token. A walk of one token needs no sorting: its row is the list."""
-ROUTE_EXPERT, ROUTE_TOKEN, ROUTE_WEIGHT = 0, 4, 8
-"""int32, int32, and the float32 that the expert's output is multiplied by."""
-ROUTE_SEGMENTS = 12
-"""int32 in the first entry of a list of all tokens: how many segments stand behind it."""
-SEGMENT_EXPERT, SEGMENT_FIRST, SEGMENT_COUNT = 0, 4, 8
-"""int32 each: an expert that some tokens go through, the first of its entries in the list, how many there are.
-ROUTE_BYTES from one to the next; they stand behind the last entry."""
-SCORE_SOFTMAX, SCORE_SIGMOID = 0, 1
-"""What `route` makes of router logits."""
-
-
 # -- draws: how a token is to be chosen from a row of logits, and which was --------------------------------------------
 DRAW_BYTES = 128
 """Kept by whoever draws, as long as it draws; integers are int64, the others float64."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, routes
 from edgeinfer.kernels.parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROUTE, ROWS, fill
 from edgeinfer.kernels.reference import choose_experts
 from edgeinfer.quant import WeightType
@@ -37,7 +37,7 @@ def route(isa: str, logits: np.ndarray, active: int, threads: int = 1, bias: np.
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("scores", [abi.SCORE_SOFTMAX, abi.SCORE_SIGMOID])
+@pytest.mark.parametrize("scores", [routes.SCORE_SOFTMAX, routes.SCORE_SIGMOID])
 @pytest.mark.parametrize(("experts", "active"), [(1, 1), (2, 1), (7, 3), (8, 2), (31, 31), (64, 8), (127, 4),
                                                  (512, 10)])
 def test_routing_agrees_with_its_twin(isa: str, scores: int, experts: int, active: int) -> None:
@@ -58,7 +58,7 @@ def test_a_bias_counts_for_the_choice_alone_and_groups_are_chosen_first(
 ) -> None:
     rng = np.random.default_rng(groups)
     logits, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((33, 64), 64))
-    more = {"scores": abi.SCORE_SIGMOID, "groups": groups, "active_groups": active_groups, "group_best": best}
+    more = {"scores": routes.SCORE_SIGMOID, "groups": groups, "active_groups": active_groups, "group_best": best}
     ids, weights = route(isa, logits, 6, bias=bias, **more)
     assert (len(set(row // (64 // groups))) <= active_groups for row in ids)
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, routes
 
 from ..dataclass import dataclass
 from ..sizes import round_up
@@ -18,9 +18,9 @@ from .products import Product, parameters
 from .types import Tensor, Types
 from .weights import Weight
 
-ENTRY = abi.ROUTE_BYTES // 4
+ENTRY = routes.ROUTE_BYTES // 4
 """Words of an entry of a list."""
-SCORES = {"softmax": abi.SCORE_SOFTMAX, "sigmoid": abi.SCORE_SIGMOID}
+SCORES = {"softmax": routes.SCORE_SOFTMAX, "sigmoid": routes.SCORE_SIGMOID}
 """What can be made of router logits, and its number in records."""
 
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import (
-    COUNT_SEVERAL,
-    FLAG_BIAS,
-    FUSED_QUANTISE,
-    GATED_SCRATCH_BYTES,
+from ..abi import COUNT_SEVERAL, FLAG_BIAS, FUSED_QUANTISE, GATED_SCRATCH_BYTES
+from ..parameters import LINEAR
+from ..registry import kernel
+from ..routes import (
     ROUTE_BYTES,
     ROUTE_EXPERT,
     ROUTE_SEGMENTS,
@@ -31,8 +30,6 @@ from ..abi import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
-from ..parameters import LINEAR
-from ..registry import kernel
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
 from ..vector.simd import load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
 from ..vector.targets import fma

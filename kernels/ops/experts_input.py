@@ -9,9 +9,9 @@ Operands: 0 source, 1 out, 2 list. Parameters: parameters.EXPERTS_INPUT. Twins: 
 
 from __future__ import annotations
 
-from ..abi import ROUTE_BYTES, ROUTE_SEGMENTS, ROUTE_TOKEN, SEGMENT_COUNT, SEGMENT_FIRST
 from ..parameters import EXPERTS_INPUT, ROWS
 from ..registry import kernel
+from ..routes import ROUTE_BYTES, ROUTE_SEGMENTS, ROUTE_TOKEN, SEGMENT_COUNT, SEGMENT_FIRST
 from ..vector.record import claim, count, inline, operand, parameter
 from ..vector.simd import load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
 from ..vector.vecmath import sigmoid

@@ -14,8 +14,10 @@ reference/route.py.
 
 from __future__ import annotations
 
-from ..abi import (
-    FLAG_BIAS,
+from ..abi import FLAG_BIAS
+from ..parameters import ROUTE
+from ..registry import kernel
+from ..routes import (
     ROUTE_BYTES,
     ROUTE_EXPERT,
     ROUTE_SEGMENTS,
@@ -26,8 +28,6 @@ from ..abi import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
-from ..parameters import ROUTE
-from ..registry import kernel
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, round_up_16
 from ..vector.simd import (
     div_f32,

@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import (
-    COUNT_SEVERAL,
-    FLAG_BIAS,
-    ROUTE_BYTES,
-    ROUTE_EXPERT,
-    ROUTE_SEGMENTS,
-    ROUTE_TOKEN,
-    ROUTE_WEIGHT,
-    SCORE_SIGMOID,
-)
+from ..abi import COUNT_SEVERAL, FLAG_BIAS
 from ..parameters import ROUTE
+from ..routes import ROUTE_BYTES, ROUTE_EXPERT, ROUTE_SEGMENTS, ROUTE_TOKEN, ROUTE_WEIGHT, SCORE_SIGMOID
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of, memory
