@@ -156,6 +156,7 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
         config |= {"num_local_experts": experts}
     return config
 
+
 def _value(value: Any) -> Any:
     """One number for a list of equal ones by layer, and the shortest decimal that is a float32."""
     if isinstance(value, array) and len(set(value)) == 1:
