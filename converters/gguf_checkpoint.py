@@ -27,7 +27,7 @@ from edgeinfer.graph import (
     expected_types,
     requested_types,
 )
-from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, TYPES, quantise
+from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
@@ -237,8 +237,3 @@ def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
     """The type of tensors together; one that is missing is told of later, by name."""
     found = {kinds[source.name] for source in sources if source.name in kinds}
     return (smallest_exact(found) if found else None) or WeightType("f32")
-
-
-def keeps(kinds: set[str], stored: WeightType) -> bool:
-    """Whether a stored type holds tensors of these types without loss."""
-    return TYPES[stored.dtype].name == "f32" or all(stored in EXACT.get(kind, ()) for kind in kinds)

@@ -76,7 +76,8 @@ def purpose(header: GgufHeader) -> str:
     """Return what a file is that is no model, one of `PURPOSES`; empty for a model."""
     kind, name = header.fields.get("general.type"), header.fields.get("general.architecture")
     kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
-    return str(kind) if kind in PURPOSES and not (kind == "vocab" and not header.tensors) else ""
+    known = isinstance(kind, str) and kind in PURPOSES
+    return str(kind) if known and not (kind == "vocab" and not header.tensors) else ""
 
 
 def is_outline(header: GgufHeader) -> bool:
@@ -156,6 +157,7 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
         config |= {"num_local_experts": experts}
     return config
 
+
 def _value(value: Any) -> Any:
     """One number for a list of equal ones by layer, and the shortest decimal that is a float32."""
     if isinstance(value, array) and len(set(value)) == 1:
@@ -177,7 +179,8 @@ def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str
              "the rows of token_embd.weight": tensors["token_embd.weight"].shape[0]
              if "token_embd.weight" in tensors else None}
     counts = {what: count for what, count in found.items() if count is not None}
-    if len(set(counts.values())) > 1:
+    one, *others = counts.values() or (None,)
+    if any(count != one for count in others):
         said = ", ".join(f"{what} {count}" for what, count in counts.items())
         raise CheckpointError(f"{header.path} disagrees with itself on its vocabulary: {said}; download it again.")
     return next(iter(counts.values()), None)
@@ -261,7 +264,8 @@ def _read_longrope(r: ConfigReader, prefix: str, config: dict[str, Any], factors
 def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:
     """A window of a llama makes it a mistral; Qwen's layers by windows are not described by these files."""
     window = r.integer(prefix + "attention.sliding_window", None, low=0)
-    if not window or window >= (config.get("max_position_embeddings") or 0):
+    longest = config.get("max_position_embeddings") or 0
+    if not window or not isinstance(longest, int) or window >= longest:  # what is no number is refused with the others
         return
     if config["model_type"] != "llama":
         raise r.unsupported(prefix + "attention.sliding_window", window, "the file does not say which layers have it")

@@ -157,8 +157,8 @@ class Parts:
         return have.shape
 
     def whole(self, part: str, dtype: str) -> NDArray[Any]:
-        """All elements of a part as they are stored."""
-        return self.rows(part, 0, self.stored(part).shape[0], dtype)
+        """All elements of a part as they are stored; a number without dimensions as an array of one."""
+        return self.rows(part, 0, (self.stored(part).shape or (1,))[0], dtype)
 
     def rows(self, part: str, start: int, stop: int, dtype: str) -> NDArray[Any]:
         """Some rows of a part as they are stored."""

@@ -85,9 +85,12 @@ class SafetensorsFile:
         return self._as_float32(tensor, raw)
 
     def read_rows_as(self, name: str, start: int, stop: int, dtype: str) -> NDArray[Any]:
-        """Rows start to stop of a tensor as elements of a NumPy type of the stored size, of one dimension."""
+        """Rows start to stop of a tensor as elements of a NumPy type of the stored size, of one dimension.
+
+        A number without dimensions is a row.
+        """
         tensor = self.tensors[name]
-        row_bytes = tensor.nbytes // tensor.shape[0]
+        row_bytes = tensor.nbytes // (tensor.shape or (1,))[0]
         raw = np.empty((stop - start) * row_bytes, np.uint8)
         self._read_into(name, tensor.offset + start * row_bytes, raw)
         return raw.view(dtype)

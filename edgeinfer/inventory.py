@@ -91,10 +91,9 @@ def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: Pro
 
 def look_at_gguf(name: str, path: Path) -> LocalModel:
     """Look at one GGUF file, which is called `name`; raises `CheckpointError` where its header cannot be read."""
-    from .converters import Found, gguf_parts, read_headers
+    from .converters import Found, read_headers
 
-    read_headers(path)
-    nbytes = sum(part.stat().st_size for part in gguf_parts(path))
+    nbytes = sum(header.size for header in read_headers(path))
     return _Judge().judged(Found("folder", "gguf", path, name, nbytes))
 
 

@@ -74,8 +74,6 @@ class DestinationLock:
                 if waiting is None:
                     raise DestinationError(f"{self._destination} is being written by another process; wait until it "
                                            "has finished.") from None
-                if not self.path.exists():  # the library takes a file that cannot be made for one that just went
-                    self.path.touch()
                 waiting()
                 time.sleep(TICK_SECONDS)
             except (OSError, NotImplementedError) as error:

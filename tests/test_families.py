@@ -4,6 +4,7 @@ whose names differ, and FFNs that are mostly zeros."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,12 +177,24 @@ def test_a_text_model_has_no_pictures(tmp_path: Path) -> None:
         ("stablelm", {"partial_rotary_factor": 0.25}, "3 of the 12 dimensions of a head turn"),
         ("olmo2", {"sliding_window": 7}, "sliding_window is 7"),
         ("granite", {"embedding_multiplier": -1}, "embedding_multiplier is -1; it must be a number above 0"),
+        ("gpt-neo-window", {"attention_types": [[[["local"]], 12]]}, "it must say global or local for"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, changes: dict, message: str) -> None:
     config = golden_cases.load(name).config
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read_config({**config, **changes})
+
+
+def test_layers_are_counted_before_something_is_made_for_each() -> None:
+    config = golden_cases.load("starcoder2-window").config
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="num_hidden_layers is 4194304; it must be a whole number from 1 to"):
+            read_config({**config, "num_hidden_layers": 1 << 22})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
 
 
 def test_factors_of_longrope_are_counted() -> None:

@@ -288,6 +288,10 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
         (changed(lambda f, t: f.update({"llama.rope.freq_base": float("nan")})), "rope_theta is nan; it must be"),
         (changed(lambda f, t: f.update({"llama.attention.scale": "q"})), "attention.scale is 'q'; it must be a number"),
         (changed(lambda f, t: f.update({"llama.attention.sliding_window": [1, 2]})), r"window is \[1, 2\]; it must be"),
+        (changed(lambda f, t: f.update({"llama.attention.sliding_window": 4, "llama.context_length": [1, 2]})),
+         r"max_position_embeddings is \[1, 2\]; it must be"),
+        (changed(lambda f, t: f.update({"llama.vocab_size": [1, 2]})), "disagrees with itself on its vocabulary"),
+        (changed(lambda f, t: f.update({"general.type": [1, 2], "llama.block_count": 0})), "num_hidden_layers is 0"),
         (changed(lambda f, t: f.update({"llama.rope.scaling.factor": "q"})), "factor is 'q'; it must be a number"),
     ],
 )

@@ -261,6 +261,25 @@ def test_the_same_vocabulary_is_passed_in_one_step(tmp_path: Path, monkeypatch: 
             read_headers(tmp_path / "e", passed)
 
 
+@linked
+def test_names_do_not_command_the_terminal(home: Path, source: Path) -> None:
+    convert(source, home / "edgeinfer/bundles/mine", origin="of\x1b[2Jmine")
+    folder = home / "f\x1b[31mred"
+    folder.mkdir()
+    write_gguf(folder / "a.gguf", source, "Q8_0")
+    (folder / "b.gguf.part").write_bytes(b"GGUF")
+    os.mkfifo(folder / "c.gguf")
+    table = edgeinfer("models", folder).out
+    assert "\x1b" not in table
+    assert "f\\x1b[31mred/a.gguf" in table and "of\\x1b[2Jmine" in table
+
+
+def test_a_name_like_that_of_a_part_is_no_split_model(home: Path, tmp_path: Path, source: Path) -> None:
+    path = tmp_path / "whole-00001-of-00002.gguf"
+    write_gguf(path, source, "Q8_0")
+    assert edgeinfer("info", path).code == 0
+
+
 def test_only_those_that_run(home: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_text("no")
     assert [model["name"] for model in listed("--runs")] == ["demo"]

@@ -450,6 +450,24 @@ def test_parts_that_do_not_fit(tmp_path: Path, form: str, change: Any, said: str
     assert str(caught.value).endswith(".") and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("form", "parts"), [
+    ("fp8", {".weight_scale_inv": ("F8_E8M0", b"\x7a")}),
+    ("int-quantized", {".weight_scale": ("F32", np.float32(0.25).tobytes()), ".weight_zero_point": ("I8", b"\x03")}),
+])
+def test_one_scale_of_a_module_may_have_no_dimension(tmp_path: Path, form: str, parts: dict[str, tuple[str, bytes]]
+                                                     ) -> None:
+    module, found = "model.layers.0.mlp.down_proj", []
+    for number, shape in enumerate([(1,), ()]):
+        def alter(name: str, had: dict[str, Raw], shape: tuple[int, ...] = shape) -> None:
+            if name == module:
+                had.update({part: (dtype, shape, raw) for part, (dtype, raw) in parts.items()})
+
+        make_packed(tmp_path / str(number), form, alter=alter)
+        with open_checkpoint(tmp_path / str(number)) as checkpoint:
+            found.append(checkpoint.read(f"{module}.weight", [0], 64 * 96))
+    assert found[0].any() and np.array_equal(*found)
+
+
 def test_a_module_that_was_left_whole_is_not_lost(tmp_path: Path) -> None:
     make_packed(tmp_path / "hf", "gptq")
     raw = raw_of(tmp_path / "hf")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import UsageError, printable
 from ..sizes import format_size
 from .options import Json
 from .output import COLUMNS, folded, print_json
@@ -102,16 +102,17 @@ def lines(found: list[LocalModel]) -> Iterator[str]:
 def _rows(model: LocalModel) -> Iterator[str]:
     """A model's line; a name too long for its column has one of its own, and is never cut: it is to be typed."""
     rest = f"{format_size(model.nbytes):>{SIZE}}  {_cut(model.holds, HOLDS):<{HOLDS}} {_verdict(model)}"
-    if len(model.name) <= NAME:
-        yield f"  {model.name:<{NAME}} {rest}"
+    name = printable(model.name)
+    if len(name) <= NAME:
+        yield f"  {name:<{NAME}} {rest}"
     else:
-        yield f"  {model.name}"
+        yield f"  {name}"
         yield f"  {'':<{NAME}} {rest}"
     if model.reason:
         why = model.reason.replace(str(model.path), "the file" if model.format == "gguf" else "it")
-        yield from folded(f"{why.split('; ')[0].rstrip('.')}.", "      ")
+        yield from folded(f"{printable(why.split('; ')[0]).rstrip('.')}.", "      ")
     if model.source:
-        yield f"      of {_cut(model.source, COLUMNS - 9)}"
+        yield f"      of {_cut(printable(model.source), COLUMNS - 9)}"
 
 
 def _verdict(model: LocalModel) -> str:

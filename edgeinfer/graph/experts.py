@@ -24,7 +24,6 @@ SCORES = {"softmax": routes.SCORE_SOFTMAX, "sigmoid": routes.SCORE_SIGMOID}
 """What can be made of router logits, and its number in records."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Route(RowOp):
     """Which experts each token goes through, and with what weights: an entry for each, by expert."""

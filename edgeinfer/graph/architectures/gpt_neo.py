@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from ...errors import CheckpointError
 from ..blocks import Layer, layer
 from ..builder import GraphBuilder
@@ -22,10 +24,11 @@ def read(c: ConfigReader) -> ModelConfig:
     given = c.get("attention_types", [[["global", "local"], 12]])
     c.get("attention_layers")  # the same, one by one
     try:
-        kinds = [kind for names, times in given for _ in range(min(times, layers)) for kind in names]
+        every = (kind for names, times in given for _ in range(min(times, layers)) for kind in names)
+        kinds = list(islice(every, layers + 1))
     except (TypeError, ValueError):
         kinds = []
-    if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+    if len(kinds) != layers or any(kind not in ("global", "local") for kind in kinds):
         raise CheckpointError(f"{c.where}: attention_types is {given!r:.60}; it must say global or local for {layers} "
                               "layers.")
     windows = tuple(window if kind == "local" else 0 for kind in kinds)

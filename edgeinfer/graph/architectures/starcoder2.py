@@ -23,7 +23,8 @@ def read(c: ConfigReader) -> ModelConfig:
         c.get(name)  # in which type it is calculated
     if not c.flag("scale_attn_weights", True):
         raise c.unsupported("scale_attn_weights", False, "only true is supported")
-    bias, window, layers = c.flag("use_bias", True), c.integer("sliding_window", None), c.integer("num_hidden_layers")
+    bias, window = c.flag("use_bias", True), c.integer("sliding_window", None)
+    layers = c.integer("num_hidden_layers", high=2**12)
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias,
                         windows=(window,) * layers if window else ())
 
