@@ -264,8 +264,8 @@ def _read_longrope(r: ConfigReader, prefix: str, config: dict[str, Any], factors
 def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:
     """A window of a llama makes it a mistral; Qwen's layers by windows are not described by these files."""
     window = r.integer(prefix + "attention.sliding_window", None, low=0)
-    longest = config.get("max_position_embeddings") or 0
-    if not window or not isinstance(longest, int) or window >= longest:  # what is no number is refused with the others
+    longest = config.get("max_position_embeddings", math.inf)
+    if not window or not isinstance(longest, int | float) or window >= longest:  # no number: refused with the others
         return
     if config["model_type"] != "llama":
         raise r.unsupported(prefix + "attention.sliding_window", window, "the file does not say which layers have it")

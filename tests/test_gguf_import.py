@@ -110,6 +110,12 @@ def test_every_value_is_that_of_the_file(tmp_path: Path, model_type: str, kind: 
         assert (tmp_path / "out/weights.bin").read_bytes() == (tmp_path / "hf-bundle/weights.bin").read_bytes()
 
 
+def test_a_window_counts_where_the_file_says_no_context(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf", "mistral", **SIZES, sliding_window=40)
+    write_gguf(tmp_path / "m.gguf", source, "F16", {"llama.context_length": None})
+    assert set(describe(tmp_path / "m.gguf").config.windows) == {40}
+
+
 def test_types_are_mixed_within_a_weight_without_loss(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
     kinds = {"attn_v": "Q8_0", "attn_": "Q4_0", "ffn_gate": "F16", "ffn_up": "BF16", "ffn_down": "Q4_0",
