@@ -439,5 +439,7 @@ def _types(graph: Graph, names: Container[str]) -> str:
     """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
     small = ("vector", "router")
     kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind not in small and w.name in names}
+    if kinds.get("experts") == kinds.get("matrix"):  # then they are matrices like the others
+        kinds.pop("experts", None)
     alike = {stored: [kind for kind in kinds if kinds[kind] == stored] for stored in kinds.values()}
     return "; ".join(f"{', '.join(names)} {stored}" for stored, names in alike.items())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.kernels import Isa, Kernels, abi, available, choose, find_set, twin_of
+from edgeinfer.kernels.catalogue import is_foreign
 from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
 
 ISAS = [isa.name for isa in available()] if "EDGEINFER_ISA" not in os.environ else [choose().name]
@@ -23,15 +24,24 @@ SLACK_BYTES = 256
 
 @functools.cache
 def function(isa: str, name: str):
-    return kernels(isa).function(name)
+    found = kernels(isa)
+    if is_foreign(name):
+        compile_all(found.isa, foreign=True)
+    return found.function(name)
 
 
 @functools.cache
 def kernels(isa: str) -> Kernels:
     found: Isa = next(i for i in available() if i.name == isa)
-    if "EDGEINFER_TEST_EMULATED" not in os.environ:  # where nothing can be compiled
-        find_set(found)  # all at once: one by one they would take longer
+    compile_all(found, foreign=False)
     return Kernels(found)
+
+
+@functools.cache
+def compile_all(isa: Isa, foreign: bool) -> None:
+    """All at once, as one by one they would take longer; in two parts, each within the time that a test has."""
+    if "EDGEINFER_TEST_EMULATED" not in os.environ:  # where nothing can be compiled
+        find_set(isa, foreign=foreign)
 
 
 def token_tiles(isa: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def test_what_people_see(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     shape = edgeinfer("plan", tmp_path, "--device", "m1-max", "--budget", "64GiB", "--ctx", 32768)
     assert shape.code == 0 and "A shape only: edgeinfer cannot run gpt-oss, whose attention has sinks" in shape.out
-    assert "remain" in shape.out and "context  32768 tokens fit at most" in shape.out
+    assert "remain" in shape.out and "context  131072 tokens fit at most" in shape.out
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-30b-a3b", "gemma-3-27b", "demo"])

@@ -77,8 +77,9 @@ def test_the_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_shapes(name: str) -> None:
     c = SHAPES[name]
+    inner = c.experts.total * c.experts.intermediate_size + c.experts.shared_size if c.experts else c.intermediate_size
     parameters = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2) + c.num_hidden_layers * (
-        c.hidden_size * (2 * c.query_width + 2 * c.kv_width + 3 * c.intermediate_size)
+        c.hidden_size * (2 * c.query_width + 2 * c.kv_width + 3 * inner)
     )
     assert parameters == pytest.approx(builtin_shapes()[name].parameters, rel=0.001)  # norms and biases are left out
 

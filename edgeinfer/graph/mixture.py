@@ -12,6 +12,8 @@ from .types import Tensor
 MOST_EXPERTS = 1 << 18
 """In all layers together; the largest published models have a tenth of it."""
 MOST_OF_A_LAYER = 4096
+SAME = "num_local_experts"
+"""What transformers calls the number of experts in all families, beside the family's own name for it."""
 
 
 def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int, *, normalise: bool = True,
@@ -48,6 +50,8 @@ def count_experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[
     if layers * n > MOST_EXPERTS:
         raise CheckpointError(f"{c.where}: {layers} layers of {n} experts are more than {MOST_EXPERTS} experts, which "
                               "no model has.")
+    if name != SAME and c.has(SAME) and c.integer(SAME) != n:
+        raise CheckpointError(f"{c.where}: {name} is {n} and {SAME} {c.integer(SAME)}; they must agree.")
     return n, c.integer("num_experts_per_tok", active, high=n)
 
 
