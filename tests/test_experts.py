@@ -220,6 +220,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number from 1 to 4096"),
     (QWEN3_MOE, {"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; it must list layers from 0 to 1"),
     (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; it must list layers"),
+    (QWEN3_MOE, {"num_local_experts": 3}, r"num_experts is \d+ and num_local_experts 3; they must agree"),
     (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it must be true or false"),
     (MIXTRAL, {"num_hidden_layers": 4096, "num_local_experts": 4096},
      "4096 layers of 4096 experts are more than 262144 experts"),
@@ -227,6 +228,13 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 def test_numbers_that_no_mixture_has_are_refused(config: dict[str, Any], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_config({**config, **fields})
+
+
+def test_either_name_of_the_number_of_experts_counts() -> None:
+    n, other = QWEN3_MOE["num_experts"], {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    for config in (QWEN3_MOE, {**other, "num_local_experts": n}, {**QWEN3_MOE, "num_local_experts": n}):
+        found = read_config(config).experts
+        assert found and found.total == n
 
 
 def test_windows_of_qwen2_moe_are_refused() -> None:

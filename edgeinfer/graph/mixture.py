@@ -13,7 +13,7 @@ MOST_EXPERTS = 1 << 18
 """In all layers together; the largest published models have a tenth of it."""
 MOST_OF_A_LAYER = 4096
 SAME = "num_local_experts"
-"""What transformers calls the number of experts in all families, beside the family's own name for it."""
+"""What newer versions of transformers call the number of experts, beside a family's own name or in its place."""
 
 
 def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int, *, normalise: bool = True,
@@ -46,11 +46,12 @@ def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int,
 
 def count_experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[int, int]:
     """Return how many experts a layer has and how many a token goes through; see `read_experts`."""
-    layers, n = c.integer("num_hidden_layers", high=2**12), c.integer(name, total, high=MOST_OF_A_LAYER)
+    layers, said = c.integer("num_hidden_layers", high=2**12), name if c.has(name) or not c.has(SAME) else SAME
+    n = c.integer(said, total, high=MOST_OF_A_LAYER)
     if layers * n > MOST_EXPERTS:
         raise CheckpointError(f"{c.where}: {layers} layers of {n} experts are more than {MOST_EXPERTS} experts, which "
                               "no model has.")
-    if name != SAME and c.has(SAME) and c.integer(SAME) != n:
+    if c.has(SAME) and c.integer(SAME) != n:
         raise CheckpointError(f"{c.where}: {name} is {n} and {SAME} {c.integer(SAME)}; they must agree.")
     return n, c.integer("num_experts_per_tok", active, high=n)
 
