@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from edgeinfer.cache import make_directories
 from edgeinfer.errors import KernelError
 from edgeinfer.kernels import LADDER, Isa, cache_directory, choose
+from edgeinfer.kernels.catalogue import FOREIGN
 from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
 from tests.offloaded import MIXED, OPTIONS, made, offloaded
 from tests.sessions import logits_of, session, tokens, write_model
-from tests.test_kernels_linear import TAKEN as FOREIGN
 from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
@@ -42,10 +42,9 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
          "tests/test_kernels_screen.py", "tests/test_kernels_norms.py", "tests/test_kernels_experts.py")
-TAKEN = [f"{name}_g{group}" for name, group in FOREIGN]
-"""Ends of the names of kernels for types that files have."""
-_TAKEN = " or ".join(kind.replace("_g", "-") for kind in TAKEN)
-SELECTION = (f"((q4-32 or int8-32) and (exact or same_bits)) or (({_TAKEN}) and (exact or (agrees and 33))) or "
+_TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
+"""Types that only files of other formats have, as the tests call them."""
+SELECTION = (f"((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or (({_TAKEN}) and (exact or (agrees and 33))) or "
              "neuron_mask or (kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
              "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert))")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
@@ -58,7 +57,7 @@ NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down
 
 def prepare(work: Path) -> None:
     """Compile, write the models and what this machine says."""
-    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON, *(f"linear_{kind}" for kind in TAKEN)}
+    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON, *(f"linear_{kind}" for kind in FOREIGN)}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
             names.update(opened.program.kernels)
