@@ -44,8 +44,9 @@ TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/
          "tests/test_kernels_screen.py", "tests/test_kernels_norms.py", "tests/test_kernels_experts.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
-SELECTION = (f"((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or (({_TAKEN}) and (exact or (agrees and 33))) or "
-             "neuron_mask or (kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
+SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
+             f"(({_TAKEN}) and (exact or (agrees and 33))) or neuron_mask or "
+             "(kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
              "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert))")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
