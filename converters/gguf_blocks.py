@@ -19,6 +19,9 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import WeightType
 from edgeinfer.quant import SUPER_COLUMNS, TILE_ROWS, layouts, packed
 
+from .gguf_low_bits import ternary_codes, ternary_scale
+from .gguf_types import BY_NAME
+
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 _LOW, _HIGH = np.uint64(0x0F0F0F0F), np.uint64(0xF0F0F0F0)
@@ -65,8 +68,27 @@ def has_packing(kind: str, stored: WeightType) -> bool:
     return known and stored.group_size in (0, 16, 32) and stored.layout == "tile16"
 
 
-def as_q8_0(rows: Bytes) -> Bytes:
-    """Rows of Q4_0 as those of Q8_0: the same scales and codes."""
+def restated(rows: Bytes, kind: str, wanted: str) -> Bytes:
+    """Rows of one type in the form of another that has the same scales and codes: Q8_0 or Q4_0."""
+    if kind == wanted:
+        return rows
+    if kind != "Q4_0":
+        rows = _ternary_as_q4_0(rows, kind)
+    return _q4_0_as_q8_0(rows) if wanted == "Q8_0" else rows
+
+
+def _ternary_as_q4_0(rows: Bytes, kind: str) -> Bytes:
+    whole = BY_NAME[kind]
+    blocks = rows.reshape(-1, whole.nbytes)
+    codes = (ternary_codes(blocks, kind) + np.int8(8)).view(np.uint8).reshape(len(blocks), -1, 2, 16)
+    out = np.empty((len(blocks), whole.elements // 32, 18), np.uint8)
+    at = ternary_scale(kind)
+    out[..., :2] = blocks[:, None, at : at + 2]
+    out[..., 2:] = codes[:, :, 0] | codes[:, :, 1] << np.uint8(4)
+    return out.reshape(len(rows), -1)
+
+
+def _q4_0_as_q8_0(rows: Bytes) -> Bytes:
     blocks = rows.reshape(len(rows), -1, 18)
     out = np.empty((*blocks.shape[:2], 34), np.uint8)
     out[..., :2] = blocks[..., :2]

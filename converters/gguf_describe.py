@@ -10,11 +10,10 @@ from typing import Any
 
 from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
-from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import ModelConfig, TypeOf, read_outline, requested_types
 
-from .checkpoint import WEIGHTS
-from .gguf_checkpoint import GgufCheckpoint, all_tensors
+from .gguf_checkpoint import GgufCheckpoint, all_tensors, kept
 from .gguf_config import PURPOSES, config_fields, is_outline, purpose
 from .gguf_file import GgufHeader, PassedOver, read_headers
 from .gguf_tokenizer import check_kind
@@ -43,7 +42,7 @@ class FileDescription:
     """Bytes of the file's tensors by type, the largest first."""
     note: str
     """What becomes of them; the end of a sentence."""
-    refused: str
+    refused: str = ""
     """Why converting refuses the file as it is; empty where it does not."""
 
 
@@ -77,21 +76,13 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         fields = config_fields(headers[0], tensors)
         _compare(fields, headers, path)
         note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return FileDescription(fields, None, None, None, sizes, note, "")
-    refused = ""
+        return FileDescription(fields, None, None, None, sizes, note)
     with GgufCheckpoint.open(path, data=False, headers=headers) as checkpoint:
-        try:
-            type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
-            note = f"quantised anew as --weights {weights} asks" if weights else "taken as it is, codes and scales kept"
-        except UnsupportedModelError as error:
-            if weights or group_size:
-                raise
-            refused = str(error)
-            type_of, quantisation = checkpoint.storage(WEIGHTS, None, None, None, "tile16")
-            note = (f"not all of these types can be held without loss, yet: run takes the file with --weights only, "
-                    f"and these figures are those of --weights {WEIGHTS}, which quantises anew")
+        type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
+        note = f"quantised anew as --weights {weights} asks" if weights else kept(
+            {name: tensor.kind.name for name, tensor in tensors.items()})
         checkpoint.check(checkpoint.graph(type_of), compare=False)
-        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note, refused)
+        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note)
 
 
 def gguf_purpose(header: GgufHeader) -> str:

@@ -251,7 +251,7 @@ def describe_gguf_file(
     found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
     if found.model is None:
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
-        return replace(described, file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+        return replace(described, file_types=found.file_types, file_says=found.note)
     return _as_stored(name, source, found, recipe)
 
 

@@ -178,8 +178,7 @@ class _Judge:
         except EdgeInferError as error:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
-        reason = model.file_refused.replace(model.source.removeprefix("GGUF file "), str(found.path))
-        return self._judged(found, planned, holds, reason or _family(model), "--weights" if reason else "")
+        return self._judged(found, planned, holds, _family(model))
 
     def _checkpoint(self, found: Found) -> LocalModel:
         from .converters import open_checkpoint
@@ -194,7 +193,8 @@ class _Judge:
                     holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
             except EdgeInferError as error:
                 reason = str(error)
-        return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
+        planned = self._planned(model.config, model.graph, model.weight_bytes)
+        return self._judged(found, planned, holds, reason, "--weights" if model.file_refused else "")
 
 
 def _family(model: ModelDescription) -> str:
