@@ -27,7 +27,7 @@ from edgeinfer.graph import (
     expected_types,
     requested_types,
 )
-from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, quantise
+from edgeinfer.quant import GROUP_SIZES, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
@@ -37,6 +37,7 @@ from .gguf_names import SHARED_GATE, with_gguf_names
 from .gguf_tensors import GgufFile
 from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from .gguf_types import ANEW, EXACT, INEXACT, smallest
+from .parts_by_type import name_of_part, parts_by_type
 from .safetensors_file import SourceTensor
 
 SPARE_GROUP = 32
@@ -213,31 +214,16 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
         if weight.kind == "router":
             table[weight.name] = ROUTER
             continue
-        for first, part in _parts(weight, kinds).items():
-            stored = _stored(part, kinds)
-            table[weight.name if first is None else f"{weight.name}.{first}"] = stored
+        parts = parts_by_type(weight, lambda sources: _stored(sources, kinds),
+                              lambda source: kinds.get(source.name) in INEXACT)
+        for first, part in parts.items():
+            stored = table[name_of_part(weight, first)] = _stored(part, kinds)
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
     head = table.get("head", table["embed"])
     group = chief.group_size if chief.group_size in GROUP_SIZES else SPARE_GROUP
     return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
-
-
-def _parts(weight: Weight, kinds: Kinds) -> dict[int | None, list[Source]]:
-    """The sources of a weight as they are stored: together (None), or runs of one type by the number of the first.
-
-    They are stored apart where together only floats would hold them, if each but the last fills whole tiles of rows.
-    """
-    sources = list(weight.sources)
-    types = [(_stored([source], kinds), kinds.get(source.name) in INEXACT) for source in sources]
-    together = _stored(sources, kinds)
-    whole = all(source.shape[0] % TILE_ROWS == 0 for source in sources[:-1])
-    quantised = any(stored.quantised for stored, _ in types)
-    if together.quantised or not quantised or weight.combine != "concat" or not whole:
-        return {None: sources}
-    firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
-    return {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
 
 
 def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
