@@ -11,11 +11,12 @@ from typing import Any
 from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
+from edgeinfer.files import open_plain
 from edgeinfer.graph import ModelConfig, TypeOf, read_outline, requested_types
 
-from .gguf_checkpoint import GgufCheckpoint, all_tensors, kept
+from .gguf_checkpoint import FACTORS, MOST_FACTORS, GgufCheckpoint, all_tensors, kept
 from .gguf_config import PURPOSES, config_fields, is_outline, purpose
-from .gguf_file import GgufHeader, PassedOver, read_headers
+from .gguf_file import GgufHeader, GgufTensor, PassedOver, read_headers
 from .gguf_tokenizer import check_kind
 
 TOLERANCE = 0.01
@@ -100,10 +101,17 @@ def gguf_structure(headers: list[GgufHeader]) -> Hashable:
     fields = headers[0].fields
     named = {key: value.tobytes() if isinstance(value, array) else str(value) for key, value in fields.items()
              if not key.startswith(("general.", "tokenizer.")) or key in OF_STRUCTURE}
-    tensors = tuple((name, tensor.kind.name, tensor.shape) for header in headers
-                    for name, tensor in header.tensors.items())
+    tensors = tuple((name, tensor.kind.name, tensor.shape, _factors(header, tensor) if name in FACTORS else b"")
+                    for header in headers for name, tensor in header.tensors.items())
     tokens = fields.get("tokenizer.ggml.tokens")
     return tuple(named.items()), tensors, len(tokens) if isinstance(tokens, range) else None
+
+
+def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
+    """The factors of a rotation, which decide whether it is understood; so many as any head has."""
+    with open_plain(header.path) as file:
+        file.seek(header.data + tensor.offset)
+        return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))
 
 
 def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:

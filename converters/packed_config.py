@@ -103,11 +103,6 @@ def _fits(pattern: str, module: str) -> bool:
     return True
 
 
-def is_packed(fields: Mapping[str, Any]) -> bool:
-    """Whether a config says that the weights are quantised."""
-    return any(fields.get(key) for key in QUANTISED)
-
-
 def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | None]:
     """The config of the model that was quantised, and how; None where it was not.
 

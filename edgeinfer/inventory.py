@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,8 +104,10 @@ def own_models() -> Iterator[Found]:
 
     for found in models_below(demo_path(), OWN):
         yield replace(found, name=DEMO)
-    folder = cache_root() / "bundles"
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    bundles: list[Path] = []
+    with suppress(OSError):  # there are none, or the cache is cleared just now
+        bundles = sorted((cache_root() / "bundles").iterdir())
+    for path in bundles:
         if path.is_dir() and not path.name.startswith("."):
             yield from models_below(path, OWN)
 

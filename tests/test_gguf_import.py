@@ -16,8 +16,9 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
-from edgeinfer.converters import convert, open_checkpoint
+from edgeinfer.converters import convert, gguf_structure, open_checkpoint, read_headers
 from edgeinfer.converters.gguf_blocks import pack_blocks, restated
+from edgeinfer.converters.gguf_file import gguf_parts
 from edgeinfer.converters.gguf_types import ANEW, BY_NAME, EXACT, INEXACT, OWN_ERROR, TERNARY
 from edgeinfer.converters.gguf_values import dequantise
 from edgeinfer.describe import describe
@@ -286,7 +287,9 @@ def test_llama3_factors_become_the_rule(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": factors})
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config.rope == rope
+    known = gguf_structure(read_headers(tmp_path / "m.gguf"))
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": factors * np.float32(1.5)})
+    assert gguf_structure(read_headers(tmp_path / "m.gguf")) != known, "it would be judged as the other"
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight in .* holds factors .* rule does not give"):
         open_checkpoint(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": np.ones(1 << 17, np.float32)})
@@ -356,6 +359,8 @@ def test_a_split_model_is_the_whole(tmp_path: Path) -> None:
     parts[2].unlink()
     with pytest.raises(CheckpointError, match=r"is the first of 3 parts, and .*00003-of-00003.gguf is missing"):
         convert(parts[0], tmp_path / "out")
+    loud = Path("M-00001-OF-00003.GGUF")
+    assert [part.name for part in gguf_parts(loud)] == [f"M-0000{i}-OF-00003.GGUF" for i in (1, 2, 3)]
     parts[0].rename(tmp_path / "other.gguf")
     with pytest.raises(CheckpointError, match=r"one of 3 parts of a split model, so its name must end in"):
         convert(tmp_path / "other.gguf", tmp_path / "out")

@@ -72,9 +72,10 @@ def test_names_that_ollama_does_not_have(store: Path, monkeypatch: pytest.Monkey
         manifest.write_text(json.dumps({"layers": layers}))
         with pytest.raises(CheckpointError, match=message):
             resolve("ollama:tiny")
-    monkeypatch.setenv("OLLAMA_MODELS", str(store / "none"))
-    with pytest.raises(ModelNotFoundError, match="has no models; pull one"):
-        resolve("ollama:tiny")
+    for root in (str(store / "none"), "~no-such-user/models"):
+        monkeypatch.setenv("OLLAMA_MODELS", root)
+        with pytest.raises(ModelNotFoundError, match="has no models; pull one"):
+            resolve("ollama:tiny")
 
 
 def test_a_bundle_is_made_once_and_again_when_its_file_changes(store: Path, tmp_path: Path) -> None:

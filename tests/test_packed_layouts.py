@@ -11,7 +11,7 @@ from tests.test_packed_reference import read
 
 
 def test_a_word_of_gptq_has_eight_inputs_the_first_lowest(tmp_path: Path) -> None:
-    """qweight[i] |= code[8 i + j] << 4 j by outputs; qzeros so along the outputs, less one; weights: s (code - zero)."""
+    """qweight[i] |= code[8 i + j] << 4 j by outputs; qzeros so along the outputs, less one; weight s (code - zero)."""
     qweight = np.array([[0x76543210, 0xFEDCBA98], [0x00000001, 0x80000000]], np.uint32).repeat([1, 7], axis=1)
     qzeros = np.array([[0x21436587], [0x00000007]], np.uint32)  # zero points 8, 9, 6, 7, 4, 5, 2, 3; then 8, 1, 1, ...
     scales = np.array([[1, 2, 4, 8, 1, 2, 4, 8], [0.5] * 8])
