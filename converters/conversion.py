@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import BundleWriter, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
-from edgeinfer.graph import Graph, Weight, WeightType, requested_types
+from edgeinfer.graph import Graph, Weight, WeightType, is_quantised, requested_types
 from edgeinfer.process import say
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.sizes import format_size
@@ -24,7 +24,6 @@ from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import is_gguf
 from .json_file import CONFIG_FILE
 from .packed_checkpoint import PackedCheckpoint
-from .packed_config import is_packed
 from .report import ConversionReport, TensorReport
 from .sources import BLOCK_WEIGHTS, Progress, SourceReader
 
@@ -135,7 +134,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file() and is_gguf(path):
         return GgufCheckpoint.open(path)
     fields, _ = checkpoint_fields(path)
-    return (PackedCheckpoint if is_packed(fields) else Checkpoint).open(path)
+    return (PackedCheckpoint if is_quantised(fields) else Checkpoint).open(path)
 
 
 def _named(checkpoint: Checkpoint, origin: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgeinfer.bundle import HEADER_FILE
 from edgeinfer.dataclass import dataclass
 
+from .gguf_file import SPLIT
 from .json_file import CONFIG_FILE
 
 MOST_LEVELS = 10
@@ -19,7 +20,6 @@ UNFINISHED = re.compile(
     r"(?:downloading_)?(.*?\.(?:gguf|safetensors))\.(?:part|partial|incomplete|download|crdownload|aria2"
     r"|downloadInProgress|tmp)|downloading_(.*\.gguf)", re.IGNORECASE)
 """Names under which programs keep a file that they are still downloading."""
-SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.IGNORECASE)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Ends of the names of files that hold the weights of a checkpoint."""
 _KINDS = {stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}

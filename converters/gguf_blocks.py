@@ -10,31 +10,41 @@ of columns 16 .. 23.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.graph import WeightType
-from edgeinfer.quant import SUPER_COLUMNS, TILE_ROWS, layouts, packed
+from edgeinfer.quant import SUPER_COLUMNS, TILE_ROWS, layouts
+
+from .gguf_low_bits import ternary_codes, ternary_scale
+from .gguf_types import BY_NAME
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
-_LOW, _HIGH = np.uint64(0x0F0F0F0F), np.uint64(0xF0F0F0F0)
-_ONES, _TWOS = np.uint32(0x01010101), np.uint32(0x03030303)
+_LOW, _HIGH, _ONES = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0), np.uint32(0x01010101)
+_SIX, _TOP_TWO = np.uint32(0x3F3F3F3F), np.uint32(0x30303030)
+_ROWS = np.dtype(f"V{TILE_ROWS}")
+"""A byte of each row of a tile."""
 _HALF = "<u2"
 
 
+CHUNK_BYTES = 1 << 19
+"""Of rows that are packed at a time: what is made of them stays near a core, and between two steps of a fourth of that
+two threads would wait for each other more than they work."""
+
+
 class Parts(NamedTuple):
-    """What blocks of some rows become, all arrays (tiles, 16, ...)."""
+    """What blocks of some rows become, arrays (tiles, ..., 16 rows)."""
 
     lines: Words
     """In the order of lines within a record."""
     halves: tuple[NDArray[np.uint16], ...]
     """fp16 numbers: scales, and minima, of groups or of whole blocks."""
     nested: tuple[Bytes, ...] = ()
-    """8-bit scales, and minima, of groups."""
+    """8-bit scales, and minima, of a block's groups: (groups, tiles, blocks, 16)."""
 
 
 def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
@@ -52,11 +62,16 @@ def pack_blocks(rows: Bytes, kind: str, stored: WeightType, name: str) -> Bytes:
     if len(rows) != n_tiles * TILE_ROWS:
         rows = np.concatenate([rows, np.zeros((n_tiles * TILE_ROWS - len(rows), rows.shape[1]), np.uint8)])
     blocks = np.ascontiguousarray(rows).view(form).reshape(n_tiles, TILE_ROWS, -1)
-    parts = parts_of(blocks, name)
-    for halves in parts.halves:
-        check_halves(halves, name, "scale")
     columns = blocks.shape[2] * (SUPER_COLUMNS if stored.storage.nested else stored.group_size)
-    return _records(parts, stored, columns)
+    out = np.zeros((n_tiles, stored.tile_records(columns), stored.record_bytes), np.uint8)
+    per_record = stored.padded_columns(columns) // out.shape[1] * stored.storage.bits // 32
+    step = max(1, CHUNK_BYTES // (TILE_ROWS * rows.shape[1]))
+    for first in range(0, n_tiles, step):
+        parts = parts_of(blocks[first : first + step].transpose(0, 2, 1), name)
+        for halves in parts.halves:
+            check_halves(halves, name, "scale")
+        _place(parts, out[first : first + step], per_record)
+    return out.reshape(-1)
 
 
 def has_packing(kind: str, stored: WeightType) -> bool:
@@ -65,8 +80,27 @@ def has_packing(kind: str, stored: WeightType) -> bool:
     return known and stored.group_size in (0, 16, 32) and stored.layout == "tile16"
 
 
-def as_q8_0(rows: Bytes) -> Bytes:
-    """Rows of Q4_0 as those of Q8_0: the same scales and codes."""
+def restated(rows: Bytes, kind: str, wanted: str) -> Bytes:
+    """Rows of one type in the form of another that has the same scales and codes: Q8_0 or Q4_0."""
+    if kind == wanted:
+        return rows
+    if kind != "Q4_0":
+        rows = _ternary_as_q4_0(rows, kind)
+    return _q4_0_as_q8_0(rows) if wanted == "Q8_0" else rows
+
+
+def _ternary_as_q4_0(rows: Bytes, kind: str) -> Bytes:
+    whole = BY_NAME[kind]
+    blocks = rows.reshape(-1, whole.nbytes)
+    codes = (ternary_codes(blocks, kind) + np.int8(8)).view(np.uint8).reshape(len(blocks), -1, 2, 16)
+    out = np.empty((len(blocks), whole.elements // 32, 18), np.uint8)
+    at = ternary_scale(kind)
+    out[..., :2] = blocks[:, None, at : at + 2]
+    out[..., 2:] = codes[:, :, 0] | codes[:, :, 1] << np.uint8(4)
+    return out.reshape(len(rows), -1)
+
+
+def _q4_0_as_q8_0(rows: Bytes) -> Bytes:
     blocks = rows.reshape(len(rows), -1, 18)
     out = np.empty((*blocks.shape[:2], 34), np.uint8)
     out[..., :2] = blocks[..., :2]
@@ -90,28 +124,30 @@ def _not_finite(name: str, what: str) -> CheckpointError:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def _records(parts: Parts, stored: WeightType, columns: int) -> Bytes:
-    """Records of whole tiles; an absent last group is zeros."""
-    n_tiles, n_records = len(parts.lines), stored.tile_records(columns)
-    out = np.zeros((n_tiles, n_records, stored.record_bytes), np.uint8)
-    per_record = stored.padded_columns(columns) // n_records * stored.storage.bits // 32
+def _place(parts: Parts, out: Bytes, per_record: int) -> None:
+    """Fill records (tiles, records, bytes) of so many lines of codes; an absent last group stays zeros."""
+    n_tiles, n_records, _ = out.shape
     words = out.view(np.uint32).reshape(n_tiles, n_records, -1, TILE_ROWS)
-    whole, rest = divmod(parts.lines.shape[2], per_record)
-    body = parts.lines[:, :, : whole * per_record].reshape(n_tiles, TILE_ROWS, whole, per_record)
-    words[:, :whole, :per_record] = body.transpose(0, 2, 3, 1)
+    lines = parts.lines.reshape(n_tiles, -1, TILE_ROWS)
+    whole, rest = divmod(lines.shape[1], per_record)
+    words[:, :whole, :per_record] = lines[:, : whole * per_record].reshape(n_tiles, whole, per_record, TILE_ROWS)
     if rest:
-        words[:, whole, :rest] = parts.lines[:, :, whole * per_record :].transpose(0, 2, 1)
+        words[:, whole, :rest] = lines[:, whole * per_record :]
     at = 64 * per_record
-    every: tuple[NDArray[Any], ...] = (*parts.nested, *parts.halves)
-    for factors in every:
+    for inner in parts.nested:
+        groups = out[:, :, at : at + TILE_ROWS * len(inner)].view(_ROWS)
+        groups[...] = inner.view(_ROWS)[..., 0].transpose(1, 2, 0)
+        at += TILE_ROWS * len(inner)
+    for factors in parts.halves:
         if rest:  # the absent group's, which only fp16 factors have
-            factors = np.concatenate([factors, np.zeros((*factors.shape[:2], 1), factors.dtype)], axis=2)
-        at = packed.place_factors(out, factors, at)
-    return out.reshape(-1)
+            factors = np.concatenate([factors, np.zeros((n_tiles, 1, TILE_ROWS), factors.dtype)], axis=1)
+        data = np.ascontiguousarray(factors).reshape(n_tiles, n_records, -1).view(np.uint8)
+        out[:, :, at : at + data.shape[2]] = data
+        at += data.shape[2]
 
 
 def _bytes(blocks: NDArray[np.void], field: str) -> Bytes:
-    """A field of blocks as bytes (tiles, 16, blocks, bytes).
+    """A field of blocks as bytes (tiles, blocks, 16, bytes).
 
     Copied as items of a structure: copying them as slices of bytes takes ten times as long.
     """
@@ -119,23 +155,47 @@ def _bytes(blocks: NDArray[np.void], field: str) -> Bytes:
     return values.view(np.uint8).reshape(*blocks.shape, -1)
 
 
+def _words(blocks: NDArray[np.void], field: str) -> Words:
+    """A field of blocks as words (tiles, blocks, words, 16), not yet in the order of memory."""
+    return _bytes(blocks, field).view(np.uint32).swapaxes(2, 3)
+
+
 def _halves(blocks: NDArray[np.void], *fields: str) -> tuple[NDArray[np.uint16], ...]:
     return tuple(np.ascontiguousarray(blocks[field]) for field in fields)
 
 
-def _both_nibbles(codes: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Words of lines of the low nibbles, and of the high ones: each of eight neighbouring columns.
+def _both_nibbles(blocks: NDArray[np.void]) -> tuple[Words, Words]:
+    """Words of lines of the low nibbles of the codes, and of the high ones, (tiles, blocks, words, 16).
 
-    The upper halves of the 64 bits are to be left out, as an assignment to words does.
+    Each has eight neighbouring columns, from two words of four.
     """
-    pairs = codes.view(np.uint64)  # two words of four columns
-    odd = pairs >> np.uint64(32)
-    return pairs & _LOW | (odd & _LOW) << np.uint64(4), pairs >> np.uint64(4) & _LOW | odd & _HIGH
+    words = _words(blocks, "codes")
+    even, odd = np.ascontiguousarray(words[:, :, ::2]), np.ascontiguousarray(words[:, :, 1::2])
+    low = odd & _LOW
+    low <<= np.uint32(4)
+    low |= even & _LOW
+    even >>= np.uint32(4)
+    even &= _LOW
+    odd &= _HIGH
+    even |= odd
+    return low, even
 
 
-def _flat(lines: Words) -> Words:
-    """All lines of a row one after the other."""
-    return lines.reshape(*lines.shape[:2], -1)
+def _transposed_bits(words: Words, axis: int, bits: int) -> Words:
+    """Field i of each byte of word j as field j of word i, in place; words along `axis`, 8 / `bits` of them.
+
+    As a matrix of so many fields is transposed: blocks off the diagonal are exchanged, of half the size each time.
+    """
+    for distance, mask in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        if distance >= bits:
+            shape = words.shape
+            halves = words.reshape(*shape[:axis], -1, 2, distance // bits, *shape[axis + 1 :])
+            first, second = (halves.take(i, axis + 1) for i in (0, 1))
+            change = (first >> np.uint32(distance) ^ second) & np.uint32(mask)
+            first ^= change << np.uint32(distance)
+            second ^= change
+            words = np.stack([first, second], axis=axis + 1).reshape(shape)
+    return words
 
 
 # -- blocks of 32 columns ----------------------------------------------------------------------------------------------
@@ -151,13 +211,17 @@ def _simple(*halves: str) -> Callable[[NDArray[np.void], str], Parts]:
 
     def parts(blocks: NDArray[np.void], name: str) -> Parts:
         further = "further" in (blocks.dtype.names or ())
-        lines = np.empty((*blocks.shape, 4 + further), np.uint32)
-        lines[..., :2], lines[..., 2:4] = _both_nibbles(_bytes(blocks, "codes"))
+        lines = _lines(blocks, 4 + further)
+        lines[:, :, :2], lines[:, :, 2:4] = _both_nibbles(blocks)
         if further:
-            lines[..., 4] = _spread(np.ascontiguousarray(blocks["further"]))
-        return Parts(_flat(lines), _halves(blocks, *halves))
+            lines[:, :, 4] = _spread(np.ascontiguousarray(blocks["further"]))
+        return Parts(lines, _halves(blocks, *halves))
 
     return parts
+
+
+def _lines(blocks: NDArray[np.void], *lines: int) -> Words:
+    return np.empty((*blocks.shape[:2], *lines, TILE_ROWS), np.uint32)
 
 
 def _spread(bits: Words) -> Words:
@@ -170,11 +234,11 @@ def _spread(bits: Words) -> Words:
 
 
 def _bytes_of_32(blocks: NDArray[np.void], name: str) -> Parts:
-    codes = _bytes(blocks, "bytes")
+    codes = np.ascontiguousarray(_words(blocks, "bytes"))
     if codes.view(np.int8).min(initial=0) == -128:
         raise CheckpointError(f"The tensor {name} has an 8-bit code of -128, which llama.cpp does not write and whose "
                               "products overflow in kernels; convert the file again from the original model.")
-    return Parts(_flat(codes.view(np.uint32)), _halves(blocks, "scale"))
+    return Parts(codes, _halves(blocks, "scale"))
 
 
 def _mxfp4(blocks: NDArray[np.void], name: str) -> Parts:
@@ -192,26 +256,23 @@ def _mxfp4(blocks: NDArray[np.void], name: str) -> Parts:
 
 
 def _q4_k(blocks: NDArray[np.void], name: str) -> Parts:
-    lines = np.empty((*blocks.shape, 8, 4), np.uint32)
+    lines = _lines(blocks, 8, 4)
     _nibbles_of_k(blocks, lines)
-    return Parts(_flat(lines), _outer(blocks), _six_bits(_bytes(blocks, "factors")))
+    return Parts(lines, _outer(blocks), _six_bits(blocks))
 
 
 def _q5_k(blocks: NDArray[np.void], name: str) -> Parts:
     """Bit g of byte c of the further bits belongs to column c of group g."""
-    words = _bytes(blocks, "further").view(np.uint32)  # (..., 8 steps)
-    lines = np.empty((*blocks.shape, 8, 5), np.uint32)
+    lines = _lines(blocks, 8, 5)
     _nibbles_of_k(blocks, lines)
-    for g in range(8):
-        bits = words >> np.uint32(g) & _ONES
-        lines[..., g, 4] = np.bitwise_or.reduce(bits << np.arange(8, dtype=np.uint32), axis=-1)
-    return Parts(_flat(lines), _outer(blocks), _six_bits(_bytes(blocks, "factors")))
+    lines[:, :, :, 4] = _transposed_bits(np.ascontiguousarray(_words(blocks, "further")), 2, 1)
+    return Parts(lines, _outer(blocks), _six_bits(blocks))
 
 
 def _nibbles_of_k(blocks: NDArray[np.void], lines: Words) -> None:
-    """Lines (..., 8 groups, 4 or more): of each 32 bytes the low nibbles are a group, the high ones the next."""
-    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
-        lines[..., i::2, :4] = part.reshape(*blocks.shape, 4, 4)
+    """Lines (..., 8 groups, 4 or more, 16): of each 32 bytes the low nibbles are a group, the high ones the next."""
+    for i, part in enumerate(_both_nibbles(blocks)):
+        lines[:, :, i::2, :4] = part.reshape(*part.shape[:2], 4, 4, TILE_ROWS)
 
 
 def _outer(blocks: NDArray[np.void]) -> tuple[NDArray[np.uint16], ...]:
@@ -220,38 +281,45 @@ def _outer(blocks: NDArray[np.void]) -> tuple[NDArray[np.uint16], ...]:
     return scale, minimum ^ np.uint16(0x8000)
 
 
-def _six_bits(factors: Bytes) -> tuple[Bytes, Bytes]:
-    """8 scales and 8 minima of 6 bits each from 12 bytes, as `gguf_values` reads them; (..., blocks x 8)."""
-    low, middle, top = factors[..., :4], factors[..., 4:8], factors[..., 8:]
-    scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=-1)
-    minima = np.concatenate([middle & 63, top >> 4 | middle >> 6 << 4], axis=-1)
-    return tuple(part.reshape(*part.shape[:2], -1) for part in (scales, minima))  # type: ignore[return-value]
+def _by_groups(factors: Bytes) -> Bytes:
+    """Factors (tiles, blocks, 16, groups) by groups: all of one are copied at a stretch, which is several times faster.
+
+    As (groups, tiles, blocks, 16).
+    """
+    return np.ascontiguousarray(factors.transpose(3, 0, 1, 2))
+
+
+def _six_bits(blocks: NDArray[np.void]) -> tuple[Bytes, Bytes]:
+    """8 scales and 8 minima of 6 bits each from 12 bytes, as `gguf_values` reads them, four at a time."""
+    low, middle, top = _words(blocks, "factors").transpose(2, 0, 1, 3)
+    scales = low & _SIX, top & _LOW | low >> np.uint32(2) & _TOP_TWO
+    minima = middle & _SIX, top >> np.uint32(4) & _LOW | middle >> np.uint32(2) & _TOP_TWO
+    return tuple(np.concatenate([_by_groups(four.view(np.uint8).reshape(*four.shape, 4)) for four in parts])
+                 for parts in (scales, minima))  # type: ignore[return-value]
 
 
 def _q6_k(blocks: NDArray[np.void], name: str) -> Parts:
     """Of each 128 columns: 64 bytes of nibbles, low ones first; the pairs of bits of 32 bytes, the lowest first."""
-    lines = np.empty((*blocks.shape, 2, 2, 4, 3), np.uint32)  # halves, nibbles, groups of 16, lines
-    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
-        lines[..., i, :, :2] = part.reshape(*blocks.shape, 2, 4, 2)
-    words = _bytes(blocks, "further").view(np.uint32).reshape(*blocks.shape, 2, 2, 4)  # halves, groups, steps
+    lines = _lines(blocks, 2, 2, 4, 3)  # halves, nibbles, groups of 16, lines
+    for i, part in enumerate(_both_nibbles(blocks)):
+        lines[:, :, :, i, :, :2] = part.reshape(*part.shape[:2], 2, 4, 2, TILE_ROWS)
+    words = _words(blocks, "further").reshape(*lines.shape[:2], 2, 2, 4, TILE_ROWS)  # halves, groups, steps
+    pairs = _transposed_bits(words, 4, 2)
     for pair in range(4):
-        bits = words >> np.uint32(2 * pair) & _TWOS
-        steps = np.bitwise_or.reduce(bits << np.arange(0, 8, 2, dtype=np.uint32), axis=-1)
-        lines[..., pair // 2, 2 * (pair % 2) : 2 * (pair % 2) + 2, 2] = steps
-    scales = _bytes(blocks, "factors")
-    return Parts(_flat(lines), _halves(blocks, "scale"), (scales.reshape(*scales.shape[:2], -1),))
+        lines[:, :, :, pair // 2, 2 * (pair % 2) : 2 * (pair % 2) + 2, 2] = pairs[:, :, :, :, pair]
+    return Parts(lines, _halves(blocks, "scale"), (_by_groups(_bytes(blocks, "factors")),))
 
 
 def _iq4_xs(blocks: NDArray[np.void], name: str) -> Parts:
     """Eight groups of 16 bytes as in IQ4_NL; scales of 6 bits, 32 too large, low nibbles apart from the other two."""
-    lines = np.empty((*blocks.shape, 8, 4), np.uint32)
-    for i, part in enumerate(_both_nibbles(_bytes(blocks, "codes"))):
-        lines[..., 2 * i : 2 * i + 2] = part.reshape(*blocks.shape, 8, 2)
+    lines = _lines(blocks, 8, 4)
+    for i, part in enumerate(_both_nibbles(blocks)):
+        lines[:, :, :, 2 * i : 2 * i + 2] = part.reshape(*part.shape[:2], 8, 2, TILE_ROWS)
     low, high = _bytes(blocks, "factors"), np.ascontiguousarray(blocks["further"])
     nibbles = np.stack([low & 15, low >> 4], axis=-1).reshape(*blocks.shape, 8)
     pairs = (high[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
     scales = (nibbles | pairs << np.uint8(4)) - np.uint8(32)
-    return Parts(_flat(lines), _halves(blocks, "scale"), (scales.reshape(*scales.shape[:2], -1),))
+    return Parts(lines, _halves(blocks, "scale"), (_by_groups(scales),))
 
 
 # -- floats, and the table ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from edgeinfer.graph import (
     expected_types,
     requested_types,
 )
-from edgeinfer.quant import GROUP_SIZES, TILE_ROWS, quantise
+from edgeinfer.quant import GROUP_SIZES, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
@@ -36,7 +36,8 @@ from .gguf_import import moved
 from .gguf_names import SHARED_GATE, with_gguf_names
 from .gguf_tensors import GgufFile
 from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
-from .gguf_types import EXACT, smallest_exact
+from .gguf_types import ANEW, EXACT, INEXACT, smallest
+from .parts_by_type import name_of_part, parts_by_type
 from .safetensors_file import SourceTensor
 
 SPARE_GROUP = 32
@@ -152,9 +153,9 @@ class GgufCheckpoint(Checkpoint):
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:
-        """As the file holds each weight where nothing is asked for; `weights` asks for all of them.
+        """As the file holds each weight where nothing is asked for, but for types that none of ours has the levels of.
 
-        Raises `UnsupportedModelError` where no type of ours holds a tensor without loss, and nothing was asked for.
+        `weights` asks for all of them. Raises `UnsupportedModelError` where a tensor is of no type that weights have.
         """
         if weights is not None:
             return super().storage(weights, group_size, embedding, head, ffn_layout)
@@ -162,7 +163,7 @@ class GgufCheckpoint(Checkpoint):
             raise UsageError("A GGUF file is taken as it is, type by type; for --group-size, --embedding, --head or "
                              "--ffn-layout also say with --weights how its weights are to be quantised anew.")
         kinds = {name: self.kind(name) for name in self.files}
-        refuse_inexact(kinds, self.path)
+        _refuse_unknown(kinds, self.path)
         return storage_of_file(self.config, kinds)
 
 
@@ -185,15 +186,21 @@ def all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
     return {name: tensor for header in headers for name, tensor in header.tensors.items()}
 
 
-def refuse_inexact(kinds: Kinds, path: Path) -> None:
-    """Refuse a file of which some types cannot be held; raises `UnsupportedModelError`, which names them."""
-    counts = Counter(kind for kind in kinds.values() if kind not in EXACT)
+def _refuse_unknown(kinds: Kinds, path: Path) -> None:
+    """Refuse a file with types that weights do not have; raises `UnsupportedModelError`, which names them."""
+    counts = Counter(kind for kind in kinds.values() if kind not in EXACT and kind not in INEXACT)
     if counts:
         said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
-        raise UnsupportedModelError(
-            f"{path} has tensors of types that edgeinfer does not hold without loss, yet ({said}); as they are it "
-            f"takes {', '.join(EXACT)}. To quantise the whole anew, with its error told, add --weights q4 (or int8, "
-            "f16) to run, convert and others.")
+        raise UnsupportedModelError(f"{path} has tensors of types that weights do not have ({said}); edgeinfer takes "
+                                    f"{', '.join((*EXACT, *INEXACT))}: convert the file again from the original model.")
+
+
+def kept(kinds: Kinds) -> str:
+    """What becomes of the tensors of a file where nothing is asked for; the end of a sentence."""
+    anew = [kind for kind in INEXACT if kind in kinds.values()]
+    but = (f", but for {', '.join(anew)}, which {'have' if anew[1:] else 'has'} levels of no type here: quantised anew "
+           f"to {ANEW.dtype}, which adds less than the file has lost") if anew else ""
+    return f"taken as it is, codes and scales kept{but}"
 
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:
@@ -207,9 +214,10 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
         if weight.kind == "router":
             table[weight.name] = ROUTER
             continue
-        for first, part in _parts(weight, kinds).items():
-            stored = _stored(part, kinds)
-            table[weight.name if first is None else f"{weight.name}.{first}"] = stored
+        parts = parts_by_type(weight, lambda sources: _stored(sources, kinds),
+                              lambda source: kinds.get(source.name) in INEXACT)
+        for first, part in parts.items():
+            stored = table[name_of_part(weight, first)] = _stored(part, kinds)
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
@@ -218,22 +226,7 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
     return expected_types(table), Quantisation(chief.dtype, group, table["embed"].dtype, head.dtype)
 
 
-def _parts(weight: Weight, kinds: Kinds) -> dict[int | None, list[Source]]:
-    """The sources of a weight as they are stored: together (None), or runs of one type by the number of the first.
-
-    They are stored apart where together only floats would hold them, if each but the last fills whole tiles of rows.
-    """
-    sources = list(weight.sources)
-    types = [_stored([source], kinds) for source in sources]
-    together = _stored(sources, kinds)
-    whole = all(source.shape[0] % TILE_ROWS == 0 for source in sources[:-1])
-    if together.quantised or not any(kind.quantised for kind in types) or weight.combine != "concat" or not whole:
-        return {None: sources}
-    firsts = [i for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
-    return {i: sources[i:end] for i, end in zip(firsts, [*firsts[1:], len(sources)], strict=True)}
-
-
 def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
     """The type of tensors together; one that is missing is told of later, by name."""
     found = {kinds[source.name] for source in sources if source.name in kinds}
-    return (smallest_exact(found) if found else None) or WeightType("f32")
+    return (smallest(found) if found else None) or WeightType("f32")

@@ -10,13 +10,13 @@ from typing import Any
 
 from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
-from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.errors import CheckpointError
+from edgeinfer.files import open_plain
 from edgeinfer.graph import ModelConfig, TypeOf, read_outline, requested_types
 
-from .checkpoint import WEIGHTS
-from .gguf_checkpoint import GgufCheckpoint, all_tensors
+from .gguf_checkpoint import FACTORS, MOST_FACTORS, GgufCheckpoint, all_tensors, kept
 from .gguf_config import PURPOSES, config_fields, is_outline, purpose
-from .gguf_file import GgufHeader, PassedOver, read_headers
+from .gguf_file import GgufHeader, GgufTensor, PassedOver, read_headers
 from .gguf_tokenizer import check_kind
 
 TOLERANCE = 0.01
@@ -43,7 +43,7 @@ class FileDescription:
     """Bytes of the file's tensors by type, the largest first."""
     note: str
     """What becomes of them; the end of a sentence."""
-    refused: str
+    refused: str = ""
     """Why converting refuses the file as it is; empty where it does not."""
 
 
@@ -77,21 +77,13 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
         fields = config_fields(headers[0], tensors)
         _compare(fields, headers, path)
         note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return FileDescription(fields, None, None, None, sizes, note, "")
-    refused = ""
+        return FileDescription(fields, None, None, None, sizes, note)
     with GgufCheckpoint.open(path, data=False, headers=headers) as checkpoint:
-        try:
-            type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
-            note = f"quantised anew as --weights {weights} asks" if weights else "taken as it is, codes and scales kept"
-        except UnsupportedModelError as error:
-            if weights or group_size:
-                raise
-            refused = str(error)
-            type_of, quantisation = checkpoint.storage(WEIGHTS, None, None, None, "tile16")
-            note = (f"not all of these types can be held without loss, yet: run takes the file with --weights only, "
-                    f"and these figures are those of --weights {WEIGHTS}, which quantises anew")
+        type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
+        note = f"quantised anew as --weights {weights} asks" if weights else kept(
+            {name: tensor.kind.name for name, tensor in tensors.items()})
         checkpoint.check(checkpoint.graph(type_of), compare=False)
-        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note, refused)
+        return FileDescription({}, checkpoint.config, type_of, quantisation, sizes, note)
 
 
 def gguf_purpose(header: GgufHeader) -> str:
@@ -109,10 +101,17 @@ def gguf_structure(headers: list[GgufHeader]) -> Hashable:
     fields = headers[0].fields
     named = {key: value.tobytes() if isinstance(value, array) else str(value) for key, value in fields.items()
              if not key.startswith(("general.", "tokenizer.")) or key in OF_STRUCTURE}
-    tensors = tuple((name, tensor.kind.name, tensor.shape) for header in headers
-                    for name, tensor in header.tensors.items())
+    tensors = tuple((name, tensor.kind.name, tensor.shape, _factors(header, tensor) if name in FACTORS else b"")
+                    for header in headers for name, tensor in header.tensors.items())
     tokens = fields.get("tokenizer.ggml.tokens")
     return tuple(named.items()), tensors, len(tokens) if isinstance(tokens, range) else None
+
+
+def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
+    """The factors of a rotation, which decide whether it is understood; so many as any head has."""
+    with open_plain(header.path) as file:
+        file.seek(header.data + tensor.offset)
+        return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))
 
 
 def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:

@@ -32,7 +32,8 @@ KEY_BYTES = 1024
 """Of an array of texts, its first and last: what it is looked up by."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.IGNORECASE)
+"""Names of the parts of a split model."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,17 @@ def gguf_origin(path: Path) -> Path:
     The hub's cache has links with the parts' names to files that are called by their checksums.
     """
     real = path.resolve()
-    named = _SPLIT.fullmatch(path.name) and not _SPLIT.fullmatch(real.name)
+    named = SPLIT.fullmatch(path.name) and not SPLIT.fullmatch(real.name)
     return path.parent.resolve() / path.name if named else real
 
 
 def gguf_parts(path: Path) -> list[Path]:
     """Paths of all files of a model that begins with this one, by its name."""
-    match = _SPLIT.fullmatch(path.name)
+    match = SPLIT.fullmatch(path.name)
     if not match or int(match[2]) != 1:
         return [path]
-    return [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
+    rest = path.name[match.end(2) :]
+    return [path.with_name(f"{match[1]}-{i:05d}{rest}") for i in range(1, int(match[3]) + 1)]
 
 
 def read_header(path: Path, passed: PassedOver | None = None) -> GgufHeader:
@@ -145,8 +147,8 @@ def read_headers(path: Path, passed: PassedOver | None = None) -> list[GgufHeade
     count = _split_number(first, "count")
     if count <= 1:
         return [first]
-    path = path if _SPLIT.fullmatch(path.name) else gguf_origin(path)
-    match = _SPLIT.fullmatch(path.name)
+    path = path if SPLIT.fullmatch(path.name) else gguf_origin(path)
+    match = SPLIT.fullmatch(path.name)
     if not match or int(match[3]) != count:
         raise CheckpointError(f"{path} is one of {count} parts of a split model, so its name must end in "
                               f"-00001-of-{count:05d}.gguf, as those of the others do; rename it.")

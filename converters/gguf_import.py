@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from edgeinfer.graph import RopeHalves, Rows, Source, Weight, WeightType
 
 from .assembly import block_of, block_ranges, in_order
-from .gguf_blocks import as_q8_0, has_packing, pack_blocks
+from .gguf_blocks import has_packing, pack_blocks, restated
 from .gguf_tensors import GgufFile
-from .gguf_types import BY_NAME
+from .gguf_types import BY_NAME, TERNARY
 
 Bytes = NDArray[np.uint8]
 BLOCK_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
             file = files[source.name]
             rows = _rows(file, source, first, last)
             done.append((source.name, (last - first) * weight.shape[1]))
-            return as_q8_0(rows) if file.tensors[source.name].dtype != kind else rows
+            return restated(rows, file.tensors[source.name].dtype, kind)
 
         return pack_blocks(block_of(weight, start, stop, width, np.uint8, read), kind, stored, name), done
 
@@ -61,8 +61,13 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
 
 
 def _common(kinds: set[str], stored: WeightType) -> str:
-    """The type that rows of these types are packed as; empty where there is none. Codes of Q4_0 are some of Q8_0's."""
-    if stored.dtype == "int8" and kinds <= {"Q4_0", "Q8_0"}:
+    """The type that rows of these types are packed as; empty where there is none.
+
+    Codes of Q4_0 are some of Q8_0's, and those of ternary types some of both.
+    """
+    if stored.dtype == "q4" and kinds <= {"Q4_0", *TERNARY}:
+        return "Q4_0"
+    if stored.dtype == "int8" and kinds <= {"Q8_0", "Q4_0", *TERNARY}:
         return "Q8_0"
     return next(iter(kinds)) if len(kinds) == 1 else ""
 

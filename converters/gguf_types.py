@@ -37,10 +37,13 @@ GGUF_TYPES = {
 """By the number that a file's table of tensors has."""
 BY_NAME = {row.name: row for row in GGUF_TYPES.values()}
 
-_INT8 = WeightType("int8", 32)
+_Q4, _INT8 = WeightType("q4", 32), WeightType("int8", 32)
 _F32 = WeightType("f32")
+TERNARY = ("TQ1_0", "TQ2_0", "Q1_0")
+"""Types of codes from -1 to 2 at most."""
 EXACT = {
-    "Q4_0": (WeightType("q4", 32), _INT8, _F32),
+    "Q4_0": (_Q4, _INT8, _F32),
+    **dict.fromkeys(TERNARY, (_Q4, _INT8, _F32)),
     "Q4_1": (WeightType.of("q4m"), _F32),
     "Q5_0": (WeightType.of("q5"), _F32),
     "Q5_1": (WeightType.of("q5m"), _F32),
@@ -57,16 +60,28 @@ EXACT = {
 }
 """What holds all values of a type, the smallest first: codes and scales stay as they are, and f32 has what ggml's own
 dequantisation gives."""
+INEXACT = ("NVFP4", "IQ3_S", "Q3_K", "IQ3_XXS", "IQ2_S", "Q2_K", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+"""Types whose levels and groups none of ours has: their values are quantised anew, to `ANEW`."""
+ANEW = _Q4
+"""The smallest type that floats can be quantised to. What it adds to each of `INEXACT` is less than what that has lost
+(docs/gguf.md has both)."""
 OWN_ERROR = {
     "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
-    "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "MXFP4": 1.3e-2, "Q3_K": 2.3e-2,
+    "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "NVFP4": 9.1e-3, "MXFP4": 1.3e-2, "IQ3_S": 1.9e-2, "Q3_K": 2.3e-2,
+    "IQ3_XXS": 3.3e-2, "IQ2_S": 6.2e-2, "Q2_K": 7.2e-2, "IQ2_XS": 9.0e-2, "IQ2_XXS": 1.2e-1, "IQ1_M": 2.0e-1,
+    "IQ1_S": 2.4e-1,
 }
 """Squared error of a type's weights / their squared norm, as llama.cpp quantises: on matrices of trained small models,
 without an importance matrix. What a file itself has lost cannot be known from the file."""
 
 
-def smallest_exact(kinds: set[str]) -> WeightType | None:
-    """Return the smallest type that holds tensors of these types together without loss, None where there is none."""
+def smallest(kinds: set[str]) -> WeightType | None:
+    """Return the smallest type for tensors of these types together, None where only floats would hold them all.
+
+    It holds them without loss, or, where none of them can be held so, quantised anew.
+    """
+    if kinds <= set(INEXACT):
+        return ANEW
     if not kinds <= EXACT.keys():
         return None
     common = set.intersection(*(set(EXACT[kind]) for kind in kinds))

@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
 
+from .gguf_low_bits import LOW_BITS
+from .gguf_low_bits import half as _half
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 MXFP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of E2M1, as ggml has them."""
-
-
-def can_dequantise(kind: str) -> bool:
-    """Whether there is code for a type."""
-    return kind in _VALUES
 
 
 def dequantise(blocks: Bytes, kind: str) -> Floats:
@@ -40,11 +38,6 @@ def dequantise(blocks: Bytes, kind: str) -> Floats:
                                     f"{', '.join(_VALUES)}.")
     with np.errstate(all="ignore"):  # what is not finite is refused by whoever asked
         return _VALUES[kind](blocks)
-
-
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The fp16 number at a byte of each block, as a column."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(codes: Bytes) -> NDArray[np.uint8]:
@@ -161,5 +154,5 @@ def _floats(form: str) -> Callable[[Bytes], Floats]:
 _VALUES: dict[str, Callable[[Bytes], Floats]] = {
     "F32": _floats("<f4"), "F16": _floats("<f2"), "BF16": _bf16, "F64": _floats("<f8"), "Q4_0": _q4_0, "Q4_1": _q4_1,
     "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, **LOW_BITS,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ SERVICE = Path("/usr/share/ollama/.ollama/models")
 def store() -> Path:
     """Where ollama keeps its models: OLLAMA_MODELS, else ``~/.ollama/models``, else that of its service."""
     if given := os.environ.get("OLLAMA_MODELS"):
-        return Path(given).expanduser()
+        with suppress(RuntimeError):  # ~ of nobody: a folder of that name
+            return Path(given).expanduser()
+        return Path(given)
     own = Path.home() / ".ollama" / "models"
     return SERVICE if not (own / "manifests").is_dir() and (SERVICE / "manifests").is_dir() else own
 

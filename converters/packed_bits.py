@@ -23,10 +23,10 @@ def unpacked(words: NDArray[np.uint32], bits: int) -> Bytes:
 
 def nibbles(raw: Bytes) -> Bytes:
     """Codes of 4 bits along the last axis, the lower half of each byte first."""
-    codes = np.empty((*raw.shape[:-1], raw.shape[-1], 2), np.uint8)
-    np.bitwise_and(raw, 15, out=codes[..., 0])
-    np.right_shift(raw, 4, out=codes[..., 1])
-    return codes.reshape(*raw.shape[:-1], -1)
+    pairs = np.ascontiguousarray(raw).astype("<u2")
+    pairs |= pairs << np.uint16(4)
+    pairs &= np.uint16(0x0F0F)
+    return pairs.view(np.uint8)
 
 
 def signed(codes: Bytes, bits: int) -> NDArray[np.int8]:

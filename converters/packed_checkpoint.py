@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
     ROUTER,
     ModelConfig,
+    Source,
     TypeOf,
     Weight,
     WeightType,
@@ -33,6 +35,7 @@ from .packed_gather import gathered
 from .packed_import import moved
 from .packed_kinds import F32, PLAIN, PackedKind
 from .packed_tensor import PackedTensor
+from .parts_by_type import name_of_part, parts_by_type
 
 SPARE_GROUP = 32
 """Group size that a header states where all weights are floats."""
@@ -118,8 +121,7 @@ def refuse_dear(kinds: Kinds, path: str) -> None:
         said = ", ".join(f"{n} of {kind}" for kind, n in counts.most_common())
         raise UnsupportedModelError(
             f"{path} has quantised tensors that no type of edgeinfer's takes as they are, yet ({said}). To quantise "
-            f"the whole anew, with its error told: edgeinfer convert {path} DST --weights q4 (or int8, f16), and run "
-            "DST.")
+            f"the whole anew, with its error told: edgeinfer run {path} --weights q4 (or int8, f16), or convert.")
 
 
 def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, head: str | None = None
@@ -128,29 +130,31 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     asked = {kind: WeightType.of(name) for kind, name in (("embedding", embedding), ("head", head)) if name}
     requested_types("f32", embedding=embedding, head=head)  # or it is refused
     graph = with_experts(build_graph(config, requested_types("f32")), kinds)
-    table = {weight.name: _type(weight, kinds, asked) for weight in graph.weights if weight.kind != "vector"}
+    table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:
-        if weight.kind in ("matrix", "experts"):
-            sizes[table[weight.name]] += table[weight.name].nbytes(weight.shape)
+        if weight.kind == "vector":
+            continue
+        if weight.kind == "router" or weight.kind in asked:  # routers are floats whatever they were
+            table[weight.name] = ROUTER if weight.kind == "router" else asked[weight.kind]
+            continue
+        for first, part in parts_by_type(weight, lambda sources: _stored(sources, kinds), lambda _: None).items():
+            stored = table[name_of_part(weight, first)] = _stored(part, kinds)
+            if weight.kind in ("matrix", "experts"):
+                sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
     return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
 
 
-def _type(weight: Weight, kinds: Kinds, asked: Mapping[str, WeightType]) -> WeightType:
-    """What is asked for of a kind of weights, else what holds the weight; routers are floats whatever they were."""
-    return ROUTER if weight.kind == "router" else asked.get(weight.kind) or _stored(weight, kinds)
-
-
-def _stored(weight: Weight, kinds: Kinds) -> WeightType:
-    """The type of a weight; a tensor that is missing is told of later, by name."""
-    found = [kinds[source.name] for source in weight.sources if source.name in kinds]
+def _stored(sources: Sequence[Source], kinds: Kinds) -> WeightType:
+    """The type of tensors together; one that is missing is told of later, by name."""
+    found = [kinds[source.name] for source in sources if source.name in kinds]
     choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
     common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
     stored = min(common, key=lambda stored: stored.bits_per_weight)
-    if stored.quantised and any(source.index for source in weight.sources):
+    if stored.quantised and any(source.index for source in sources):
         raise UnsupportedModelError(
-            f"{weight.sources[0].name} has the codes of all experts in one tensor, which are not taken as they are yet."
+            f"{sources[0].name} has the codes of all experts in one tensor, which are not taken as they are yet."
             " To quantise the whole anew, with its error told, add --weights q4 (or int8, f16, f32).")
     return stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from edgeinfer.dataclass import dataclass
@@ -33,7 +33,7 @@ _HARMLESS = {
     "mxfp4": """modules_to_not_convert dequantize quant_method""",
 }
 # Of a group of compressed-tensors: activations are quantised here as edgeinfer does.
-_HARMLESS_GROUP = "targets input_activations output_activations"
+_HARMLESS_GROUP = "input_activations output_activations"
 _HARMLESS_WEIGHTS = "observer observer_kwargs dynamic actorder scale_dtype zp_dtype"
 
 
@@ -56,6 +56,10 @@ class Scheme:
     """compressed-tensors: of all groups of modules; which one a module has is seen from its scales."""
     block: tuple[int, int] = (0, 0)
     """FP8: rows and columns that share a scale; 0 for one scale."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """compressed-tensors: of all groups of modules, as `group_sizes`."""
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
+    """compressed-tensors: names of modules, patterns (``re:``) or classes of them, and how these are packed."""
     modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """MLX: modules with bits and group of their own."""
     floats: bool = False
@@ -66,6 +70,15 @@ class Scheme:
     def of_module(self, name: str) -> tuple[int, int]:
         """Bits and group of a module."""
         return self.modules.get(name, (self.bits, self.group_size))
+
+    def of_group(self, module: str) -> Scheme:
+        """How the config says that a module is packed: a group that names it goes before one of all of a class.
+
+        For plans from a config alone; tensors tell more than patterns that are not understood.
+        """
+        named = [scheme for targets, scheme in self.groups if any(_fits(target, module) for target in targets)]
+        classes = [scheme for targets, scheme in self.groups if any(target.isidentifier() for target in targets)]
+        return next(iter((*named, *classes)), self)
 
     def leaves_out(self, module: str) -> bool:
         """Whether the config says that a module is not quantised."""
@@ -88,11 +101,6 @@ def _fits(pattern: str, module: str) -> bool:
             return False
         at = found + len(piece)
     return True
-
-
-def is_packed(fields: Mapping[str, Any]) -> bool:
-    """Whether a config says that the weights are quantised."""
-    return any(fields.get(key) for key in QUANTISED)
 
 
 def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | None]:
@@ -189,7 +197,7 @@ def _compressed(section: ConfigReader) -> Scheme:
         raise _refused(section, "sparsity_config", sparsity.get("format"))
     if section.get("transform_config"):
         raise _refused(section, "transform_config", section.get("transform_config"))
-    bits, sizes, symmetric, floats, block = 0, set(), True, False, (0, 0)
+    found: list[tuple[tuple[str, ...], Scheme]] = []
     given = section.get("config_groups")
     groups = section.section("config_groups")
     for name in given if groups else ():
@@ -200,15 +208,15 @@ def _compressed(section: ConfigReader) -> Scheme:
         _refuse_format(one, FORMATS)
         for harmless in _HARMLESS_GROUP.split():
             one.get(harmless)
-        bits, size, asymmetric, floats, block = _compressed_weights(weights)
+        found.append((_names(one, "targets"), _compressed_weights(weights)))
         weights.refuse_unread()
         one.refuse_unread()
-        sizes.add(size)
-        symmetric = symmetric and not asymmetric
-    if not sizes:
+    if not found:
         raise _refused(section, "config_groups", given)
-    return Scheme("compressed-tensors", bits, min(sizes), symmetric, group_sizes=tuple(sorted(sizes)), block=block,
-                  floats=floats, left_out=(*_names(section, "ignore"), "embed"))
+    schemes = [scheme for _, scheme in found]
+    return replace(schemes[0], groups=tuple(found), group_sizes=tuple(sorted({one.group_size for one in schemes})),
+                   blocks=tuple(sorted({one.block for one in schemes if one.block != (0, 0)})),
+                   left_out=(*_names(section, "ignore"), "embed"))
 
 
 def _refuse_format(section: ConfigReader, known: tuple[str, ...]) -> None:
@@ -216,8 +224,8 @@ def _refuse_format(section: ConfigReader, known: tuple[str, ...]) -> None:
         raise _refused(section, "format", section.get("format"))
 
 
-def _compressed_weights(weights: ConfigReader) -> tuple[int, int, bool, bool, tuple[int, int]]:
-    """Bits, group size, whether there are zero points, whether codes are floats, and blocks, of a group of modules."""
+def _compressed_weights(weights: ConfigReader) -> Scheme:
+    """How the modules of a group are packed."""
     for harmless in _HARMLESS_WEIGHTS.split():
         weights.get(harmless)
     kind = weights.get("type", "int")
@@ -229,7 +237,8 @@ def _compressed_weights(weights: ConfigReader) -> tuple[int, int, bool, bool, tu
         raise _refused(weights, "strategy", strategy)
     size, structure = _group(weights), weights.get("block_structure")
     block = (0, 0) if structure is None else _block(weights, "block_structure")
-    return bits, size, not weights.flag("symmetric", True), kind == "float", block
+    symmetric = weights.flag("symmetric", True)
+    return Scheme("compressed-tensors", bits, size, symmetric, block=block, floats=kind == "float")
 
 
 def _block(section: ConfigReader, name: str) -> tuple[int, int]:

@@ -179,10 +179,12 @@ def fp8(name: str, parts: Parts, scheme: Scheme, recent: Recent, scale: str = "w
     rows, columns = parts.check("weight", ("F8_E4M3",), (None, None))
     have = parts.stored(scale).shape if scale in parts else ()
     high, wide = scheme.block
+    if scheme.blocks:  # of several groups of modules: the scales tell
+        high, wide = next((one for one in scheme.blocks if have == _blocks(rows, columns, one)), (0, 0))
     if prod(have) == 1:
         high, wide, wanted = 1, 0, have
     elif high:
-        wanted = (-(-rows // high), -(-columns // wide))
+        wanted = _blocks(rows, columns, (high, wide))
     else:
         high, (_, wide), wanted = 1, _compressed_groups(parts, rows, columns, scheme), have
     parts.check(scale, (*SCALES, "F8_E8M0"), wanted)
@@ -193,6 +195,10 @@ def fp8(name: str, parts: Parts, scheme: Scheme, recent: Recent, scale: str = "w
                       scales.reshape(1 if scales.size == 1 else len(scales), -1), levels=E4M3)
 
     return PackedTensor(name, PackedKind("FP8", "e4m3", wide, high), (rows, columns), parts, load, recent)
+
+
+def _blocks(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-rows // block[0]), -(-columns // block[1])
 
 
 def mxfp4(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:

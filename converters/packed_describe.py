@@ -87,8 +87,9 @@ def expected_kinds(model: ModelConfig, scheme: Scheme, dtype: str) -> dict[str, 
 
 
 def _kind(scheme: Scheme, source: Source) -> PackedKind:
-    columns = source.stored[-1]
-    bits, size = scheme.of_module(source.name.removesuffix(".weight"))
+    columns, module = source.stored[-1], source.name.removesuffix(".weight")
+    scheme = scheme.of_group(module)
+    bits, size = scheme.of_module(module)
     size = size if size < columns else 0
     unsigned = "" if scheme.symmetric else "u"
     if scheme.method == "fp8" or scheme.floats:

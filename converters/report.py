@@ -72,11 +72,13 @@ class ConversionReport:
         if not again:
             return ""
         errors = {kind: own_error(kind) for tensor in again for kind in tensor.file_types if kind not in FLOATS}
+        none = sorted(errors.keys() & set(gguf_types.INEXACT))
+        why = f", since no type here has the levels of {', '.join(none)}" if none else ""
         own = ", ".join(f"{kind} {error:.1e}" if error else f"{kind} unknown" for kind, error in sorted(errors.items()))
         first, second = max(errors.values()), max(tensor.relative_error for tensor in again)
-        return (f"{len(again)} of {len(self.tensors)} tensors were quantised anew: what the file's own types lose is "
-                f"typically ({own}), this step added up to {second:.1e}, which together is about {first + second:.1e}; "
-                f"{sum(tensor.exact for tensor in self.tensors)} are as in the file.")
+        return (f"{len(again)} of {len(self.tensors)} tensors were quantised anew{why}: what the file's own types lose "
+                f"is typically ({own}), this step added up to {second:.1e}, which together is about "
+                f"{first + second:.1e}; {sum(tensor.exact for tensor in self.tensors)} are as in the file.")
 
     @property
     def nearly(self) -> str:

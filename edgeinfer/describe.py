@@ -14,7 +14,6 @@ from .config import KV_TYPES, Recipe, RuntimeConfig
 from .dataclass import dataclass
 from .errors import CheckpointError, ModelNotFoundError
 from .graph import (
-    QUANTISED,
     Graph,
     KvAccess,
     ModelConfig,
@@ -24,6 +23,7 @@ from .graph import (
     build_graph,
     builtin_shapes,
     expected_types,
+    is_quantised,
     parameters,
     read_config,
     read_outline,
@@ -232,7 +232,7 @@ def describe(
             if is_gguf(path):
                 return describe_gguf_file(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
-        if any(config.get(key) for key in QUANTISED) and not read_outline(config):
+        if is_quantised(config) and not read_outline(config):
             return _from_packed(name, path, config, weights, group_size, recipe)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
@@ -251,7 +251,7 @@ def describe_gguf_file(
     found, source = describe_gguf(path, weights, group_size, headers), f"GGUF file {path}"
     if found.model is None:
         described = describe_config(found.fields, name, source, weights, group_size, recipe)
-        return replace(described, file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+        return replace(described, file_types=found.file_types, file_says=found.note)
     return _as_stored(name, source, found, recipe)
 
 

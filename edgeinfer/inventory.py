@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,8 +104,10 @@ def own_models() -> Iterator[Found]:
 
     for found in models_below(demo_path(), OWN):
         yield replace(found, name=DEMO)
-    folder = cache_root() / "bundles"
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    bundles: list[Path] = []
+    with suppress(OSError):  # there are none, or the cache is cleared just now
+        bundles = sorted((cache_root() / "bundles").iterdir())
+    for path in bundles:
         if path.is_dir() and not path.name.startswith("."):
             yield from models_below(path, OWN)
 
@@ -178,8 +181,7 @@ class _Judge:
         except EdgeInferError as error:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
-        reason = model.file_refused.replace(model.source.removeprefix("GGUF file "), str(found.path))
-        return self._judged(found, planned, holds, reason or _family(model), "--weights" if reason else "")
+        return self._judged(found, planned, holds, _family(model))
 
     def _checkpoint(self, found: Found) -> LocalModel:
         from .converters import open_checkpoint
@@ -194,7 +196,8 @@ class _Judge:
                     holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
             except EdgeInferError as error:
                 reason = str(error)
-        return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
+        planned = self._planned(model.config, model.graph, model.weight_bytes)
+        return self._judged(found, planned, holds, reason, "--weights" if model.file_refused else "")
 
 
 def _family(model: ModelDescription) -> str:

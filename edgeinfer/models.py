@@ -282,10 +282,9 @@ def _stored_as(storage: Storage, anew: bool) -> tuple[str, ...]:
 def _is_quantised(path: Path) -> bool:
     """Whether the config of a checkpoint says that its weights are quantised."""
     from .converters import read_json
-    from .graph import QUANTISED
+    from .graph import is_quantised
 
-    fields = read_json(path / "config.json")
-    return any(fields.get(key) for key in QUANTISED)
+    return is_quantised(read_json(path / "config.json"))
 
 
 def cached_bundle(

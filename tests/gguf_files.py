@@ -112,6 +112,9 @@ def add_tensor(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarra
     """Add a tensor in some type, of random bytes where the package cannot quantise; gives its values."""
     import gguf
 
+    if kind == "F64":
+        writer.add_tensor(name, data.astype(np.float64))
+        return data
     number = gguf.GGMLQuantizationType[kind]
     try:
         raw = gguf.quants.quantize(data, number)
@@ -132,9 +135,12 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
         blocks[:, at : at + 2] = rng.normal(0, 0.01, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(115, 123, len(blocks))
+    if kind == "IQ1_M":  # the top nibble of its scale
+        blocks[:, 55] = blocks[:, 55] & 15 | 0x20
     return blocks.reshape(shape[0], -1)
 
 
 HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
-          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "Q1_0": (0,), "TQ1_0": (52,),
+          "TQ2_0": (64,), **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,))}
 """Bytes of each block at which there is a number in half precision."""

@@ -149,6 +149,18 @@ def test_the_disk_gets_full_simulated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == []
 
 
+def test_what_the_disk_refuses_while_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes go to the disk in a thread of their own, whose error is told once, and not again by the last fsync."""
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("edgeinfer.bundle.write_back.STEP_BYTES", 64)
+    monkeypatch.setattr("edgeinfer.bundle.write_back._sync", full)
+    with pytest.raises(DestinationError, match=FULL):
+        write_bundle(tmp_path / "m")
+    assert names(tmp_path) == []
+
+
 def test_two_writers_at_once(tmp_path: Path) -> None:
     with BundleWriter(tmp_path / "m", CONFIG, Quantisation()) as writer:
         with pytest.raises(DestinationError, match=r"m is being written by another process; wait until it has"):

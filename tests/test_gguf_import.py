@@ -16,13 +16,14 @@ import pytest
 
 from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
-from edgeinfer.converters import convert, open_checkpoint
-from edgeinfer.converters.gguf_blocks import pack_blocks
-from edgeinfer.converters.gguf_types import BY_NAME, EXACT
-from edgeinfer.converters.gguf_values import can_dequantise, dequantise
+from edgeinfer.converters import convert, gguf_structure, open_checkpoint, read_headers
+from edgeinfer.converters.gguf_blocks import pack_blocks, restated
+from edgeinfer.converters.gguf_file import gguf_parts
+from edgeinfer.converters.gguf_types import ANEW, BY_NAME, EXACT, INEXACT, OWN_ERROR, TERNARY
+from edgeinfer.converters.gguf_values import dequantise
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, EdgeInferError, UnsupportedModelError, UsageError
-from edgeinfer.quant import layouts
+from edgeinfer.quant import layouts, quantise
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, permuted, random_blocks, write_gguf
@@ -30,7 +31,7 @@ from tests.sessions import logits_of, scored, session
 
 STORED = {"Q4_0": "q4g32", "Q4_1": "q4mg32", "Q5_0": "q5g32", "Q5_1": "q5mg32", "Q8_0": "int8g32", "IQ4_NL": "iq4g32",
           "MXFP4": "mxfp4g32", "F16": "f16", "F32": "f32", "BF16": "f32", "Q4_K": "q4kg32", "Q5_K": "q5kg32",
-          "Q6_K": "q6g16", "IQ4_XS": "iq4kg32"}
+          "Q6_K": "q6g16", "IQ4_XS": "iq4kg32", "TQ1_0": "q4g32", "TQ2_0": "q4g32"}
 """Types of files that are taken as they are, and what they become."""
 OF_256 = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "head_dim": 16,
           "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -179,13 +180,18 @@ def test_codes_are_kept_where_a_type_is_asked_for_that_holds_them(tmp_path: Path
 @pytest.mark.parametrize("kind", sorted(BY_NAME))
 def test_values_are_those_of_the_package(kind: str) -> None:
     gguf = pytest.importorskip("gguf")
-    if not can_dequantise(kind):
+    if kind in ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64"):
         with pytest.raises(UnsupportedModelError, match=f"GGUF type {kind} cannot be read; types that can: F32, F16"):
             dequantise(np.zeros((1, BY_NAME[kind].nbytes), np.uint8), kind)
         return
     if kind == "F64":
         return
     blocks = random_blocks(kind, (37, 512)).reshape(-1, BY_NAME[kind].nbytes)
+    if kind == "Q1_0":  # the package has no code for it
+        halves = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        bits = blocks[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
+        assert np.array_equal(dequantise(blocks, kind), np.where(bits.reshape(-1, 128), halves, -halves))
+        return
     wanted = gguf.quants.dequantize(blocks.reshape(37, -1), gguf.GGMLQuantizationType[kind]).reshape(-1)
     found = dequantise(blocks, kind).reshape(-1)
     assert np.array_equal(found.view(np.uint32), np.asarray(wanted, np.float32).view(np.uint32))
@@ -203,8 +209,9 @@ def test_any_bytes_become_what_they_stand_for_or_are_refused(kind: str) -> None:
             raw[:] = random_blocks(kind, (19, 2 * BY_NAME[kind].elements), seed)
             raw[raw == 128] = 127 if kind == "Q8_0" else 128
         shape = (19, 2 * BY_NAME[kind].elements)
+        form = "Q4_0" if kind in TERNARY else kind
         try:
-            data = pack_blocks(raw, kind, stored, "w")
+            data = pack_blocks(restated(raw, kind, form), form, stored, "w")
         except CheckpointError as error:
             assert str(error).startswith("The tensor w has ")
             continue
@@ -215,19 +222,50 @@ def test_any_bytes_become_what_they_stand_for_or_are_refused(kind: str) -> None:
     assert taken >= 18
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
-def test_other_types_are_refused_by_name_unless_asked_for(tmp_path: Path, kind: str) -> None:
-    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16}
-    source = make_checkpoint(tmp_path / "hf", "llama", **sizes)
+@pytest.mark.parametrize("kind", INEXACT)
+def test_what_no_type_holds_is_quantised_anew_by_less_than_it_has_lost(kind: str) -> None:
+    """Blocks of random codes are about what the types make of weights with a bell curve."""
+    values = dequantise(random_blocks(kind, (64, 1024)).reshape(-1, BY_NAME[kind].nbytes), kind).reshape(64, -1)
+    added = quantise.quantise(values, ANEW.dtype, ANEW.group_size)[2].relative
+    assert 0 < added < OWN_ERROR[kind]
+
+
+@pytest.mark.parametrize("kind", ["Q3_K", "IQ2_XXS"])
+def test_types_of_which_none_has_the_levels_are_quantised_anew_and_it_is_said(tmp_path: Path, kind: str) -> None:
+    source = make_checkpoint(tmp_path / "hf", "llama", **OF_256)
     path = tmp_path / "m.gguf"
-    tensors = write_gguf(path, source, {"ffn_down": kind, "": "Q8_0"})
-    with pytest.raises(UnsupportedModelError, match=rf"types that edgeinfer does not hold .*\(2 of {kind}\); .* "
-                                                    r"add --weights q4"):
+    tensors = write_gguf(path, source, {"ffn_down": kind, "attn_v": "Q4_0", "attn_": kind, "": "Q8_0"})
+    assert f"but for {kind}, which has levels of no type here: quantised anew to q4" in describe(path).file_note
+    done = edgeinfer("convert", path, tmp_path / "out")
+    assert f"were quantised anew, since no type here has the levels of {kind}: " in " ".join(done.err.split())
+    with Bundle.open(tmp_path / "out") as bundle:
+        types = {name: str(stored) for name, stored in bundle.types.items()}
+        assert describe(path).weight_bytes == bundle.weights_bytes
+    assert types["layers.0.down"] == types["layers.0.qkv.0"] == types["layers.0.qkv.2"] == "q4g32"
+    found = weights_of(tmp_path / "out")
+    assert np.array_equal(found["layers.1.qkv"][-32:], tensors["blk.1.attn_v.weight"]), "of a type that is held exactly"
+    wanted = tensors["blk.1.ffn_down.weight"]
+    codes, scales, _ = quantise.quantise(wanted, "q4", 32)
+    assert np.array_equal(found["layers.1.down"], codes * np.repeat(scales.astype(np.float32), 32, axis=1))
+    report = convert(path, tmp_path / "int8", weights="int8")
+    assert {tensor.name for tensor in report.rounded} >= {"layers.0.down", "layers.1.down"}
+    convert(path, tmp_path / "floats", weights="f32")
+    assert np.array_equal(weights_of(tmp_path / "floats")["layers.1.down"], wanted)
+
+
+def test_tensors_of_no_type_of_weights_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint(tmp_path / "hf", "llama", **SIZES), {"ffn_down": "F64", "": "Q8_0"})
+    with pytest.raises(UnsupportedModelError, match=r"has tensors of types that weights do not have \(2 of F64\); "):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    done = edgeinfer("run", path, stdin=b"hello")
-    assert done.code == 1 and f"(2 of {kind})" in done.sentence
-    assert "those of --weights q4, which quantises anew" in describe(path).file_note
+    assert "(2 of F64)" in edgeinfer("run", path, stdin=b"hello").sentence
+
+
+def test_types_asked_for_hold_what_no_type_has(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "hf", "llama", **OF_256)
+    path = tmp_path / "m.gguf"
+    tensors = write_gguf(path, source, {"ffn_down": "Q3_K", "": "Q8_0"})
     report = convert(path, tmp_path / "out", weights="int8")
     assert {tensor.name for tensor in report.rounded} == {"layers.0.down", "layers.1.down"}
     assert f"2 of {len(report.tensors)} tensors were quantised anew" in report.anew
@@ -249,7 +287,9 @@ def test_llama3_factors_become_the_rule(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": factors})
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config.rope == rope
+    known = gguf_structure(read_headers(tmp_path / "m.gguf"))
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": factors * np.float32(1.5)})
+    assert gguf_structure(read_headers(tmp_path / "m.gguf")) != known, "it would be judged as the other"
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight in .* holds factors .* rule does not give"):
         open_checkpoint(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", source, extra={"rope_freqs.weight": np.ones(1 << 17, np.float32)})
@@ -319,6 +359,8 @@ def test_a_split_model_is_the_whole(tmp_path: Path) -> None:
     parts[2].unlink()
     with pytest.raises(CheckpointError, match=r"is the first of 3 parts, and .*00003-of-00003.gguf is missing"):
         convert(parts[0], tmp_path / "out")
+    loud = Path("M-00001-OF-00003.GGUF")
+    assert [part.name for part in gguf_parts(loud)] == [f"M-0000{i}-OF-00003.GGUF" for i in (1, 2, 3)]
     parts[0].rename(tmp_path / "other.gguf")
     with pytest.raises(CheckpointError, match=r"one of 3 parts of a split model, so its name must end in"):
         convert(tmp_path / "other.gguf", tmp_path / "out")

@@ -242,8 +242,8 @@ def test_modules_that_stay_floats_and_what_is_no_weight(tmp_path: Path) -> None:
     write_raw(tmp_path / "hf" / "model.safetensors", raw)
     report = convert(tmp_path / "hf", tmp_path / "out")
     types = {tensor.name: (tensor.dtype, tensor.exact) for tensor in report.tensors}
-    assert types["layers.0.qkv"][0] == "f16" and types["layers.1.down"][0] == "f16"
-    assert types["layers.0.o"] == ("q4", True)
+    assert types["layers.0.qkv.2"][0] == "f16" and types["layers.1.down"][0] == "f16"
+    assert types["layers.0.o"] == types["layers.0.qkv.0"] == types["layers.1.qkv"] == ("q4", True)
     assert report.remarks == ("1 scales of activations, K or V are left out: edgeinfer takes its own, by group and "
                               "token.",)
 

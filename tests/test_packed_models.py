@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.models import Storage, resolve
-from tests.packers import f16, make_packed, mxfp4, raw_parts, write_config, write_raw
+from tests.packers import FORMS, Raw, compressed_config, f16, make_packed, mxfp4, raw_parts, write_config, write_raw
 from tests.test_gguf_import import weights_of
 
 MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
@@ -39,6 +40,51 @@ def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored:
     alone = describe(tmp_path / "alone" / "config.json")
     (tmp_path / "alone" / "config.json").rename(tmp_path / "hf" / "config.json")
     for described in (describe(tmp_path / "hf"), alone):
+        assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
+
+
+def test_modules_of_several_groups_and_parts_of_several_types(tmp_path: Path) -> None:
+    """compressed-tensors, int4, int8 and FP8 by channel and by block: q and k keep their codes beside a v of floats."""
+    config = compressed_config("pack-quantized")
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    config |= {"format": "mixed-precision", "config_groups": {
+        "blocks": {"targets": ["re:.*o_proj$"], "weights": {**eight, "strategy": "block", "block_structure": [32, 16]}},
+        "all": config["config_groups"]["group_0"],
+        "channels": {"targets": ["re:.*v_proj$"], "weights": {**eight, "strategy": "channel"}},
+        "int8": {"targets": ["model.layers.1.mlp.down_proj"],
+                 "weights": {**eight, "type": "int", "strategy": "channel"}}}}
+    forms = {"v_proj": "float-quantized", "o_proj": "fp8", "layers.1.mlp.down_proj": "int-quantized"}
+    changed: dict[str, np.ndarray] = {}
+
+    def alter(module: str, parts: dict[str, Raw]) -> None:
+        form = next((forms[end] for end in forms if module.endswith(end)), None)
+        if form:
+            rows, columns = np.frombuffer(parts[".weight_shape"][2], "<i8").tolist()
+            packer, own, _ = FORMS[form]
+            more = {"block": (32, 16)} if form == "fp8" else {}
+            found, changed[f"{module}.weight"] = packer(np.random.default_rng(rows), (rows, columns), **{**own, **more})
+            parts.clear()
+            parts |= {end.replace("_inv", ""): part for end, part in found.items()}
+
+    tensors = make_packed(tmp_path / "hf", "pack-quantized", alter=alter, torch_dtype="float16") | changed
+    write_config(tmp_path / "hf", quantization_config=config)
+    convert(tmp_path / "hf", tmp_path / "out")
+    with Bundle.open(tmp_path / "out") as bundle:
+        types = {name: str(stored) for name, stored in bundle.types.items() if name.startswith("layers.1.")}
+    assert {name.removeprefix("layers.1."): stored for name, stored in types.items() if "norm" not in name} == {
+        "qkv.0": "q4g32", "qkv.2": "f16", "o": "f16", "gate_up": "q4g32", "down": "int8g128"}
+    found = weights_of(tmp_path / "out")
+    for i, layer in enumerate(("model.layers.0.", "model.layers.1.")):
+        q, k, v, o = (tensors[f"{layer}self_attn.{x}_proj.weight"] for x in "qkvo")
+        qk = np.concatenate([q, k])
+        assert np.array_equal(found[f"layers.{i}.qkv"][: len(qk)], qk)
+        for have, want in ((found[f"layers.{i}.qkv"][len(qk) :], v), (found[f"layers.{i}.o"], o)):
+            assert (abs(have - want) <= np.maximum(4.9e-4 * abs(want), 3e-8)).all()
+        assert np.array_equal(found[f"layers.{i}.down"], tensors[f"{layer}mlp.down_proj.weight"])
+    ours = describe(tmp_path / "out")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())
+    for described in (describe(tmp_path / "hf"), describe(tmp_path / "alone" / "config.json")):
         assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
 
 

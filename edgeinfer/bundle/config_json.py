@@ -11,12 +11,11 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import ExpertsConfig, ModelConfig, RopeConfig
+from edgeinfer.graph import MOST_OF_A_LAYER, ExpertsConfig, ModelConfig, RopeConfig
 
 from .rows import exact_fields
 
 MAX_LAYERS = 4096
-MAX_EXPERTS = 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")
 
@@ -54,7 +53,7 @@ def config_from_json(data: object) -> ModelConfig:
 
 def check_experts(experts: ExpertsConfig) -> None:
     """Refuse numbers that no mixture of experts has; what fits together the graph knows."""
-    limits = {"total": (1, MAX_EXPERTS), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
+    limits = {"total": (1, MOST_OF_A_LAYER), "active": (1, experts.total), "intermediate_size": (1, 2**31 - 1),
               "groups": (1, experts.total), "active_groups": (1, experts.groups), "group_best": (1, 2),
               "shared_size": (0, 2**31 - 1)}
     for name, (low, high) in limits.items():

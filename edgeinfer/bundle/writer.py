@@ -28,6 +28,7 @@ from .format import (
     next_offset,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
+from .write_back import WriteBack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,12 +70,14 @@ class BundleWriter(Destination):
         self._quantisation = quantisation
         self._source = source
         self._file: BinaryIO | None = None
+        self._write_back: WriteBack | None = None
         self._offset = 0
         self._tensors: list[TensorEntry] = []
         self._files: dict[str, FileEntry] = {}
 
     def _begin(self) -> None:
         self._file = open(self.folder / WEIGHTS_FILE, "wb")  # noqa: SIM115
+        self._write_back = WriteBack(self._file)
 
     def add(
         self, name: str, weight_type: WeightType, shape: tuple[int, ...], data: Data | Iterable[Data]
@@ -107,6 +110,8 @@ class BundleWriter(Destination):
             digest.update(view)
             with self.writing():
                 self._weights.write(view)
+                if self._write_back:
+                    self._write_back.wrote(len(view))
             written += len(view)
         if written != nbytes:
             raise BundleError(f"tensor {name!r} was given {written} bytes; its shape and type need {nbytes}.")
@@ -156,6 +161,8 @@ class BundleWriter(Destination):
     def _commit(self) -> None:
         end = end_of_file(self._offset)
         self._weights.write(bytes(end - self._offset))
+        if self._write_back:
+            self._write_back.wait()
         _sync(self._weights)
         self._weights.close()
         header = Header(self._config, self._quantisation, tuple(self._tensors), tuple(self._files.values()), end,
@@ -168,6 +175,9 @@ class BundleWriter(Destination):
         self._replace()
 
     def _abandon(self) -> None:
+        if self._write_back is not None:
+            self._write_back.close()
+            self._write_back = None
         if self._file is not None:
             with suppress(OSError):  # a full disk refuses the buffered rest, which nobody needs any more
                 self._file.close()

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 QUANTISED = ("quantization_config", "compression_config", "quantization")
 """Where a config says that its weights are quantised; MLX says it twice."""
+
+
+def is_quantised(fields: Mapping[str, Any]) -> bool:
+    """Whether a config says that the weights of its checkpoint are quantised."""
+    return any(fields.get(key) for key in QUANTISED)
+
 
 HARMLESS = frozenset(
     # Provenance and bookkeeping.

@@ -1,0 +1,45 @@
+"""A file's bytes on their way to the disk while more of them are made, so that its end need not be waited for long."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO
+
+STEP_BYTES = 64 << 20
+"""Written before the disk is told to take it; a disk that is slower than this is asked less often."""
+
+
+class WriteBack:
+    """Has the system write out a file from a thread of its own.
+
+    The system itself begins when a tenth of the memory is waiting, or after seconds. What the disk refuses is raised in
+    the thread that writes.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._descriptor = file.fileno()
+        self._pool = ThreadPoolExecutor(1, "edgeinfer-write")
+        self._running: Future[None] | None = None
+        self._new = 0
+
+    def wrote(self, nbytes: int) -> None:
+        """Count bytes that were written; raises `OSError` where earlier ones did not reach the disk."""
+        self._new += nbytes
+        if self._new >= STEP_BYTES and (self._running is None or self._running.done()):
+            self.wait()
+            self._new = 0
+            self._running = self._pool.submit(_sync, self._descriptor)
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; raises `OSError` where bytes did not reach the disk."""
+        running, self._running = self._running, None
+        if running:
+            running.result()
+
+    def close(self) -> None:
+        """End the thread; the file may be closed then."""
+        self._pool.shutdown()
+
+
+_sync = getattr(os, "fdatasync", os.fsync)
