@@ -36,6 +36,8 @@ from edgeinfer.memory_planner import default_threads  # noqa: E402
 
 FORMATS = ("q4_0", "q4_k_m")
 READ_BYTES = 1 << 30
+SPARE = 64
+"""Positions of a context behind the longest test: those of what warms up."""
 STARTS = 3
 """Processes of each side whose first token is timed."""
 
@@ -91,7 +93,7 @@ class Run:
         self.comparisons: list[Comparison] = []
         self.extras: list[dict[str, Any]] = []
         self.versions: dict[str, str] = {}
-        self.ctx = max(given.d) + max(given.p, given.n)
+        self.ctx = max(given.d) + max(given.p, given.n) + SPARE
         self.matches: list[Match] = []
         self.earlier: dict[str, Any] = {"versions": {}, "rows": [], "extras": []}
         if given.append and given.raw.exists():
@@ -114,7 +116,7 @@ class Run:
 
     def match(self, shape: str, match: Match) -> None:
         """All tests and settings of one model against another."""
-        given, bundle, model = self.given, self.models.bundle(shape, match.group_size), match.model(shape)
+        given, bundle, model = self.given, self.models.ours(match, shape), match.model(shape)
         with ExitStack() as stack:
             ours, probe, peer = (stack.enter_context(worker) for worker in
                                  (start(OURS), start("probe"), start(match.peer, match.python)))
@@ -142,7 +144,7 @@ class Run:
 
         Memory is that of a process that then processes one prompt.
         """
-        path = self.models.bundle(shape, match.group_size) if side == OURS else match.model(shape)
+        path = self.models.ours(match, shape) if side == OURS else match.model(shape)
         times: list[float | None] = []
         for _ in range(STARTS):
             with start(side) if side == OURS else start(side, match.python) as worker:

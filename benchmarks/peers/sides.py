@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.worker import Worker, WorkerError
-from edgeinfer.converters import SHAPES, write_random_bundle
+from edgeinfer.converters import SHAPES, convert, write_random_bundle
 
 HERE = Path(__file__).resolve().parent
 OURS, LLAMA, OPENVINO = "edgeinfer", "llama.cpp", "openvino-genai"
@@ -22,6 +22,8 @@ SHALLOW = ({"kv": "f16", "flash": True}, {"kv": "f16", "flash": False})
 DEEP = (*SHALLOW, {"kv": "q8_0", "flash": True})
 """llama.cpp's settings: all are measured and the best counts. Keys and values of 8 bits need flash attention."""
 WRITE_SECONDS = 3600
+ALIKE = ("q4_0",)
+"""Formats that are our own type with other names; of the others our bundle is an import."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Match:
     """Makes the peer's model of a shape, unless it is there."""
     load: dict[str, Any]
     """More arguments of the peer's request `load`."""
+    imports: bool = False
+    """Whether our bundle is made of the peer's file, with its codes, instead of weights of our own type."""
 
     def settings(self, depth: int) -> list[tuple[dict[str, Any], str]]:
         """Contexts to measure at a depth, with their words."""
@@ -60,6 +64,10 @@ class Models:
     def __init__(self, directory: Path, tell: Callable[[str], None]):
         self.directory, self._tell = directory, tell
 
+    def ours(self, match: Match, shape: str) -> Path:
+        """edgeinfer's side of a match."""
+        return self.imported(match.model(shape)) if match.imports else self.bundle(shape, match.group_size)
+
     def bundle(self, shape: str, group_size: int) -> Path:
         """edgeinfer's: q4, embedding and head int8."""
         path = self.directory / f"{shape}-q4-g{group_size}"
@@ -67,6 +75,14 @@ class Models:
             self._tell(f"writing {path.name}")
             config = replace(SHAPES[shape], max_position_embeddings=CTX_LIMIT)
             write_random_bundle(config, path, group_size=group_size)
+        return path
+
+    def imported(self, file: Path) -> Path:
+        """edgeinfer's of a GGUF file: its codes, in our layout."""
+        path = file.with_name(f"{file.stem}-imported")
+        if not path.exists():
+            self._tell(f"importing {file.name}")
+            convert(str(file), path)
         return path
 
     def gguf(self, python: str, shape: str, kind: str) -> Path:
@@ -108,7 +124,7 @@ def llama_matches(python: str, models: Models, formats: list[str]) -> list[Match
     def maker(kind: str) -> Callable[[str], Path]:
         return lambda shape: models.gguf(python, shape, kind)
 
-    return [Match(LLAMA, python, kind, 32, maker(kind), {}) for kind in formats]
+    return [Match(LLAMA, python, kind, 32, maker(kind), {}, imports=kind not in ALIKE) for kind in formats]
 
 
 def openvino_matches(python: str, models: Models) -> list[Match]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from functools import cache
 
 from ..vector.forms import FORMS
-from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products
-from ..vector.packed import dot_run, load_nested, minimum_add, start_of
+from ..vector.int8_dot import (
+    add_sums,
+    dot_int8,
+    in_rows,
+    scale_add,
+    start_int8,
+    widen_pairs,
+    zero_pairs,
+    zero_products,
+)
+from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
 from ..vector.record import inline
-from ..vector.simd import prefetch
+from ..vector.simd import opaque, prefetch
 from ..vector.targets import load_scales
 from ..vector.tiles import load_lines
 
@@ -94,17 +103,48 @@ def _finish(form, group, m):
 
 
 @cache
+def _group_sums(name, group, m, n, ask):
+    """What adds up the products of a group, its lines from w on; activations go on 8 to a line of nibbles and token."""
+    form, start, paired = FORMS[name], start_of(name), paired_runs(name, group)
+    run_bytes, runs, values = 64 * form.run_lines, group // 8 // form.nibble_lines, 8 * form.nibble_lines * n
+    add_run, ask_run = dot_run(name, paired > 0), _asking_lines(ask, form.run_lines)
+
+    @inline
+    def sums(w, apart, x, offsets, far):
+        ints = start(m, n, offsets)
+        for run in range(runs):
+            at = w + run_bytes * run
+            ask_run(at, far, apart)
+            ints = add_run(ints, m, at, apart, x + values * run)
+        return ints
+
+    @inline
+    def sums_by_pairs(w, apart, x, offsets, far):
+        ints = zero_pairs(m, n, offsets)
+        for first in range(0, runs, paired):
+            pairs = zero_pairs(m, n, offsets)
+            for run in range(first, first + opaque(paired)):
+                at = w + run_bytes * run
+                ask_run(at, far, apart)
+                pairs = add_run(pairs, m, at, apart, x + values * run)
+            ints = widen_pairs(ints, pairs)
+        return add_sums(ints, start(m, n, offsets))
+
+    return sums_by_pairs if paired else sums
+
+
+@cache
 def product_packed(name, group, m, n, alone=False):
     """Product of m row tiles in a form with n tokens; `alone`: what follows in memory may not be wanted.
 
     Row tile i lies (i & 1) * apart[0] + (i >> 1) * apart[1] bytes behind w. Kernels that a process compiles one after
     the other share it.
     """
-    form, add_run, start = FORMS[name], dot_run(name), start_of(name)
+    form = FORMS[name]
     record, groups, factors = form.record_bytes(group), form.record_groups(group), form.factors_at(group)
-    run_bytes, runs, run_values = 64 * form.run_lines, group // 8 // form.nibble_lines, 8 * form.nibble_lines
+    group_bytes = factors // groups
     ask, distance, finish = _leave if alone else asking(m), distance_of(record), _finish(form, group, m)
-    ask_run, ask_factors = _asking_lines(ask, form.run_lines), _asking_lines(ask, (record - factors) // 64)
+    group_sums, ask_factors = _group_sums(name, group, m, n, ask), _asking_lines(ask, (record - factors) // 64)
 
     @inline
     def product(w, apart, records, x, stride, scales, offsets, following):
@@ -112,13 +152,9 @@ def product_packed(name, group, m, n, alone=False):
         for r in range(records):
             far = distance(records - r, records, following)
             for part in range(groups):
-                ints = start(m, n, offsets)
-                for run in range(runs):
-                    at = w + run_bytes * (part * runs + run)
-                    ask_run(at, far, apart)
-                    ints = add_run(ints, m, at, apart, x)
-                    x += run_values * n
+                ints = group_sums(w + group_bytes * part, apart, x, offsets, far)
                 acc = finish(acc, ints, w, part, apart, scales, offsets)
+                x += group * n
                 scales += 4 * n
                 offsets += 4 * n
             ask_factors(w + factors, far, apart)

@@ -24,6 +24,12 @@ class Form(NamedTuple):
     minimum: bool = False
 
     @property
+    def chain(self) -> int:
+        """Products of two codes each with activations (-128 .. 127) that a sum of 16 bits holds."""
+        largest = max(map(abs, self.table)) if self.table else (1 << self.bits) - 1
+        return 32767 // (2 * 128 * largest)
+
+    @property
     def nibble_lines(self) -> int:
         """Lines of nibbles in a run."""
         return 1 if self.bits == 4 else 4 // (self.bits - 4)

@@ -114,14 +114,25 @@ def _by_halves(b, product, w, x):
     return join(b, *(product(b, half(b, w, start, 32), half(b, x, start, 32)) for start in (0, 32)))
 
 
-def _maddubs(b, w, x):
-    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
+def _pairs_unsigned(b, w, x):
+    return call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
+
+
+def _pairs_signed(b, w, x):
+    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
+    return _pairs_unsigned(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
+
+
+def _wide(b, pairs):
     return call(b, "llvm.x86.avx2.pmadd.wd", _YI, pairs, constant(_YW, 1))
 
 
+def _maddubs(b, w, x):
+    return _wide(b, _pairs_unsigned(b, w, x))
+
+
 def _maddubs_signed(b, w, x):
-    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
-    return _maddubs(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
+    return _wide(b, _pairs_signed(b, w, x))
 
 
 def _dot_plain(b, acc, w, x):
@@ -162,6 +173,65 @@ def dot_block(b, block, acc, lines, x, dot, smull):
     for k, v in enumerate(sums):
         acc = b.insert_value(acc, v, k)
     return acc
+
+
+def has_pair_sums():
+    """Whether products come as sums of two in 16 bits, of which several are added before they are widened."""
+    return has("avx2") and not is_vnni()
+
+
+def pair_block(b, block, acc, lines, x, signed):
+    """Add products to a block of sums of two in 16 bits, as `dot_block` adds them to those of four in 32."""
+    m, each = len(lines), len(lines[0])
+    n, words = block.n // m, ir.VectorType(I16, 32)
+    sums = [b.bitcast(b.extract_value(acc, k), words) for k in range(block.n)]
+    for j in range(each):
+        for t in range(n):
+            four = _four(b, x, j * n + t)
+            for i in range(m):
+                sums[i * n + t] = b.add(sums[i * n + t], _pairs(b, lines[i][j], four, signed))
+    for k, v in enumerate(sums):
+        acc = b.insert_value(acc, b.bitcast(v, VI), k)
+    return acc
+
+
+def _four(b, x, t):
+    return b.bitcast(splat(b, b.load(pointer(b, x, 4 * t), typ=I32, align=4), VI), VB)
+
+
+def _pairs(b, w, x, signed):
+    return _by_halves(b, _pairs_signed if signed else _pairs_unsigned, w, x)
+
+
+def _widened(b, words):
+    return join(b, *(_wide(b, half(b, words, start, 16)) for start in (0, 16)))
+
+
+@intrinsic
+def widen_pairs(context, ints, pairs):
+    """ints + the sums of 16 bits, two by two."""
+    if not isinstance(ints, Tile) or type(ints) is not type(pairs):
+        return None
+
+    def lower(context, b, sig, args):
+        def step(b, v, k):
+            return b.add(v, _widened(b, b.bitcast(b.extract_value(args[1], k), ir.VectorType(I16, 32))))
+
+        return per_row(b, ints, args[0], step)
+
+    return ints(ints, pairs), lower
+
+
+@intrinsic
+def add_sums(context, ints, others):
+    """The sum of two blocks, lane by lane."""
+    if not isinstance(ints, Tile) or type(ints) is not type(others):
+        return None
+
+    def lower(context, b, sig, args):
+        return per_row(b, ints, args[0], lambda b, v, k: b.add(v, b.extract_value(args[1], k)))
+
+    return ints(ints, others), lower
 
 
 def line_list(b, lines, value):
@@ -247,6 +317,7 @@ def _s8_shift():
 start_s8 = _start(_plain_tile, _s8_shift)
 start_u4 = _start(_plain_tile, lambda: 0)
 start_int8 = _start(_products_tile, _s8_shift)
+zero_pairs = _start(_products_tile, lambda: None)
 
 
 def start_codes(shift):

@@ -20,7 +20,9 @@ from .int8_dot import (
     dot_block,
     dot_s8_line,
     dot_u8_line,
+    has_pair_sums,
     nibbles,
+    pair_block,
     start_codes,
     start_int8,
 )
@@ -76,14 +78,22 @@ def _steps(b, form: Form, line, further, at: int):
     return codes
 
 
+def paired_runs(name: str, group: int) -> int:
+    """Runs whose products are added in sums of 16 bits (`int8_dot.has_pair_sums`) from one to the next; 0: none."""
+    form = FORMS[name]
+    return min(form.chain // 2, group // 8) if has_pair_sums() and form.nibble_lines == 1 else 0
+
+
 @cache
-def dot_run(name: str):
+def dot_run(name: str, paired: bool = False):
     """Intrinsic ``(block, m, address, apart, x)``: add the products of a run of each of m row tiles (`row_tile`).
 
-    The activations of its steps follow each other from x on, as in `int8_dot.dot_block`. m is a constant.
+    The activations of its steps follow each other from x on, as in `int8_dot.dot_block`. m is a constant. `paired`: the
+    block has sums of 16 bits, as `zero_pairs` starts and `widen_pairs` ends them.
     """
     form = FORMS[name]
-    dot, small = (dot_s8_line, neon.by_smull) if form.table else (dot_u8_line, neon.by_smlal)
+    signed = bool(form.table)
+    dot, small = (dot_s8_line, neon.by_smull) if signed else (dot_u8_line, neon.by_smlal)
 
     @intrinsic(prefer_literal=True)
     def add_run(context, block, m, address, apart, x):
@@ -103,7 +113,10 @@ def dot_run(name: str):
                 both = [_steps(b, form, line(i, at), more[i], at) for i in range(count)]
                 place = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
                     else activations
-                block_value = dot_block(b, block, block_value, both, place, dot, small)
+                if paired:
+                    block_value = pair_block(b, block, block_value, both, place, signed)
+                else:
+                    block_value = dot_block(b, block, block_value, both, place, dot, small)
             return block_value
 
         return block(block, m, address, apart, x), lower

@@ -209,6 +209,13 @@ def store_first(b, address, v, n):
     call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, pointer(b, address), ir.Constant(I32, 4), keep)
 
 
+@define(types.int64, types.int64)
+def opaque(b, value):
+    """The same value, which the compiler does not know: a loop so many times stays a loop."""
+    kind = ir.FunctionType(I64, [I64])
+    return b.asm(kind, "", "=r,0", [value], side_effect=False)
+
+
 @define(types.none, types.int64)
 def prefetch(b, address):
     """Ask for the cache line at `address` (reading, all levels)."""
