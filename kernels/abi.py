@@ -357,9 +357,10 @@ def kv_block_bytes(kv: str, head_dim: int) -> int:
     return BLOCK_TOKENS * KV_ELEMENT_BYTES[kv] * padded_head_dim(head_dim)
 
 
-def kv_head_bytes(kv: str, head_dim: int) -> int:
-    """Bytes of one head of one block in all planes: K, V and their scales, if any."""
-    return 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
+def kv_head_bytes(kv: str, head_dim: int, latent: bool = False) -> int:
+    """Bytes of one head of one block in all planes: K, V and their scales, if any; of `latent` KV there is no V."""
+    whole = 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
+    return whole - kv_block_bytes(kv, head_dim) if latent else whole
 
 
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:
@@ -494,3 +495,9 @@ def attention_scratch_bytes(head_dim: int, group: int) -> int:
     path = PATH_BLOCKS * max(2 * kv_block_bytes(kv, head_dim) + KV_SCALES_BYTES for kv in KV_ELEMENT_BYTES)
     rows = min(ATTENTION_ROWS, -(-ATTENTION_TOKENS * group // ATTENTION_TILE) * ATTENTION_TILE)
     return tile + path + rows * (32 + 4 * padded)
+
+
+def latent_scratch_bytes(head_dim: int, values: int, group: int) -> tuple[int, int]:
+    """As `attention_scratch_bytes`, where V is the first `values` elements of K; and where V of a split is made."""
+    turned = -(-attention_scratch_bytes(head_dim, group) // 64) * 64
+    return turned + SPLIT_BLOCKS * max(kv_block_bytes(kv, values) for kv in KV_ELEMENT_BYTES), turned

@@ -6,11 +6,12 @@ from ..lazy import lazily
 from ..quant import WeightType
 from .builder import GraphBuilder
 from .check import check, check_runnable
-from .config import ExpertsConfig, ModelConfig, RopeConfig
+from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .fields import QUANTISED
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
+from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import (
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
 __all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER",
            "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed",
            "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
-           "GraphBuilder", "KvAccess", "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown",
-           "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize", "Read",
+           "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown",
+           "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize",
+           "QuantizeHeads", "Read",
            "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
            "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
-           "Source", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
+           "Source", "StoreLatent", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
            "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
            "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "least_score",
            "parameters", "place_of_head", "read_config", "read_outline", "requested_types", "rope_tables",
