@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from .toolchain.provide import find_set
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LATENT", "LINEAR", "NEURON_DOWN",
-           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN", "VALUES",
-           "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
-           "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes", "sampling",
-           "twin_of"]
+           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN",
+           "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue",
+           "choose", "extend", "fill", "find_set", "machine", "package_directory", "parameters", "reference",
+           "routes", "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",

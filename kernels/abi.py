@@ -495,9 +495,3 @@ def attention_scratch_bytes(head_dim: int, group: int) -> int:
     path = PATH_BLOCKS * max(2 * kv_block_bytes(kv, head_dim) + KV_SCALES_BYTES for kv in KV_ELEMENT_BYTES)
     rows = min(ATTENTION_ROWS, -(-ATTENTION_TOKENS * group // ATTENTION_TILE) * ATTENTION_TILE)
     return tile + path + rows * (32 + 4 * padded)
-
-
-def latent_scratch_bytes(head_dim: int, values: int, group: int) -> tuple[int, int]:
-    """As `attention_scratch_bytes`, where V is the first `values` elements of K; and where V of a split is made."""
-    turned = -(-attention_scratch_bytes(head_dim, group) // 64) * 64
-    return turned + SPLIT_BLOCKS * max(kv_block_bytes(kv, values) for kv in KV_ELEMENT_BYTES), turned

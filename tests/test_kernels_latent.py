@@ -23,7 +23,8 @@ class LatentLayer(Layer):
     def __init__(self, kv: str, size: tuple[int, int, int], sequences: list[Sequence], seed: int = 0):
         self.rank, self.turning = size[1:]
         super().__init__(kv, (size[0], 1, sum(size[1:])), sequences, seed=seed)
-        self.scratch_bytes, self.turned = abi.latent_scratch_bytes(self.head_dim, self.rank, self.heads)
+        self.turned = -(-self.scratch_bytes // 64) * 64
+        self.scratch_bytes = self.turned + abi.SPLIT_BLOCKS * abi.kv_block_bytes(kv, self.rank)  # no more than it needs
         self.places[3] = self.bench.scratch(self.scratch_bytes, 3)
 
     def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:

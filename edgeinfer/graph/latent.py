@@ -13,6 +13,7 @@ from typing import ClassVar
 from edgeinfer.kernels import abi
 
 from ..dataclass import dataclass
+from ..sizes import round_up
 from .operation import KvAccess, RowOp, Scratch, Sizes, layer_of, other_width
 from .ops import Attention
 from .products import Product
@@ -110,11 +111,16 @@ class LatentAttention(Attention):
         return KvAccess(layer_of(self), 1, self.head_dim, operations=2 * self.heads * (self.head_dim + self.values),
                         latent=True)
 
+    @property
+    def turned(self) -> int:
+        """Where in a thread's scratch the V of a split is made: behind all that attention takes."""
+        return round_up(abi.attention_scratch_bytes(self.head_dim, self.heads), 64)
+
     def scratch(self, sizes: Sizes) -> Scratch:
         """As attention's, and the V of a split."""
         partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.values))
-        own, _ = abi.latent_scratch_bytes(self.head_dim, self.values, self.heads)
-        return Scratch(own, sizes.split_tokens * partial)
+        room = abi.SPLIT_BLOCKS * max(abi.kv_block_bytes(kv, self.values) for kv in abi.KV_ELEMENT_BYTES)
+        return Scratch(self.turned + room, sizes.split_tokens * partial)
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries and the key come in, a row of V's width for each head goes out."""

@@ -95,46 +95,48 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     latent, heads = c.latent, c.num_attention_heads
     assert latent
     g.layer, name, attn = i, f"layers.{i}.", f"model.layers.{i}.self_attn."
-    rotary, nope = c.rope_dim, latent.nope_dim
-    rank, own = c.head_dim - rotary, nope + rotary
-
-    q = Source(attn + ("q_b_proj" if latent.q_rank else "q_proj") + ".weight",
-               (heads * own, latent.q_rank or c.hidden_size))
-    queries = q.every(own, 0, nope), _halves(q.every(own, nope, rotary), latent.interleaved, rotary)
-    down = Source(attn + "kv_a_proj_with_mqa.weight", (c.head_dim, c.hidden_size))
-    keys = down.rows(0, rank), _halves(down.rows(rank, c.head_dim), latent.interleaved, rotary)
-    widths, key_widths = (heads * nope, heads * rotary), (rank, rotary)
-    biases: tuple[Source, ...] = ()
-    if c.attention_bias:
-        bias = Source(attn + "kv_a_proj_with_mqa.bias", (c.head_dim,))
-        biases = bias.rows(0, rank), _halves(bias.rows(rank, c.head_dim), latent.interleaved, rotary)
-
-    norm = f"model.layers.{i}.input_layernorm.weight"
-    if not latent.q_rank and not biases:
-        h = g.rms_norm(x, name + "attention_norm", norm, feeds=name + "q_kv")
-        q_rows = kv_rows = g.linear(h, name + "q_kv", (*queries, *keys), (*widths, *key_widths))
-        first = sum(widths)
-    else:
-        one = name + ("q_a" if latent.q_rank else "q")
-        h = g.rms_norm(x, name + "attention_norm", norm, feeds=g.feeds_both(one, name + "kv_a"))
-        kv_rows, first = g.linear(h, name + "kv_a", keys, key_widths, bias=biases), 0
-        if latent.q_rank:
-            h = g.linear(h, name + "q_a", (attn + "q_a_proj.weight",), (latent.q_rank,),
-                         bias=(attn + "q_a_proj.bias",) if c.attention_bias else ())
-            h = g.rms_norm(h, name + "q_a_norm", attn + "q_a_layernorm.weight", feeds=name + "q", eps=NORM_EPS)
-        q_rows = g.linear(h, name + "q", queries, widths)
-
-    up = Source(attn + "kv_b_proj.weight", (heads * (nope + latent.value_dim), rank))
-    step = nope + latent.value_dim
+    rank, nope, value = c.head_dim - c.rope_dim, latent.nope_dim, latent.value_dim
+    q_rows, kv_rows, first = _queries_and_latents(g, c, x, i)
+    step = nope + value
+    up = Source(attn + "kv_b_proj.weight", (heads * step, rank))
     to_latent = tuple(up.rows(n * step, n * step + nope).transposed() for n in range(heads))
-    from_latent = up.every(step, nope, latent.value_dim)
     absorbed = g.head_linear(q_rows, name + "k_b", to_latent, (rank, nope), heads, c.head_dim, c.head_dim)
     stored = g.store_latent(absorbed, q_rows, kv_rows, attn + "kv_a_layernorm.weight", heads * nope, first, NORM_EPS)
-    h = g.head_linear(g.latent_attention(stored), name + "v_b", (from_latent,), (latent.value_dim, rank), heads,
-                      latent.value_dim)
+    h = g.head_linear(g.latent_attention(stored), name + "v_b", (up.every(step, nope, value),), (value, rank), heads,
+                      value)
     return g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                     bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
 
-def _halves(source: Source, interleaved: bool, rotary: int) -> Source:
-    return source.rope_halves(rotary) if interleaved else source
+def _queries_and_latents(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> tuple[Tensor, Tensor, int]:
+    """Rows that have the queries of all heads, first what does not turn; rows with latent and key, and their column.
+
+    Where queries come from the stream, as latents do, both are columns of one product.
+    """
+    latent, heads, rotary = c.latent, c.num_attention_heads, c.rope_dim
+    assert latent
+    name, attn, norm = f"layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.input_layernorm.weight"
+    rank, nope = c.head_dim - rotary, latent.nope_dim
+    widths, key_widths, own = (heads * nope, heads * rotary), (rank, rotary), nope + rotary
+
+    def halves(source: Source) -> Source:
+        return source.rope_halves(rotary) if latent.interleaved else source
+
+    module = attn + ("q_b_proj" if latent.q_rank else "q_proj")
+    q = Source(module + ".weight", (heads * own, latent.q_rank or c.hidden_size))
+    queries = q.every(own, 0, nope), halves(q.every(own, nope, rotary))
+    module = attn + "kv_a_proj_with_mqa"
+    down, shift = Source(module + ".weight", (c.head_dim, c.hidden_size)), Source(module + ".bias", (c.head_dim,))
+    keys, biases = ((part.rows(0, rank), halves(part.rows(rank, c.head_dim))) for part in (down, shift))
+    if not latent.q_rank and not c.attention_bias:
+        h = g.rms_norm(x, name + "attention_norm", norm, feeds=name + "q_kv")
+        both = g.linear(h, name + "q_kv", (*queries, *keys), (*widths, *key_widths))
+        return both, both, sum(widths)
+    one = name + ("q_a" if latent.q_rank else "q")
+    h = g.rms_norm(x, name + "attention_norm", norm, feeds=g.feeds_both(one, name + "kv_a"))
+    kv_rows = g.linear(h, name + "kv_a", keys, key_widths, bias=biases if c.attention_bias else ())
+    if latent.q_rank:
+        h = g.linear(h, name + "q_a", (attn + "q_a_proj.weight",), (latent.q_rank,),
+                     bias=(attn + "q_a_proj.bias",) if c.attention_bias else ())
+        h = g.rms_norm(h, name + "q_a_norm", attn + "q_a_layernorm.weight", feeds=name + "q", eps=NORM_EPS)
+    return g.linear(h, name + "q", queries, widths), kv_rows, 0

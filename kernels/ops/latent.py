@@ -18,7 +18,7 @@ from ..vector.record import claim, count, float_parameter, inline, operand, para
 from ..vector.simd import keep_first, load_f32x16, scatter_f32, scatter_i8x4, store_first, store_i16
 from ..vector.targets import scatter_f16
 from .attention_paths import latent_parts
-from .elementwise import normalise, norm_scale
+from .elementwise import norm_scale, normalise
 from .rope import head_scale, inverse_of, quantised, rotate
 
 
