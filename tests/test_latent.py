@@ -30,6 +30,8 @@ MODEL = replace(
     rotary_dim=6, attention_scale=0.3, latent=LatentConfig(20, 10, 16), rope=RopeConfig(300.0),
     experts=ExpertsConfig(6, 2, 24, scores="sigmoid", scale=1.8, groups=2, active_groups=1, group_best=2,
                           shared_size=40, shared_gate=False, choice_bias=True, dense_layers=(0,)))
+FILES = ("deepseek-v2", "glm4-moe-lite")
+"""Cases of which GGUF files are made."""
 PLAIN = replace(MODEL, model_type="deepseek_v2", latent=LatentConfig(0, 10, 16))
 
 
@@ -165,7 +167,7 @@ def file_of(name: str, path: Path, split: bool, kinds: dict[str, str] | None = N
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["two", "one"])
-@pytest.mark.parametrize("name", ["deepseek-v2", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_has_the_logits_of_its_checkpoint(name: str, split: bool, tmp_path: Path) -> None:
     case = file_of(name, tmp_path / "m.gguf", split)
     convert(tmp_path / "m.gguf", tmp_path / "bundle")
