@@ -22,7 +22,7 @@ RUNNABLE = {
     "olmoe": "olmoe", "granitemoe": "granitemoe", "deepseek2": "deepseek_v2",
 }
 """GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
-experts mixtral. deepseek2 is GLM-4.7-Flash's too."""
+experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3."""
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
                "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
                "starcoder2": "gelu_pytorch_tanh"}

@@ -1,4 +1,4 @@
-"""GGUF's deepseek2: latent attention as metadata and tensors have it, of DeepSeek-V2 and of GLM-4.7-Flash."""
+"""GGUF's deepseek2: latent attention as metadata and tensors have it, of DeepSeek-V2, V3 and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from edgeinfer.graph import ConfigReader, ModelConfig, Source, Weight
 
 NAME = "deepseek2"
-LATENT = ("deepseek_v2", "glm4_moe_lite")
-"""Ours of that name: scores by softmax or by sigmoids."""
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Ours of that name: scores by softmax or by sigmoids. GLM-4.7-Flash is calculated as DeepSeek-V3."""
 KEYS = (
     "attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla",
     "attention.value_length", "rope.dimension_count", "leading_dense_block_count", "expert_count",

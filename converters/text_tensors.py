@@ -15,7 +15,7 @@ _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?
 BASES = {"gpt2": "transformer.", "gpt_neo": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.",
          "opt": "model."}
 """What the names of most tensors begin with; some checkpoints were saved without it."""
-_GUESSING = ("glm4_moe_lite",)
+_GUESSING = ("deepseek_v3", "glm4_moe_lite")
 """Families whose checkpoints have layers that predict more than the next token, numbered behind the others."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _HEADS = ("lm_head.", "embed_out.")

@@ -225,6 +225,10 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True, "num_hidden_layers": 2,
         "rope_parameters": {**DEEP_YARN, "mscale_all_dim": 3.0, "rope_theta": 300.0},
     },
+    "deepseek-v3": {
+        **GLM, "model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "rope_parameters": {**DEEP_YARN, "mscale_all_dim": 1.0, "rope_theta": 300.0},
+    },
     "glm4-moe-lite": {**GLM, "rope_theta": 300.0},
     "glm4-moe-lite-halves": {
         **GLM, "rope_theta": 300.0, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None,

@@ -63,8 +63,8 @@ that a tensor's original can be found again.
 | Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
 | Command-R | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
-| DeepSeek-V2, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
-| DeepSeek-V2, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
+| DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
+| DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
 | GPT-2, GPT-NeoX, Falcon, Phi-3 | q, k and v, gate and up in one tensor | read as rows of it |
 """
 LIMITS = """
@@ -80,7 +80,7 @@ LIMITS = """
   layout `neuron`.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what
   has no form there is refused by name.
-* Latent attention (DeepSeek-V2, GLM-4.7-Flash): `--attention` (no rows of V are stored), ONNX. DeepSeek-V3's own model_type.
+* Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): `--attention` (no rows of V are stored), ONNX.
 * Pickles (`.bin`), as OPT and early Falcon repositories have them, are not read.
 """
 

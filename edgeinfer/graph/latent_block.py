@@ -69,8 +69,8 @@ def read_routed(c: ConfigReader, defaults: dict[str, Any], dense: tuple[int, ...
                        low=0, high=2**10) or 0
     if not shared:
         raise c.unsupported("n_shared_experts", c.get("n_shared_experts"), "published models have at least one")
-    groups = c.integer("n_group", 1, high=total)
-    best = c.integer("topk_group", 1, high=groups)
+    groups = c.integer("n_group", defaults.get("n_group", 1), high=total)
+    best = c.integer("topk_group", defaults.get("topk_group", 1), high=groups)
     if total % groups:
         raise CheckpointError(f"{c.where}: n_group is {groups}, of which {total} experts are no multiple.")
     scale = c.number("routed_scaling_factor", defaults["routed_scaling_factor"])
