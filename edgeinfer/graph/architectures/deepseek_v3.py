@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1, Moonlight and Kimi K2 (arXiv 2412.19437): V2's attention, experts chosen by sigmoids with a bias."""
+"""DeepSeek-V3, R1 and Moonlight (arXiv 2412.19437): V2's attention, experts chosen by sigmoids with a bias."""
 
 from __future__ import annotations
 
