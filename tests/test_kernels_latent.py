@@ -7,7 +7,7 @@ import pytest
 
 from edgeinfer.graph import RopeConfig, rope_tables
 from edgeinfer.kernels import abi
-from edgeinfer.kernels.parameters import ATTENTION, LATENT, LINEAR, ROWS, fill
+from edgeinfer.kernels.parameters import ATTENTION, LATENT, LINEAR, ROWS, SCREEN, fill
 from edgeinfer.quant import WeightType
 from tests.kernel_bench import ISAS, Bench, token_tiles
 from tests.test_kernels_attention import KV, Layer, Sequence, walk
@@ -135,3 +135,8 @@ def test_products_of_heads(dtype: str, group: int) -> None:
             two = bench.run(isa, name, places, parameters, threads=2)
             for key, values in one.items():
                 np.testing.assert_array_equal(values, two[key], err_msg=key)
+
+
+def test_records_of_a_screened_head_have_no_heads() -> None:
+    """Its products are those of `linear`, which look for heads behind all that such a record has."""
+    assert max(SCREEN) < LINEAR.head_tiles
