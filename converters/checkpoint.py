@@ -34,7 +34,7 @@ from .expert_names import with_experts
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
-from .text_tensors import Names, is_buffer, names_of_text
+from .text_tensors import Names, guesses_ahead, is_buffer, names_of_text
 from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
@@ -158,16 +158,24 @@ class Checkpoint:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences for whoever converts it."""
-        if not self.pictures:
-            return ()
-        nbytes = sum(self.tensor(name).nbytes for name in self.pictures)
-        return (f"{len(self.pictures)} tensors of what sees pictures ({nbytes / 1e6:.1f} MB) are left out: the bundle "
-                f"is the text model, a {self.config.model_type}.",)
+        found = []
+        kind = f"is the text model, a {self.config.model_type}"
+        for names, what, why in ((self.pictures, "what sees pictures", kind),
+                                 (self.guessing, "layers that guess further tokens", "has those of the next one")):
+            if names:
+                nbytes = sum(self.tensor(name).nbytes for name in names)
+                found.append(f"{len(names)} tensors of {what} ({nbytes / 1e6:.1f} MB) are left out: the bundle {why}.")
+        return tuple(found)
+
+    @property
+    def guessing(self) -> frozenset[str]:
+        """Tensors of layers that predict more than the next token."""
+        return frozenset(name for name in self.files if guesses_ahead(name, self.config))
 
     @property
     def ignored(self) -> frozenset[str]:
         """Tensors that are no weights, or none of the text model."""
-        return frozenset(name for name in self.files if is_buffer(name)) | self.pictures
+        return frozenset(name for name in self.files if is_buffer(name)) | self.pictures | self.guessing
 
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""

@@ -20,6 +20,7 @@ from edgeinfer.graph import (
     Graph,
     ModelConfig,
     Source,
+    Transposed,
     TypeOf,
     Weight,
     WeightType,
@@ -227,6 +228,8 @@ def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisa
 
 
 def _stored(sources: list[Source], kinds: Kinds) -> WeightType:
-    """The type of tensors together; one that is missing is told of later, by name."""
+    """The type of tensors together; one that is missing is told of later, by name. What is transposed has no blocks."""
     found = {kinds[source.name] for source in sources if source.name in kinds}
-    return (smallest(found) if found else None) or WeightType("f32")
+    stored = (smallest(found) if found else None) or WeightType("f32")
+    turned = any(isinstance(step, Transposed) for source in sources for step in source.steps)
+    return WeightType("f32") if turned and stored.quantised else stored

@@ -14,6 +14,8 @@ from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequ
 
 from .gguf_families import ACTIVATIONS, OWN_KEYS, PARTIAL, RUNNABLE, TIED, WINDOWED, family_fields
 from .gguf_file import GgufHeader, GgufTensor
+from .gguf_latent import NAME as LATENT_NAME
+from .gguf_latent import read_latent_rotation
 from .gguf_mixtures import MIXTURES, mixture_fields, read_choice
 from .gguf_vocabulary import NO_TOKEN
 
@@ -197,6 +199,8 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
                    ) -> None:
     """RoPE's keys as config.json's rope_scaling; where all of a head must turn, another width is refused."""
     name = prefix[:-1]
+    if name == LATENT_NAME:
+        return read_latent_rotation(r, prefix, config, *_scaling(r, prefix))
     config |= _with_head(config)
     head_dim, turned = config.get("head_dim"), r.get(prefix + "rope.dimension_count")
     if name in PARTIAL and isinstance(turned, int) and isinstance(head_dim, int) and 0 < turned < head_dim:

@@ -10,6 +10,8 @@ from typing import Any
 
 from edgeinfer.errors import UnsupportedModelError
 
+from .gguf_latent import KEYS, NAME, latent_fields, model_type_of
+
 Get = Callable[[str], Any]
 """The value of a key, without the architecture's name before it; None where it is absent."""
 RUNNABLE = {
@@ -17,10 +19,10 @@ RUNNABLE = {
     "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "smollm3": "smollm3", "granite": "granite",
     "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
     "starcoder2": "starcoder2", "command-r": "cohere", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
-    "olmoe": "olmoe", "granitemoe": "granitemoe",
+    "olmoe": "olmoe", "granitemoe": "granitemoe", "deepseek2": "deepseek_v2",
 }
 """GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
-experts mixtral."""
+experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3."""
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
                "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
                "starcoder2": "gelu_pytorch_tanh"}
@@ -102,10 +104,15 @@ def _cohere(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[
     return {"logit_scale": get("logit_scale")}
 
 
+def _latent(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {**latent_fields(get), "model_type": model_type_of(get)}
+
+
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
     "granitemoe": _granite,
     "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
+    NAME: _latent,
 }
 OWN_KEYS = {
     "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
@@ -117,6 +124,6 @@ OWN_KEYS = {
     "gptneox": ("use_parallel_residual",), "stablelm": ("use_parallel_residual",),
     "starcoder2": ("attention.sliding_window",), "command-r": ("logit_scale",), "falcon": ("tensor_data_layout",),
     "qwen2vl": ("rope.dimension_sections",), "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),
-    "gpt2": ("tensor_data_layout",),
+    "gpt2": ("tensor_data_layout",), NAME: KEYS,
 }
 """Keys that `family_fields` reads, or that say how pictures come in."""

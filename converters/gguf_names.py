@@ -9,6 +9,7 @@ from dataclasses import replace
 from edgeinfer.graph import Affine, Graph, ModelConfig, Source, Transposed, Weight
 
 from .expert_names import with_stacks
+from .gguf_latent import with_heads_apart
 
 _OUTER = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -29,7 +30,11 @@ _LAYER = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "mlp.e_score_correction": "exp_probs_b",
 }
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
@@ -52,6 +57,9 @@ def with_gguf_names(graph: Graph, config: ModelConfig, names: Collection[str] = 
 
 
 def _renamed(weight: Weight, config: ModelConfig, names: Collection[str]) -> Weight:
+    apart = with_heads_apart(weight, config, names)
+    if apart is not weight:
+        return apart
     fused = re.fullmatch(r"layers\.([0-9]+)\.qkv(_bias)?", weight.name) if config.model_type in _IN_ROWS else None
     name = f"blk.{fused[1]}.attn_qkv.{'bias' if fused[2] else 'weight'}" if fused else ""
     if fused and (config.model_type != "phi" or name in names):
@@ -72,7 +80,7 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
     Steps that the converter has taken already are left out.
     """
     name, steps, stored = gguf_name(source.name, config.model_type), source.steps, source.stored
-    if any(isinstance(step, Transposed) for step in steps):
+    if any(isinstance(step, Transposed) for step in steps) and not config.latent:
         steps, stored = tuple(step for step in steps if not isinstance(step, Transposed)), stored[::-1]
     if config.model_type in _PLUS_ONE:
         steps = tuple(step for step in steps if step != Affine(plus=1.0))
@@ -86,7 +94,8 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
 
 def gguf_name(name: str, model_type: str = "") -> str:
     """The file's name of a tensor; one that has none there keeps its own, and will be said to be missing."""
-    match, layer = _NAME.fullmatch(name), _OWN.get(model_type, _LAYER)
+    match, layer = _NAME.fullmatch(name.replace(".gate.e_score_correction_bias", ".e_score_correction.bias")), \
+        _OWN.get(model_type, _LAYER)
     if match and match[1] and match[2] in layer:
         return f"blk.{match[1]}.{layer[match[2]]}.{match[3]}"
     return f"{_OUTER[match[4]]}.{match[5]}" if match and match[4] in _OUTER else name

@@ -7,12 +7,17 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
+from edgeinfer.graph import ModelConfig
+
 PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..+")
 """Tensors of what makes tokens of pictures."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
 BASES = {"gpt2": "transformer.", "gpt_neo": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.",
          "opt": "model."}
 """What the names of most tensors begin with; some checkpoints were saved without it."""
+_GUESSING = ("deepseek_v3", "glm4_moe_lite")
+"""Families whose checkpoints have layers that predict more than the next token, numbered behind the others."""
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _HEADS = ("lm_head.", "embed_out.")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
                       r"(masked_)?bias")
@@ -41,6 +46,12 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
     if base and not any(name.startswith(base) for name in stored):
         aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
     return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
+
+
+def guesses_ahead(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of the layers behind the last, which guess further tokens (GLM, arXiv 2412.19437)."""
+    match = _LAYER.match(name) if config.model_type in _GUESSING else None
+    return match is not None and int(match[1]) >= config.num_hidden_layers
 
 
 def is_buffer(name: str) -> bool:

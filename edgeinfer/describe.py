@@ -138,7 +138,7 @@ class ModelDescription:
     @property
     def kv_values_per_position(self) -> int:
         """Elements of K and V of a position: 2 x layers x width; the pure figure with one byte each."""
-        return sum(2 * access.heads * access.head_dim for access in self._kv(stores=True))
+        return sum(access.values for access in self._kv(stores=True))
 
     def pure_weight_bytes(self, bits: float = 4) -> float:
         """Bytes of all weights at so many bits each, without scales: what people compute in their heads."""

@@ -357,9 +357,10 @@ def kv_block_bytes(kv: str, head_dim: int) -> int:
     return BLOCK_TOKENS * KV_ELEMENT_BYTES[kv] * padded_head_dim(head_dim)
 
 
-def kv_head_bytes(kv: str, head_dim: int) -> int:
-    """Bytes of one head of one block in all planes: K, V and their scales, if any."""
-    return 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
+def kv_head_bytes(kv: str, head_dim: int, latent: bool = False) -> int:
+    """Bytes of one head of one block in all planes: K, V and their scales, if any; of `latent` KV there is no V."""
+    whole = 2 * BLOCK_TOKENS * KV_TYPES[kv].row_bytes(padded_head_dim(head_dim))
+    return whole - kv_block_bytes(kv, head_dim) if latent else whole
 
 
 def q8_row_bytes(width: int, group_size: int) -> tuple[int, int, int]:

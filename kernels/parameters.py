@@ -47,6 +47,12 @@ class _Linear(NamedTuple):
     source_stride: int
     """Experts: bytes from one row of the source to the next, where a single token has a row for each expert; 0 = all
     its experts read the same row."""
+    head_tiles: int
+    """linear: tiles of each head's own matrix, all behind one another; chunks end with heads. 0 = one matrix."""
+    head_x: int
+    """Heads: bytes from one head's x to the next's."""
+    head_gap: int
+    """Heads: bytes of an output row between what one head writes and what the next does."""
 
 
 class _Rows(NamedTuple):
@@ -70,6 +76,10 @@ class _Rows(NamedTuple):
     """rms_norm_q8: scratch bytes of a thread."""
     token_tiles: int
     """q8 output: tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
+    heads: int
+    """quantize: pieces of `width` elements that a row has side by side, each quantised to rows of its own; 0 = 1."""
+    head_out: int
+    """quantize: bytes from the rows of one head to those of the next."""
 
 
 class _Rope(NamedTuple):
@@ -122,6 +132,35 @@ class _Attention(NamedTuple):
     """INSTEAD_*: what stands for the rows that are left out."""
     cap: int
     """Scores become cap x tanh(score / cap), float32 bits; 0 = they stay as they are."""
+    values: int
+    """Latent KV: V is so many of K's first elements, and not stored by itself; 0 = it is stored."""
+    turned: int
+    """Latent KV: where in a thread's scratch the V of a split is made of its K."""
+
+
+class _Latent(NamedTuple):
+    stride: int
+    """Bytes of a row of queries, behind which the token's key lies."""
+    q_stride: int
+    """Bytes of a row of which the queries' rotated parts are taken."""
+    q_first: int
+    """Element at which these begin."""
+    c_stride: int
+    """Bytes of a row that has the latent, then the key's rotated part."""
+    c_first: int
+    """Element at which it begins."""
+    heads: int
+    rank: int
+    """Elements of the latent."""
+    rotary: int
+    """Elements behind it, which turn."""
+    table_stride: int
+    """As in ROPE, like what follows."""
+    block_bytes: int
+    blocks: int
+    eps: int
+    """Epsilon of the latent's norm, float32 bits."""
+    rows: int
 
 
 class _NeuronGated(NamedTuple):
@@ -358,10 +397,11 @@ class _Release(NamedTuple):
     """Number of the part whose buffer is free."""
 
 
-LINEAR = _Linear(*range(19))
-ROWS = _Rows(*range(11))
+LINEAR = _Linear(*range(22))
+ROWS = _Rows(*range(13))
 ROPE = _Rope(*range(10))
-ATTENTION = _Attention(*range(17))
+ATTENTION = _Attention(*range(19))
+LATENT = _Latent(*range(13))
 NEURON_GATED = _NeuronGated(*range(24))
 NEURON_DOWN = _NeuronDown(*range(14))
 NEURON_RESOLVE = _NeuronResolve(*range(12))

@@ -35,6 +35,14 @@ QWEN2_MOE = {**QWEN2, "model_type": "qwen2_moe", "num_experts": 7, "num_experts_
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
              "moe_intermediate_size": 38, "norm_topk_prob": True, "decoder_sparse_step": 1,
              "mlp_only_layers": []}  # fmt: skip
+LATENT = {"vocab_size": 99, "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3,
+          "num_attention_heads": 5, "num_key_value_heads": 5, "kv_lora_rank": 48, "qk_nope_head_dim": 10,
+          "qk_rope_head_dim": 6, "v_head_dim": 16, "moe_intermediate_size": 36, "max_position_embeddings": 64,
+          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+DEEPSEEK = {"model_type": "deepseek_v2", **LATENT, "q_lora_rank": None, "n_routed_experts": 7, "n_shared_experts": 2,
+            "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
+GLM = {"model_type": "glm4_moe_lite", **LATENT, "q_lora_rank": 20, "n_routed_experts": 8, "n_shared_experts": 1,
+       "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.8}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -210,6 +218,21 @@ CASES: dict[str, dict[str, Any]] = {
         **LLAMA, "model_type": "granitemoe", "num_key_value_heads": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
         "intermediate_size": 40, "embedding_multiplier": 7.0, "residual_multiplier": 0.3, "attention_multiplier": 0.5,
         "logits_scaling": 4.0, "rms_norm_eps": 1e-2, "tie_word_embeddings": True,
+    },
+    "deepseek-v2": {**DEEPSEEK, "rope_theta": 300.0},
+    "deepseek-v2-lora-yarn": {
+        **DEEPSEEK, "q_lora_rank": 28, "topk_method": "group_limited_greedy", "n_routed_experts": 6, "n_group": 3,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True, "num_hidden_layers": 2,
+        "rope_parameters": {**DEEP_YARN, "mscale_all_dim": 3.0, "rope_theta": 300.0},
+    },
+    "deepseek-v3": {
+        **GLM, "model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "rope_parameters": {**DEEP_YARN, "mscale_all_dim": 1.0, "rope_theta": 300.0},
+    },
+    "glm4-moe-lite": {**GLM, "rope_theta": 300.0},
+    "glm4-moe-lite-halves": {
+        **GLM, "rope_theta": 300.0, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None,
+        "n_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
     "qwen3-moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
     "qwen3-moe-steps-bias": {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True,

@@ -11,6 +11,7 @@ from edgeinfer.graph.outlines import FAMILIES
 from tests import golden_cases
 from tests.test_experts import IN_FILES
 from tests.test_gguf_families import ARCHITECTURES
+from tests.test_latent import FILES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 INTRODUCTION = """# Models
@@ -34,7 +35,7 @@ names.
 """
 COMMANDS = """
 The comparisons are `python -m pytest tests/test_models_golden.py -k NAME` and `python -m pytest tests/test_gguf_families.py -k NAME`, of mixtures
-`tests/test_experts.py`.
+`tests/test_experts.py`, of latent attention `tests/test_latent.py`.
 Architectures that transformers does not have (bamboo, sparsellama) are compared with a forward pass in NumPy
 (`tests/reference.py`, which has transformers' logits for all others): `python -m pytest tests/test_families.py -k relufied`.
 Llama also with six trained models, token by token: `python -m pytest tests/test_models_golden.py -k golden_tokens`.
@@ -62,6 +63,8 @@ that a tensor's original can be found again.
 | Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
 | Command-R | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
+| DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
+| DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
 | GPT-2, GPT-NeoX, Falcon, Phi-3 | q, k and v, gate and up in one tensor | read as rows of it |
 """
 LIMITS = """
@@ -77,6 +80,7 @@ LIMITS = """
   layout `neuron`.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what
   has no form there is refused by name.
+* Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): `--attention` (no rows of V are stored), ONNX.
 * Pickles (`.bin`), as OPT and early Falcon repositories have them, are not read.
 """
 
@@ -98,7 +102,7 @@ def models() -> str:
     for name in supported_architectures():
         files = ", ".join(file for file, ours in RUNNABLE.items() if ours == name) or "-"
         plain = [case for case in cases.get(name, []) if case not in wrapped]
-        of_files = [case for case in plain if case in ARCHITECTURES or case in IN_FILES]
+        of_files = [case for case in plain if case in ARCHITECTURES or case in (*IN_FILES, *FILES)]
         compared = ", ".join(plain) or "the oracle in NumPy"
         own = "tests/test_gguf_import.py" if name in ("llama", "mistral", "qwen2", "qwen3") else ", ".join(of_files) or "-"
         page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"

@@ -172,8 +172,14 @@ def neuron_down(state: _State, op: Any, f: np.ndarray, residual: np.ndarray) -> 
 def route(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     """Experts of each token, ascending, and what their outputs are multiplied by."""
     e = np.exp(logits - logits.max(axis=1, keepdims=True))
-    scores = e / e.sum(axis=1, keepdims=True)
-    ids = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, : op.active], axis=1)
+    scores = e / e.sum(axis=1, keepdims=True) if op.scores == "softmax" else 1 / (1 + np.exp(-logits))
+    values = scores + state.whole(op.bias) if op.bias else scores
+    groups = values.reshape(len(values), op.groups, -1)
+    worth = np.sort(groups, axis=2)[..., -op.group_best :].sum(axis=2)
+    closed = np.argsort(-worth, axis=1, kind="stable")[:, op.active_groups :]
+    for token, out in enumerate(closed):
+        groups[token, out] = -np.inf
+    ids = np.sort(np.argsort(-groups.reshape(values.shape), axis=1, kind="stable")[:, : op.active], axis=1)
     weights = np.take_along_axis(scores, ids, axis=1)
     if op.normalise:
         weights = weights / weights.sum(axis=1, keepdims=True)
@@ -242,6 +248,52 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
 
+def quantize_heads(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    """The pieces of all heads, each with a row for each token."""
+    heads, width = op.out.times, op.out.width
+    return x[:, : heads * width].reshape(len(x), heads, width).swapaxes(0, 1).reshape(-1, width)
+
+
+def head_linear(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    """Each head's piece times its own matrix, each to its columns; others are nobody's yet."""
+    matrices = state.whole(op.weight)
+    matrices = matrices.reshape(op.heads, -1, matrices.shape[1])
+    if x.shape[1] == matrices.shape[2]:
+        pieces = x.reshape(op.heads, -1, x.shape[1]).swapaxes(0, 1)
+    else:
+        pieces = x[:, : op.heads * matrices.shape[2]].reshape(len(x), op.heads, -1)
+    out = np.full((len(pieces), op.out.width), np.nan, state.dtype)
+    for head, matrix in enumerate(matrices):
+        out[:, head * op.step : head * op.step + len(matrix)] = pieces[:, head] @ matrix.T
+    return out
+
+
+def store_latent(state: _State, op: Any, queries: np.ndarray, q: np.ndarray, compressed: np.ndarray) -> np.ndarray:
+    """Queries with their rotated parts, then the key: the normed latent and its rotated part."""
+    width, n = op.rank + op.rotary, len(q)
+    angles = np.arange(n)[:, None, None] * frequencies(state.config.rope, op.rotary, state.context)
+    cos, sin = (f(angles) * state.config.rope.attention_factor for f in (np.cos, np.sin))
+    latent = compressed[:, op.first : op.first + op.rank]
+    key = compressed[:, None, op.first + op.rank : op.first + width]
+    turned = q[:, op.q_first : op.q_first + op.heads * op.rotary].reshape(n, op.heads, op.rotary)
+    rows = queries.reshape(n, op.heads + 1, width).copy()
+    rows[..., op.rank :] = _rotated(np.concatenate([turned, key], axis=1), cos, sin)
+    rows[:, -1, : op.rank] = _normalised(latent, op.eps) * state.whole(op.norm)
+    state.stored[op.layer] = rows[:, -1], rows[:, -1, : op.rank]
+    return rows.reshape(n, -1)
+
+
+def latent_attention(state: _State, op: Any, queries: np.ndarray) -> np.ndarray:
+    """All heads over the one stored key; V is its beginning."""
+    (k, v), n = state.stored[op.layer], len(queries)
+    q = queries.reshape(n, -1, op.head_dim)[:, : op.heads]
+    scores = np.einsum("qhd,kd->hqk", q, k) * state.dtype(op.scale)
+    scores = np.where(np.arange(n)[:, None] >= np.arange(n), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,kd->qhd", weights, v).reshape(n, -1)
+
+
 def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     """Nothing here: tests of the sampler have an oracle of their own."""
     return np.zeros((len(logits), op.out.width), logits.dtype)
@@ -249,7 +301,8 @@ def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
 
 OPS = {f.__name__: f for f in (embed, add_positions, activate, layer_norm, normed_sum, norm_part, gather_outputs,
                                quantize, rms_norm, linear, gated, neuron_gated, neuron_down, route, sort_routes,
-                               experts_input, experts_gated, experts_down, sigmoid_gate, rope_store, attention, draw)}
+                               experts_input, experts_gated, experts_down, sigmoid_gate, rope_store, attention,
+                               quantize_heads, head_linear, store_latent, latent_attention, draw)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

@@ -85,12 +85,19 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
     }
     if config.rope_dim:
         changed["theta"] = {"rope": dataclasses.replace(rope, theta=rope.theta * 2)}
-    if config.rotary_dim:
+    if config.rotary_dim and not config.latent:
         changed["whole heads turn"] = {"rotary_dim": None, "rope": type(rope)(rope.theta)}
     if config.ropes:
         changed["one rotation"] = {"ropes": (), "local_rope": None}
     if config.local_rope:
         changed["local theta"] = {"local_rope": dataclasses.replace(config.local_rope, theta=7.0)}
+    if config.latent:
+        other = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
+        changed["neighbours"] = {"latent": other}
+    if config.experts and config.experts.choice_bias:
+        changed["no choice bias"] = {"experts": dataclasses.replace(config.experts, choice_bias=False)}
+    if config.experts and config.experts.groups > 1:
+        changed["no groups"] = {"experts": dataclasses.replace(config.experts, groups=1, active_groups=1)}
     for name, off in (("attention_scale", 0.0), ("attention_softcap", 0.0), ("logits_softcap", 0.0),
                       ("embedding_scale", 1.0), ("logits_scale", 1.0)):
         if getattr(config, name) != off:

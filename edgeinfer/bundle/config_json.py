@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import MOST_OF_A_LAYER, ExpertsConfig, ModelConfig, RopeConfig
+from edgeinfer.graph import MOST_OF_A_LAYER, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 
 from .rows import exact_fields
 
@@ -48,6 +48,8 @@ def config_from_json(data: object) -> ModelConfig:
             raise BundleError(f"config.{name} has {len(given)} entries for {config.num_hidden_layers} layers.")
     if config.experts:
         check_experts(config.experts)
+    if config.latent:
+        check_latent(config)
     return config
 
 
@@ -59,6 +61,20 @@ def check_experts(experts: ExpertsConfig) -> None:
     for name, (low, high) in limits.items():
         if not low <= getattr(experts, name) <= high:
             raise BundleError(f"config.experts.{name} is {getattr(experts, name)}; it must be from {low} to {high}.")
+
+
+def check_latent(config: ModelConfig) -> None:
+    """Refuse numbers that no latent attention has."""
+    assert config.latent
+    rank = config.head_dim - config.rope_dim
+    for name, value, low in (("q_rank", config.latent.q_rank, 0), ("nope_dim", config.latent.nope_dim, 1),
+                             ("value_dim", config.latent.value_dim, 1)):
+        if not low <= value <= 2**16:
+            raise BundleError(f"config.latent.{name} is {value}; it must be from {low} to {2**16}.")
+    if config.num_key_value_heads != 1 or rank < 16 or rank % 16 or config.latent.value_dim % 16:
+        raise BundleError(f"config.latent: {config.num_key_value_heads} key-value heads of {config.head_dim} elements, "
+                          f"{config.rope_dim} of them rotated, and values of {config.latent.value_dim} fit no latent "
+                          "attention.")
 
 
 @cache
@@ -83,8 +99,9 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
             return tuple(map(float, value))
         raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
-    if hint == ExpertsConfig | None:
-        return None if value is None else _record(ExpertsConfig, value, where)
+    for record in (ExpertsConfig, LatentConfig):
+        if hint == record | None:
+            return None if value is None else _record(record, value, where)
     if hint == tuple[int, ...]:
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)

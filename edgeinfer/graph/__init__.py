@@ -6,11 +6,12 @@ from ..lazy import lazily
 from ..quant import WeightType
 from .builder import GraphBuilder
 from .check import check, check_runnable
-from .config import ExpertsConfig, ModelConfig, RopeConfig
+from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .fields import QUANTISED, is_quantised
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
+from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .mixture import MOST_OF_A_LAYER
 from .model import build_graph, read_config, supported_architectures
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS",
            "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw",
-           "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs",
-           "Graph", "GraphBuilder", "KvAccess", "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown",
-           "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize", "Read",
-           "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
-           "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
-           "Source", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
-           "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
-           "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised",
-           "least_score", "parameters", "place_of_head", "read_config", "read_outline", "requested_types",
-           "rope_tables", "supported_architectures", "without_approximations"]
+           "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
+           "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
+           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place",
+           "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route",
+           "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape",
+           "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "Transposed", "TypeOf",
+           "Types", "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph", "builtin_shapes",
+           "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass", "inner_type", "insert_after",
+           "inverse_frequencies", "is_quantised", "least_score", "parameters", "place_of_head", "read_config",
+           "read_outline", "requested_types", "rope_tables", "supported_architectures", "without_approximations"]
 __getattr__ = lazily(__name__, {"outlines": "Outline read_outline",
                                 "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

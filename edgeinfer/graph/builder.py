@@ -13,6 +13,7 @@ from ..sizes import round_up
 from .config import ModelConfig
 from .experts import ENTRY, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .graph import Graph
+from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .operation import Op
 from .ops import (
     Activate,
@@ -73,11 +74,12 @@ class GraphBuilder:
         return self._op(Activate(out=self._after(x), x=x, function=function, factor=factor, in_ffn=in_ffn,
                                  layer=self.layer))
 
-    def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType) -> Tensor:
+    def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
+                 eps: float | None = None) -> Tensor:
         """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if what it feeds, by name or type, is."""
-        weight = self._vector(name, (source,), (x.width,))
+        weight, own = self._vector(name, (source,), (x.width,)), self.config.rms_norm_eps
         out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
-        return self._op(RmsNorm(out=out, x=x, weight=weight, eps=self.config.rms_norm_eps, layer=self.layer))
+        return self._op(RmsNorm(out=out, x=x, weight=weight, eps=own if eps is None else eps, layer=self.layer))
 
     def layer_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
                    bias: str | Source = "") -> Tensor:
@@ -226,6 +228,40 @@ class GraphBuilder:
                                   scale=c.attention_scale or c.head_dim**-0.5, window=c.window(self.layer or 0),
                                   cap=c.attention_softcap, layer=self.layer))
 
+    def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
+                    step: int, more: int = 0) -> Tensor:
+        """The product of each head's piece of x, they lie side by side, with the head's own matrix of this shape.
+
+        It has `step` columns of the output from its piece on; behind those of all heads are so many `more`.
+        """
+        (rows, cols), width = shape, heads * step + more
+        weight = self._weight(name, "matrix", sources, ((heads * rows // len(sources), cols),) * len(sources))
+        stored = self._types[name]
+        if stored.quantised:
+            out = replace(self._activation("q", cols, stored, x.rows), times=heads)
+            x = self._op(QuantizeHeads(out=out, x=x, layer=self.layer))
+        return self._op(HeadLinear(out=self._tensor(name.rsplit(".", 1)[-1], width), x=x, weight=weight, heads=heads,
+                                   step=step, layer=self.layer))
+
+    def store_latent(self, queries: Tensor, q: Tensor, compressed: Tensor, norm: str, q_first: int, first: int,
+                     eps: float) -> Tensor:
+        """Norm latent and rotate keys, which go to the layer's blocks and behind the queries; complete these.
+
+        Rotated parts of the queries are in `q` from a column on, latent and key in `compressed`.
+        """
+        c, rank = self.config, self.config.head_dim - self.config.rope_dim
+        return self._op(StoreLatent(out=self._after(queries), queries=queries, q=q, compressed=compressed, rank=rank,
+                                    norm=self._vector(f"layers.{self.layer}.kv_a_norm", (norm,), (rank,)),
+                                    heads=c.num_attention_heads, rotary=c.rope_dim, q_first=q_first, first=first,
+                                    eps=eps, layer=self.layer))
+
+    def latent_attention(self, queries: Tensor) -> Tensor:
+        """Causal attention over latent keys, whose first elements are V."""
+        c, rank = self.config, self.config.head_dim - self.config.rope_dim
+        return self._op(LatentAttention(out=self._tensor("a", c.num_attention_heads * rank), qkv=queries, kv_heads=1,
+                                        heads=c.num_attention_heads, head_dim=c.head_dim, values=rank,
+                                        scale=c.attention_scale, layer=self.layer))
+
     def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
                norm_bias: str | Source = "", head_bias: str | Source = "") -> Tensor:
         """Final norm, output head, and the draw of a token, for the rows whose logits are wanted.
@@ -270,7 +306,9 @@ class GraphBuilder:
         routes = self._op(Route(
             out=self._tensor("routes", ENTRY * e.active), logits=logits, experts=e.total, active=e.active,
             scores=e.scores, normalise=e.normalise, scale=e.scale, groups=e.groups, active_groups=e.active_groups,
-            group_best=e.group_best, layer=self.layer))
+            group_best=e.group_best, layer=self.layer,
+            bias=self._vector(name + "router_bias", (hf + "gate.e_score_correction_bias",), (e.total,))
+            if e.choice_bias else None))
         listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
                                      active=e.active, several=True, layer=self.layer))
         size = e.intermediate_size

@@ -68,6 +68,28 @@ class ExpertsConfig:
     """Intermediate size of the FFN that all tokens go through beside their experts; 0 = there is none."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain FFN in place of experts."""
+    shared_gate: bool = True
+    """Whether a sigmoid of its own weighs what the shared FFN gives."""
+    choice_bias: bool = False
+    """Whether experts are chosen by scores plus a bias, which their weights lack."""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (MLA, arXiv 2405.04434): keys and values are made of one latent for all heads.
+
+    In a model's config `head_dim` is the width of a stored key, the latent and the `rotary_dim` elements behind it, and
+    there is one KV head.
+    """
+
+    q_rank: int
+    """Width of a latent that queries are made of; 0 = of the stream itself."""
+    nope_dim: int
+    """Elements of a head's query and key that do not turn."""
+    value_dim: int
+    """Of a head."""
+    interleaved: bool = True
+    """Whether neighbours turn in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,8 @@ class ModelConfig:
     """fatrelu: gates that are not above it count as 0."""
     experts: ExpertsConfig | None = None
     """Where layers have experts."""
+    latent: LatentConfig | None = None
+    """Where attention is that over latents."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""

@@ -71,7 +71,13 @@ def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
 
 
 def _shared(g: GraphBuilder, h: Tensor, x: Tensor, name: str, mlp: str, size: int) -> Tensor:
-    """x + sigmoid(h s^T) times the FFN that all tokens go through, whose inner values are weighted instead."""
+    """x + the FFN that all tokens go through; times sigmoid(h s^T), by which its inner values are weighted, or whole.
+    """
+    e = g.config.experts
+    if e and not e.shared_gate:
+        up = mlp + "shared_experts."
+        f = g.gated(h, name + "shared_gate_up", up + "gate_proj.weight", up + "up_proj.weight", size=size)
+        return g.linear(f, name + "shared_down", (up + "down_proj.weight",), (x.width,), residual=x, in_ffn=True)
     gate = g.linear(h, name + "shared_gate", (mlp + "shared_expert_gate.weight",), (1,), kind="router")
     up = mlp + "shared_expert."
     f = g.gated(h, name + "shared_gate_up", up + "gate_proj.weight", up + "up_proj.weight", size=size)

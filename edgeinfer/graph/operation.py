@@ -52,10 +52,17 @@ class KvAccess(NamedTuple):
     """Multiplications and additions per token and position that it sees."""
     choosing: Choosing | None = None
     """Which part of V decoded tokens read; None is all of it."""
+    latent: bool = False
+    """Whether V is the beginning of K, and not stored by itself."""
 
     def position_bytes(self, kv: str) -> int:
         """Bytes of K and V, with their scales, of one position."""
-        return self.heads * abi.kv_head_bytes(kv, self.head_dim) // abi.BLOCK_TOKENS
+        return self.heads * abi.kv_head_bytes(kv, self.head_dim, self.latent) // abi.BLOCK_TOKENS
+
+    @property
+    def values(self) -> int:
+        """Elements of K and V of one position."""
+        return (1 if self.latent else 2) * self.heads * self.head_dim
 
     def read_bytes(self, kv: str, length: int) -> int:
         """Bytes that one token reads where `length` tokens are stored, itself included, and it chooses no rows."""
@@ -252,3 +259,10 @@ def other_width(what: str, have: int, tensor: Tensor, step: int = 1) -> Iterator
     """Yield what is wrong where a tensor is not as wide as it must be."""
     if have != round_up(tensor.width, step):
         yield f"{what} {have}, but {tensor} is {tensor.width} wide"
+
+
+def layer_of(op: Op) -> int:
+    """Return the layer of an operation that cannot be outside of layers."""
+    if op.layer is None:
+        raise ValueError(f"The operation {op.name} needs a layer.")
+    return op.layer

@@ -9,7 +9,7 @@ from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 
 from ..dataclass import dataclass
 from ..sizes import round_up
-from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes, other_width
+from .operation import KvAccess, Read, RowOp, Scratch, Sizes, layer_of, other_width
 from .types import Tensor, Types
 from .weights import Weight
 
@@ -215,7 +215,7 @@ class RopeStore(RowOp):
     @property
     def kv(self) -> KvAccess | None:
         """The K and V of its tokens."""
-        return KvAccess(_layer(self), self.kv_heads, self.head_dim, stores=True)
+        return KvAccess(layer_of(self), self.kv_heads, self.head_dim, stores=True)
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values side by side."""
@@ -242,7 +242,7 @@ class Attention(RowOp):
     def kv(self) -> KvAccess | None:
         """K and V of what its tokens see, and what a position costs."""
         width = self.heads * self.head_dim
-        return KvAccess(_layer(self), self.kv_heads, self.head_dim, self.window, operations=4 * width)
+        return KvAccess(layer_of(self), self.kv_heads, self.head_dim, self.window, operations=4 * width)
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """A tile of rows; partial results of all splits, shared."""
@@ -254,9 +254,3 @@ class Attention(RowOp):
         """Queries, keys and values come in, a row for each query head goes out."""
         yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
         yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
-
-
-def _layer(op: Op) -> int:
-    if op.layer is None:
-        raise ValueError(f"The operation {op.name} needs a layer.")
-    return op.layer

@@ -90,9 +90,9 @@ def _read_yarn(r: ConfigReader, theta: float, original: int, max_positions: int)
     """YaRN (arXiv 2309.00071); attention_factor defaults to section 3.4's, or DeepSeek's ratio of two of them."""
     factor = r.number("factor", max_positions / original)
     mscale, mscale_all = (r.number(key, 0.0, above=-1.0) for key in ("mscale", "mscale_all_dim"))
-    computed = _mscale(factor)
+    computed = stretch_factor(factor)
     if mscale and mscale_all:
-        computed = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        computed = stretch_factor(factor, mscale) / stretch_factor(factor, mscale_all)
     fast, slow = r.number("beta_fast", 32.0, above=-1.0) or 32.0, r.number("beta_slow", 1.0, above=-1.0) or 1.0
     return RopeConfig(
         theta, "yarn", factor, original, beta_fast=fast, beta_slow=slow,
@@ -112,7 +112,8 @@ def _read_longrope(r: ConfigReader, theta: float, original: int, max_positions: 
     )
 
 
-def _mscale(factor: float, mscale: float = 1.0) -> float:
+def stretch_factor(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's sqrt(1/t) of a context that is `factor` times as long (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -79,6 +79,9 @@ def with_selection(graph: Graph, eps: float | None, top: int | None, instead: st
     layers = graph.config.num_hidden_layers
     if type(exact) is not int or not 0 <= exact <= layers:
         raise UsageError(f"attention has exact {exact!r:.40}; the first layers that stay exact are from 0 to {layers}.")
+    if graph.config.latent:
+        raise UsageError("attention chooses rows of V, and this model stores none: its V is the beginning of its keys, "
+                         "which are read whole; leave --attention out.")
     if any(isinstance(op, SelectedAttention) for op in graph.ops):
         raise UsageError("The recipe has the pass attention twice; name it once.")
     own: dict[str, Any] = {"top": min(top or 0, 2**31 - 1), "eps": float(eps or 0), "instead": instead}

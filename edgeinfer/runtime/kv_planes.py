@@ -18,29 +18,35 @@ _ROWS = abi.BLOCK_TOKENS // 4, 4
 
 class Planes(NamedTuple):
     """K, V and, with int8, scales of alike layers: bytes, each (layers, KV heads, blocks, bytes of a head in a block).
+
+    Where keys are latent there is no V.
     """
 
     layers: tuple[int, ...]
     head_dim: int
     kv: str
     arrays: tuple[NDArray[np.uint8], ...]
+    latent: bool = False
 
     def by_row(self) -> Iterator[NDArray[Any]]:
         """Views that tell rows apart: (layers, KV heads, blocks, ..., rows of a block // 4, rows % 4)."""
         element, padded = abi.KV_ELEMENT_BYTES[self.kv], abi.padded_head_dim(self.head_dim)
-        k, v, *scales = self.arrays
+        k, *others = self.arrays
+        values, scales = ([], others) if self.latent else (others[:1], others[1:])
         word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
         yield k.view(word).reshape(*k.shape[:3], -1, *_ROWS)
-        if element == 1:
-            yield v.reshape(*v.shape[:3], _ROWS[0], padded, 4).swapaxes(3, 4)
-        else:
-            yield v.view(word).reshape(*v.shape[:3], *_ROWS, -1).transpose(0, 1, 2, 5, 3, 4)
+        for v in values:
+            if element == 1:
+                yield v.reshape(*v.shape[:3], _ROWS[0], padded, 4).swapaxes(3, 4)
+            else:
+                yield v.view(word).reshape(*v.shape[:3], *_ROWS, -1).transpose(0, 1, 2, 5, 3, 4)
         for plane in scales:
             yield plane.view(np.uint16).reshape(*plane.shape[:3], 2, *_ROWS)
 
     def keys(self, layer: int, head: int, blocks: list[int]) -> NDArray[np.float32]:
         """K of a head in all rows of some blocks: (rows, head_dim)."""
-        k, _v, *scales = (plane[self.layers.index(layer), head][blocks] for plane in self.arrays)
+        k, *others = (plane[self.layers.index(layer), head][blocks] for plane in self.arrays)
+        scales = others[0 if self.latent else 1 :]
         lines = k.view({"int8": np.int8, "f16": np.float16, "f32": np.float32}[self.kv])
         step = 4 if self.kv == "int8" else 1  # dimensions of a token that lie together
         tiles = lines.reshape(len(lines), -1, abi.BLOCK_TOKENS, step).swapaxes(1, 2)
@@ -62,15 +68,16 @@ def planes_of(plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAc
         What each layer of `plan.kv_layers` stores, in that order.
     """
     found, kv = [], plan.request.kv
-    for (heads, head_dim), alike in groupby(stores, lambda access: access[1:3]):
+    for (heads, head_dim, latent), alike in groupby(stores, lambda own: (own.heads, own.head_dim, own.latent)):
         layers = tuple(access.layer for access in alike)
         first, size = plan.kv_layers[layers[0]], abi.kv_block_bytes(kv, head_dim)
         apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
         arrays, start = [], first.offset
-        for nbytes in (size, size, abi.kv_head_bytes(kv, head_dim) - 2 * size):
+        codes = (size,) if latent else (size, size)
+        for nbytes in (*codes, abi.kv_head_bytes(kv, head_dim, latent) - sum(codes)):
             if nbytes:
                 shape = len(layers), heads, plan.kv_blocks, nbytes
                 arrays.append(np.ndarray(shape, np.uint8, region, start, (apart, plan.kv_blocks * nbytes, nbytes, 1)))
             start += heads * plan.kv_blocks * nbytes
-        found.append(Planes(layers, head_dim, kv, tuple(arrays)))
+        found.append(Planes(layers, head_dim, kv, tuple(arrays), latent))
     return found

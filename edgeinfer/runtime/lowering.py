@@ -11,6 +11,7 @@ from edgeinfer.graph import (
     INSTEAD,
     Attention,
     Gated,
+    LatentAttention,
     Linear,
     LinearPart,
     NeuronDown,
@@ -37,7 +38,7 @@ from edgeinfer.kernels import (
     fill,
 )
 
-from . import lowering_experts, lowering_rows  # noqa: F401 (they register their operations)
+from . import lowering_experts, lowering_latent, lowering_rows  # noqa: F401 (they register their operations)
 from .lowering_base import CHUNK_BYTES, NOTHING, Lowering, Operand, lower, resolve_record, rows, slots_of
 from .program import Record
 
@@ -193,7 +194,8 @@ def _(op: Screen | ScreenedHead, at: Lowering) -> list[Record]:
 
 def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
     """Parameters of heads and KV blocks."""
-    return {"heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "blocks": at.plan.kv_blocks,
+    latent = {"values": op.values, "turned": op.turned} if isinstance(op, LatentAttention) else {}
+    return {**latent, "heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "blocks": at.plan.kv_blocks,
             "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
 
 

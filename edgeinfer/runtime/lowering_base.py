@@ -10,7 +10,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Attention, Graph, NeuronDown, NeuronGated, Op, RopeStore, Tensor, Weight
+from edgeinfer.graph import Attention, Graph, NeuronDown, NeuronGated, Op, RopeStore, StoreLatent, Tensor, Weight
 from edgeinfer.kernels import NEURON_RESOLVE, RELEASE, abi, fill
 from edgeinfer.memory_planner import READ_BYTES, MemoryPlan, Placement, scratch, sizes_of
 from edgeinfer.sizes import round_up
@@ -94,7 +94,11 @@ class Lowering:
         """Bytes from one row to the next."""
         return self.plan.places[tensor.name].stride
 
-    def layer(self, op: RopeStore | Attention) -> Placement:
+    def head_bytes(self, tensor: Tensor) -> int:
+        """Bytes from the rows of one head to those of the next, where a tensor has rows for each."""
+        return self.plan.request.tokens * self.stride(tensor)
+
+    def layer(self, op: RopeStore | StoreLatent | Attention) -> Placement:
         """K and V of the operation's layer."""
         return self.plan.kv_layers[op.layer or 0]
 

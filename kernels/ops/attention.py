@@ -24,6 +24,7 @@ from .attention_rows import (
     SPLIT_SHIFT,
     T_L,
     T_M,
+    T_TURNED,
     acc_at,
     bounds_at,
     clear_merged,
@@ -33,6 +34,7 @@ from .attention_rows import (
     partial_bytes,
     places_seen,
     queries_at,
+    value_dim,
 )
 from .attention_split import KINDS, split_step
 from .attention_units import few_tokens, together
@@ -78,7 +80,7 @@ def single_step(r, start, step, leave):
     def single(rec, ctx, tile, unit, slot, row, last, group, padded, fresh, ahead):
         """One split of some rows; `fresh` says that the queries do not lie in their slot yet."""
         t, h, split = unit
-        queries = tile + queries_at(padded, slot, parameter(rec, ATTENTION.block_bytes))
+        queries = tile + queries_at(rec, padded, slot)
         if fresh:
             start(rec, ctx, queries, t, row, last, h, group)
         seen = places_seen(queries, r)
@@ -116,7 +118,7 @@ def _tile_step(kind, r, widths, chains):
     @inline
     def whole(rec, ctx, tile, t, row, last, h, group, padded):
         """All splits that the rows see, merged as they come."""
-        queries = tile + queries_at(padded, 0, parameter(rec, ATTENTION.block_bytes))
+        queries = tile + queries_at(rec, padded, 0)
         start(rec, ctx, queries, t, row, last, h, group)
         for i in range(r):
             clear_merged(tile, i, padded)
@@ -127,7 +129,7 @@ def _tile_step(kind, r, widths, chains):
             for i in range(r):
                 sums = tile + acc_at(padded) + 4 * i * padded
                 merge(tile, i, padded, tile + T_M + 4 * i, tile + T_L + 64 * i, sums)
-        n = parameter(rec, ATTENTION.head_dim)
+        n = value_dim(rec)
         for i in range(r):
             token_at, head = _query(t, row + i, last, h, group)
             out = operand(rec, ctx, 1) + token_at * parameter(rec, ATTENTION.out_stride) + 4 * n * head
@@ -189,8 +191,9 @@ def _register(kv, tiles):
     @kernel(f"attention_{kv}")
     def attention(rec, ctx, tid, n_threads):
         group = div_i64(parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.kv_heads))
-        padded = round_up_16(parameter(rec, ATTENTION.head_dim))
+        padded = round_up_16(value_dim(rec))
         tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
+        store_i64(tile + T_TURNED, 0)
         if count(ctx, COUNT_MERGE) > 0:
             decode(rec, ctx, tile, group, padded, n_threads)
         else:

@@ -33,6 +33,7 @@ from .attention_rows import (
     merge,
     merged_at,
     partial_bytes,
+    value_dim,
 )
 from .attention_scores import first_scored, score_row
 from .attention_select import C_SUM, all_wanted, choice_at
@@ -69,7 +70,7 @@ def _is_whole(rec, ctx, t, head, padded):
 @kernel("attention_merge")
 def attention_merge(rec, ctx, tid, n_threads):
     """Merge the splits of each (token, query head)."""
-    heads, n = parameter(rec, ATTENTION.heads), parameter(rec, ATTENTION.head_dim)
+    heads, n = parameter(rec, ATTENTION.heads), value_dim(rec)
     padded, splits = round_up_16(n), parameter(rec, ATTENTION.splits)
     tile = operand(rec, ctx, 3) + tid * parameter(rec, ATTENTION.scratch)
     chosen = flags(rec) & FLAG_LAST

@@ -37,7 +37,7 @@ from ..vector.simd import (
     store_i32,
     store_i64,
 )
-from .attention_rows import T_KEYS, T_SCALES, T_VALUES, path_at, path_bytes
+from .attention_rows import T_KEYS, T_SCALES, T_VALUES, key_width, path_at, path_bytes
 
 
 @inline
@@ -58,10 +58,20 @@ def block_parts(layer, kv_heads, n_blocks, size, h, block):
 
 
 @inline
+def latent_parts(layer, n_blocks, size, block):
+    """As `block_parts`, of the one head of a layer that stores no V: K stands for it, until it is made of K."""
+    keys = layer + block * size
+    return keys, keys, layer + n_blocks * size + block * KV_SCALES_BYTES
+
+
+@inline
 def head_parts(rec, ctx, h):
     """Addresses of K, V and scales of KV head h in block 0."""
     kv_heads, n_blocks = parameter(rec, ATTENTION.kv_heads), parameter(rec, ATTENTION.blocks)
-    return block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, parameter(rec, ATTENTION.block_bytes), h, 0)
+    size = parameter(rec, ATTENTION.block_bytes)
+    if parameter(rec, ATTENTION.values):
+        return latent_parts(operand(rec, ctx, 2), n_blocks, size, 0)
+    return block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, 0)
 
 
 @inline
@@ -149,9 +159,9 @@ def path_gather(element):
     width = 2 if element == 2 else 4  # bytes of a token in a line of K
 
     @inline
-    def copy_row(source, row, target, place, padded):
+    def copy_row(source, row, target, place, padded, wide):
         (keys, values, scales), (to_keys, to_values, to_scales), size = source, target, padded * element
-        for line in range(0, size, width):
+        for line in range(0, wide * element, width):
             k = BLOCK_TOKENS * line
             if width == 2:
                 store_i16(to_keys + k + width * place, load_u16(keys + k + width * row))
@@ -191,7 +201,7 @@ def path_gather(element):
                     copy_block(sequence_block(rec, blocks, head, b), target, size)
                     set_split_block(tile, head[0], count_ones(mask & ((1 << (b - first)) - 1)), target)
                 source = sequence_block(rec, blocks, head, row // BLOCK_TOKENS)
-                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded)
+                copy_row(source, row % BLOCK_TOKENS, target, place % BLOCK_TOKENS, padded, key_width(rec))
             place += 1
 
     return gather

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..abi import ATTENTION_STATE, ATTENTION_TILE, BLOCK_TOKENS, KV_SCALES_BYTES, PATH_BLOCKS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
-from ..vector.record import inline, outlined, parameter
+from ..vector.record import inline, outlined, parameter, round_up_16
 from ..vector.simd import (
     div_f32,
     first_lane,
@@ -48,6 +48,8 @@ T_WEIGHT, T_M, T_MERGED_M = 0, 128, 192
 """Of each row: scales of its weights, part by part (WEIGHT_BLOCKS); largest scores."""
 T_UNIT, T_CHOSEN = 256, 264
 """attention_values: a unit of work, and which blocks of V it wants."""
+T_TURNED = 272
+"""Latent KV: of which block table and split the thread's scratch has V, then the first block and the one behind."""
 T_KEYS, T_VALUES, T_SCALES = 384, 384 + 8 * SPLIT_BLOCKS, 384 + 16 * SPLIT_BLOCKS
 """Where K, V and scales of the split's blocks lie."""
 T_L, T_MERGED_L = ATTENTION_STATE, ATTENTION_STATE + 64 * ATTENTION_TILE
@@ -84,9 +86,23 @@ def path_bytes(block_bytes):
 
 
 @inline
-def queries_at(padded, row, block_bytes):
+def key_width(rec):
+    """Elements of a stored key, padding included; those of a value where these are stored, too."""
+    return round_up_16(parameter(rec, ATTENTION.head_dim))
+
+
+@inline
+def value_dim(rec):
+    """Elements of a value: a head's, or fewer where it is the beginning of a latent key."""
+    values = parameter(rec, ATTENTION.values)
+    return values if values else parameter(rec, ATTENTION.head_dim)
+
+
+@inline
+def queries_at(rec, padded, row):
     """Offset of the queries of the tile that begins with a row of the unit."""
-    return path_at(padded) + PATH_BLOCKS * path_bytes(block_bytes) + row * (32 + 4 * padded)
+    path = path_at(padded) + PATH_BLOCKS * path_bytes(parameter(rec, ATTENTION.block_bytes))
+    return path + row * (32 + 4 * key_width(rec))
 
 
 @inline

@@ -38,6 +38,7 @@ from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
 from ..vector.tiles import add_block, load_lines, store_block, store_tile, zero_tile
 from ..vector.vecmath import exp_below, soft_cap
 from ..vector.weighted import WEIGHT_MAX, add_weighted, scale_sums, store_weights, zero_sums
+from .attention_latent import turned_values
 from .attention_paths import (
     block_table,
     has_path,
@@ -61,6 +62,7 @@ from .attention_rows import (
     acc_at,
     bounds_at,
     elements_at,
+    key_width,
     offsets_at,
     prepare_float,
     prepare_int8,
@@ -397,7 +399,8 @@ def score_step(kind, r, chains, alone):
                      split_scales(tile, origin, b - base))
             gone = holes + BLOCK_TOKENS * load_i32(blocks + 4 * b)
             if holes == 0 or not _gone(gone):
-                store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), padded), at, SCORES)
+                store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), key_width(rec)),
+                           at, SCORES)
                 if parameter(rec, ATTENTION.cap):
                     _cap_scores(at, r, float_parameter(rec, ATTENTION.cap))
             if holes != 0:
@@ -417,12 +420,14 @@ def split_step(kind, r, widths, chains):
     ``step(rec, ctx, tile, queries, unit, seen, padded, ahead)`` as in `score_step`, `ahead` the unit that comes next.
     """
     score, softmax = score_step(kind, r, chains, False), softmax_step(kind)
-    values = value_step(kind, r, widths, _in_next)
+    values, turn = value_step(kind, r, widths, _in_next), turned_values(kind.element)
 
     @outlined
     def step(rec, ctx, tile, queries, unit, seen, padded, ahead):
         coming = following(rec, ctx, ahead)
         span = score(rec, ctx, tile, queries, unit, seen, padded, coming)
+        if parameter(rec, ATTENTION.values):
+            turn(rec, ctx, tile, unit[0], span, padded)
         for i in range(r):
             softmax(tile, i, span)
         values(rec, tile, span, padded, coming, 0)

@@ -13,6 +13,7 @@ from ..vector.packed import level_of
 from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
 from ..vector.simd import (
     div_f32,
+    div_i64,
     f32_of,
     first_lane,
     keep_first,
@@ -113,14 +114,17 @@ def quantise_row(x, base, j, n, width, group, padded, at_offsets):
 
 @kernel("quantize")
 def quantize(rec, ctx, tid, n_threads):
-    """f32 rows to q8 rows (int8 values, f32 scale and int32 offset per group), the padding zero."""
+    """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0."""
     x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
+    width, heads, blocks = parameter(rec, ROWS.width), max(parameter(rec, ROWS.heads), 1), n_blocks(rows)
     unit = claim(ctx)
-    while unit < n_blocks(rows):
-        first, n = block(unit, 0, rows)
-        base = out + first * parameter(rec, ROWS.out_stride)
+    while unit < blocks * heads:
+        head = div_i64(unit, blocks)
+        first, n = block(unit - head * blocks, 0, rows)
+        base, start = out + head * parameter(rec, ROWS.head_out), x + 4 * head * width
+        base += first * parameter(rec, ROWS.out_stride)
         for j in range(n):
-            quantise_row(x + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, parameter(rec, ROWS.width),
+            quantise_row(start + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, width,
                          parameter(rec, ROWS.group), parameter(rec, ROWS.scales), parameter(rec, ROWS.offsets))
         unit = claim(ctx)
     return 0

@@ -5,6 +5,8 @@ of weights n. Few tokens wait for memory, not for the units; they take more row 
 the hardware prefetches by itself. One body serves one token and many, and the operations on a row are the same in the
 same order in every block, so a row of the result has the same bits for any number of tokens.
 
+With `head_tiles`, `linear_*` takes as many matrices as there are heads, each with the x and to the columns of its own.
+
 Operands: 0 weights, 1 x, 2 out, 3 bias, 4 scratch, 5 source and 6 norm weight of a fused input. Parameters:
 parameters.LINEAR. Twins: reference/linear.py.
 """
@@ -19,7 +21,7 @@ from ..parameters import LINEAR
 from ..registry import kernel
 from ..vector.forms import FORMS
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
-from ..vector.simd import load_f32x16, store_f32x16
+from ..vector.simd import div_i64, load_f32x16, store_f32x16
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated
@@ -135,14 +137,17 @@ def _rows(make_product, group, n):
 
     @inline
     def step(at, tile, t, tiles, following):
-        rec = at.rec
+        rec, heads = at.rec, parameter(at.rec, LINEAR.head_tiles)
         stride, out_stride, size = \
             parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
         base, bits, pair, pairs = at.x + t * stride, flags(rec), min(tiles - 1, 1), min(tiles - 1, 2) & 2
+        to, apart = at.out + t * out_stride + 64 * tile, (64 * pair, 64 * pairs)
+        if heads:
+            base += div_i64(tile, heads) * parameter(rec, LINEAR.head_x)
+            to += div_i64(tile, heads) * parameter(rec, LINEAR.head_gap)
         acc = product(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
                       base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
                       following * size)
-        to, apart = at.out + t * out_stride + 64 * tile, (64 * pair, 64 * pairs)
         if bits & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, apart)
         if bits & FLAG_RESIDUAL:

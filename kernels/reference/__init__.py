@@ -32,6 +32,7 @@ from .experts import (
     experts_input_q8_twin,
     sigmoid_gate_twin,
 )
+from .latent import store_latent_twin
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
 from .neuron import neuron_down_twin, neuron_gated_twin
 from .neuron_mask import scores_twin, signs_twin
@@ -89,6 +90,7 @@ for _dtype in ("q4", "int8"):
     TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
 for _kv in KV:
     TWINS[f"rope_store_{_kv}"] = rope_store_twin(_kv)
+    TWINS[f"store_latent_{_kv}"] = store_latent_twin(_kv)
     TWINS[f"attention_{_kv}"] = attention_twin(_kv)
     TWINS[f"attention_scores_{_kv}"] = attention_scores_twin(_kv)
     TWINS[f"attention_values_{_kv}"] = values_twin(_kv)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,11 @@ class Stored(NamedTuple):
         return self.k[head, rows], self.v[head, rows], None if self.v_scales is None else self.v_scales[head, rows]
 
 
+def value_dim(p: Any) -> int:
+    """Elements of a value: where it is not stored, those of a key that stand for it."""
+    return int(p.values or p.head_dim)
+
+
 def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> Stored:
     """K and V of the blocks in order."""
     p = view.parameters(ATTENTION)
@@ -126,19 +131,23 @@ def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32])
         """What a plane has of each head in the blocks, n elements each: (kv_heads, blocks, n)."""
         return view.array(2, dtype, (kv_heads, p.blocks, n), at=at)[:, blocks]
 
+    latent = bool(p.values)
     lines = of_plane(0, dtype, BLOCK_TOKENS * padded).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
     k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
-    values = of_plane(plane, dtype, BLOCK_TOKENS * padded)
-    if kv == "int8":
-        values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
-    v = values.reshape(kv_heads, -1, padded).astype(np.float64)
+    if latent:
+        v = k
+    else:
+        values = of_plane(plane, dtype, BLOCK_TOKENS * padded)
+        if kv == "int8":
+            values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
+        v = values.reshape(kv_heads, -1, padded).astype(np.float64)
     v_scales = None
     if kv == "int8":
-        scales = of_plane(2 * plane, np.float16, 2 * BLOCK_TOKENS).astype(np.float64)
+        scales = of_plane((1 if latent else 2) * plane, np.float16, 2 * BLOCK_TOKENS).astype(np.float64)
         scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
         v_scales = scales[1].reshape(kv_heads, -1)
         k, v = k * scales[0].reshape(kv_heads, -1, 1), v * v_scales[..., None]
-    return Stored(k[..., : p.head_dim], v[..., : p.head_dim], v_scales)
+    return Stored(k[..., : p.head_dim], v[..., : value_dim(p)], v_scales)
 
 
 class Path(NamedTuple):
@@ -220,7 +229,8 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         merged, tokens = view.count(COUNT_MERGE), view.count(p.rows)
         queries = queries_of(view, kv, tokens)
         out: list[Expected] = []
-        y, slack = np.zeros((2, *queries.shape))
+        n = value_dim(p)
+        y, slack = np.zeros((2, *queries.shape[:3], n))
         for (t, path, stored), h in itertools.product(seen_tokens(view, kv, 0, tokens), range(p.kv_heads)):
             if merged:
                 out += _splits(view, t, h, queries[t, h], stored, path)
@@ -229,7 +239,7 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             total = part.weights.sum(axis=1, keepdims=True)
             y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
-            where = view.array(1, np.float32, (tokens, p.heads * p.head_dim), (p.out_stride, 4))
+            where = view.array(1, np.float32, (tokens, p.heads * n), (p.out_stride, 4))
             out.append(Expected("out", where, y.reshape(where.shape), False, slack.reshape(where.shape)))
         return out
 
@@ -268,11 +278,12 @@ def mean_blocks(place: int) -> range:
 def partials(view: RecordView, row: int, split: int) -> tuple[NDArray[np.float32], ...]:
     """Live views of one split's result of row token * heads + head: m (1,), l (16,), acc (n,), the padding of acc."""
     p = view.parameters(ATTENTION)
-    padded = padded_head_dim(p.head_dim)
+    n = value_dim(p)
+    padded = padded_head_dim(n)
     at = (row * p.splits + split) * (128 + 4 * padded)
     acc = view.array(4, np.float32, (padded,), at=at + 128)
     m, total = view.array(4, np.float32, (1,), at=at), view.array(4, np.float32, (16,), at=at + 64)
-    return m, total, acc[: p.head_dim], acc[p.head_dim :]
+    return m, total, acc[:n], acc[n:]
 
 
 def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: Path) -> list[Expected]:
@@ -311,7 +322,7 @@ def merge_twin(view: RecordView) -> list[Expected]:
     n, end = view.count(p.rows), view.count(COUNT_TOKENS)
     first = end - n if view.flags & FLAG_LAST else 0
     seen, group = paths(view, first + n, p.window)[first:], p.heads // p.kv_heads
-    y, slack = np.zeros((2, len(seen) * p.heads, p.head_dim))
+    y, slack = np.zeros((2, len(seen) * p.heads, value_dim(p)))
     for row in range(len(y)):
         path = seen[row // p.heads]
         found = (partials(view, row, split)[:3] for split in path.splits)
@@ -328,5 +339,6 @@ def merge_twin(view: RecordView) -> list[Expected]:
                 slack[row] = TOLERANCES["sums"] * np.abs(mean[: p.head_dim])
         y[row] = (share * acc).sum(axis=0) / total + add
         slack[row] += TOLERANCES["attention"] * (1 + np.ptp(m)) * ((share * np.abs(acc)).sum(axis=0) / total)
-    where = view.array(1, np.float32, (len(seen), p.heads * p.head_dim), (p.out_stride, 4), first * p.out_stride)
+    shape = len(seen), p.heads * value_dim(p)
+    where = view.array(1, np.float32, shape, (p.out_stride, 4), first * p.out_stride)
     return [Expected("out", where, y.reshape(where.shape), exact=False, tolerance=slack.reshape(where.shape) + TINY)]

@@ -48,8 +48,12 @@ def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray[np.float64]:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
 
 
-def quantised_rows(view: RecordView, x: Floats, exact: bool, near: NDArray | None = None) -> list[Expected]:
-    """Blocks of q8 rows that hold x, which is known up to `near`: codes, scales and -8 x the sums of the codes."""
+def quantised_rows(view: RecordView, x: Floats, exact: bool, near: NDArray | None = None,
+                   skipped: int = 0) -> list[Expected]:
+    """Blocks of q8 rows that hold x, which is known up to `near`: codes, scales and -8 x the sums of the codes.
+
+    They begin so many bytes behind the beginning of the output.
+    """
     p = view.parameters(ROWS)
     padded = np.zeros((len(x), p.scales), np.float32)
     padded[:, : p.width] = x
@@ -61,7 +65,8 @@ def quantised_rows(view: RecordView, x: Floats, exact: bool, near: NDArray | Non
         spread = loose.reshape(*scales.shape, p.group).max(axis=2)
     expected = []
     token_tiles = unpack_token_tiles(p.token_tiles)
-    for block in q8_blocks(view.address(1), len(x), p.out_stride, p.scales, p.offsets, p.group, token_tiles):
+    start = view.address(1) + skipped
+    for block in q8_blocks(start, len(x), p.out_stride, p.scales, p.offsets, p.group, token_tiles):
         rows = slice(block.first, block.first + len(block.codes))
         here, shape = codes[rows].reshape(block.codes.shape), block.scales.shape
         off = None if exact else TOLERANCES["rms_norm"] * scales[rows] + spread[rows] / 127 + TINY
@@ -86,8 +91,13 @@ def _source(view: RecordView) -> Floats:
 
 
 def quantize_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``quantize``."""
-    return quantised_rows(view, _source(view), exact=True)
+    """The twin of ``quantize``: rows, or each head of them to rows of its own."""
+    p, found = view.parameters(ROWS), []
+    for head in range(max(p.heads, 1)):
+        shape, at = (view.count(p.rows), p.width), 4 * p.width * head
+        x = view.array(0, np.float32, shape, (p.in_stride, 4), at=at)
+        found += quantised_rows(view, x, exact=True, skipped=head * p.head_out)
+    return found
 
 
 def _normalised(view: RecordView) -> NDArray[np.float64]:
@@ -111,7 +121,7 @@ def rms_norm_q8_twin(view: RecordView) -> list[Expected]:
 
 
 def quantised_input(
-    view: RecordView, p: Any, padded: int, source: int, norm: int
+    view: RecordView, p: Any, padded: int, source: int, norm: int, skipped: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return x of a product, dequantised, and how far what the kernel multiplies may be from it.
 
@@ -121,6 +131,8 @@ def quantised_input(
     ----------
     padded : int
         Values of a row of x, padding included.
+    skipped : int
+        Bytes before the first row of x.
 
     Returns
     -------
@@ -136,7 +148,7 @@ def quantised_input(
         codes = np.rint(exact)
     else:
         offsets = padded + 4 * padded // p.group
-        blocks = q8_blocks(view.address(1), view.count(p.rows), p.x_stride, padded, offsets, p.group,
+        blocks = q8_blocks(view.address(1) + skipped, view.count(p.rows), p.x_stride, padded, offsets, p.group,
                            unpack_token_tiles(p.token_tiles))
         stored, scales = read_q8(blocks)
         exact = codes = stored.reshape(len(scales), padded).astype(np.float32)

@@ -97,16 +97,21 @@ def gated_reference(
     return acted * u, tolerance + TOLERANCES["activation"] * (np.abs(acted) + np.abs(g)) * np.abs(u) + TINY
 
 
-def _operands(view: RecordView, dtype: str, group: int, tiles: int) -> tuple[Doubles, Doubles, Doubles]:
-    """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be."""
+def _operands(view: RecordView, dtype: str, group: int, tiles: int,
+              head: int = 0) -> tuple[Doubles, Doubles, Doubles]:
+    """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be.
+
+    Of a `head` those of its own.
+    """
     p = view.parameters(LINEAR)
     cols = p.records * WeightType(dtype, group).padded_columns(1)
-    data = view.array(0, np.uint8, (tiles * p.tile_bytes,))
+    data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=head * tiles * p.tile_bytes)
     w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols)).astype(np.float64)
     if group:
-        x, near = quantised_input(view, p._replace(group=group), cols, 5, 6)
+        x, near = quantised_input(view, p._replace(group=group), cols, 5, 6, head * p.head_x)
     else:
-        x = view.array(1, np.float32, (view.count(p.rows), cols), (p.x_stride, 4)).astype(np.float64)
+        shape = view.count(p.rows), cols
+        x = view.array(1, np.float32, shape, (p.x_stride, 4), at=head * p.head_x).astype(np.float64)
         near = np.zeros_like(x)
     return x, w, near
 
@@ -115,11 +120,25 @@ def _bias(view: RecordView, rows: int) -> Doubles | float:
     return view.array(3, np.float32, (rows,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
 
 
+def _heads(view: RecordView, dtype: str, group: int) -> list[Expected]:
+    """Each head's own product: its tiles, its x, its columns of the output."""
+    p, found = view.parameters(LINEAR), []
+    rows = layouts.TILE_ROWS * p.head_tiles
+    for head in range(p.tiles // p.head_tiles):
+        x, w, near = _operands(view, dtype, group, p.head_tiles, head)
+        y, tolerance = linear_reference(x, w, 0.0, near)
+        out = view.array(2, np.float32, y.shape, (p.out_stride, 4), at=head * (4 * rows + p.head_gap))
+        found.append(Expected(f"out of head {head}", out, y, exact=False, tolerance=tolerance))
+    return found
+
+
 def linear_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
     """The twin of ``linear_<dtype>``."""
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(LINEAR)
+        if p.head_tiles:
+            return _heads(view, dtype, group)
         rows = layouts.TILE_ROWS * p.tiles
         x, w, near = _operands(view, dtype, group, p.tiles)
         y, tolerance = linear_reference(x, w, _bias(view, rows), near)

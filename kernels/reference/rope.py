@@ -63,7 +63,7 @@ def head_views(
     return k, v, k_scales, v_scales
 
 
-def _stored(name: str, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles) -> list[Expected]:
+def stored_rows(name: str, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles) -> list[Expected]:
     """Expected K or V of one token; x of shape (kv_heads, n), known up to `slack` of the same shape."""
     whole, loose = np.zeros((2, len(x), where[0].size))
     whole[:, : x.shape[1]], loose[:, : x.shape[1]] = x, slack
@@ -110,7 +110,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             x = np.concatenate([rms_norm(x[:, : p.heads], q_norm, eps), rms_norm(x[:, p.heads :], k_norm, eps)], axis=1)
         turned, sizes = x.copy(), np.abs(x)
         turned[..., : p.rotary] = rotate(x[..., : p.rotary], cos, sin)
-        sizes[..., : p.rotary] = _sizes(x[..., : p.rotary], cos, sin)
+        sizes[..., : p.rotary] = sizes_of_pairs(x[..., : p.rotary], cos, sin)
         relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_HEAD_NORM else 0)
         slack = relative * sizes + TINY
         out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
@@ -118,14 +118,14 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             k_at, v_at, k_scales, v_scales = head_views(
                 view, kv, p.head_dim, p.block_bytes, p.blocks, p.kv_heads, int(slot)
             )
-            out += _stored(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
-            out += _stored(f"V of token {t}", v_at, v_scales, v[t], np.zeros_like(v[t]))
+            out += stored_rows(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
+            out += stored_rows(f"V of token {t}", v_at, v_scales, v[t], np.zeros_like(v[t]))
         return out
 
     return twin
 
 
-def _sizes(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
+def sizes_of_pairs(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
     """|a cos| + |b sin| and |b cos| + |a sin|: what rounding errors are a share of."""
     a, b = np.split(np.abs(x), 2, axis=-1)
     cos, sin = np.abs(cos)[:, None], np.abs(sin)[:, None]

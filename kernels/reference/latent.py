@@ -1,0 +1,60 @@
+"""Twin of `store_latent`: the norm of a token's latent, rotated parts, and K in the layer's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..abi import BLOCK_TOKENS, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..parameters import LATENT
+from .elementwise import rms_norm
+from .expected import Expected
+from .rope import rotate, sizes_of_pairs, stored_rows
+from .tolerances import TINY, TOLERANCES
+from .view import RecordView, float_of
+
+
+def _key_views(view: RecordView, kv: str, slot: int) -> tuple[NDArray, NDArray, NDArray]:
+    """One token's K (1, padded / step, step), its scale (1,), and the scale of V, live."""
+    p, size = view.parameters(LATENT), KV_ELEMENT_BYTES[kv]
+    padded, (block, row) = padded_head_dim(p.rank + p.rotary), divmod(slot, BLOCK_TOKENS)
+    dtype, step = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv], 4 if kv == "int8" else 1
+    k = view.array(4, dtype, (1, padded // step, step), (0, BLOCK_TOKENS * step * size, size),
+                   at=block * p.block_bytes + row * step * size)
+    at = p.blocks * p.block_bytes + 4 * BLOCK_TOKENS * block + 2 * row
+    n = 1 if kv == "int8" else 0
+    return k, view.array(4, np.float16, (n,), at=at), view.array(4, np.float16, (n,), at=at + 2 * BLOCK_TOKENS)
+
+
+def store_latent_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
+    """The twin of ``store_latent_<kv>``."""
+
+    def twin(view: RecordView) -> list[Expected]:
+        p = view.parameters(LATENT)
+        n, width, tokens = view.count(p.rows), p.rank + p.rotary, slice(0, view.count(p.rows))
+        positions, slots = view.tokens(TOKEN_POSITION)[tokens], view.tokens(TOKEN_SLOT)[tokens]
+        rows = view.array(0, np.float32, (n, p.heads + 1, width), (p.stride, 4 * width, 4))
+        shape, strides = (n, p.heads, p.rotary), (p.q_stride, 4 * p.rotary, 4)
+        q = view.array(1, np.float32, shape, strides, at=4 * p.q_first).astype(np.float64)
+        latent = view.array(2, np.float32, (n, width), (p.c_stride, 4), at=4 * p.c_first).astype(np.float64)
+        shape, half = (int(positions.max(initial=-1)) + 1, 2, p.rotary // 2), p.table_stride // 2
+        table = view.array(3, np.float32, shape, (p.table_stride, half, 4))
+        cos, sin = table[positions].astype(np.float64).transpose(1, 0, 2)
+        parts = np.concatenate([q, latent[:, None, p.rank :]], axis=1)
+        turned, slack = rotate(parts, cos, sin), TOLERANCES["rope"] * sizes_of_pairs(parts, cos, sin) + TINY
+        normed = rms_norm(latent[:, : p.rank], view.array(5, np.float32, (p.rank,)), float_of(p.eps))
+        loose = TOLERANCES["rms_norm"] * np.abs(normed) + TINY
+        keys, near = (np.concatenate(both, axis=1) for both in ((normed, turned[:, -1]), (loose, slack[:, -1])))
+        out = [Expected("rotated parts", rows[..., p.rank :], turned, exact=False, tolerance=slack),
+               Expected("latents", rows[:, -1, : p.rank], normed, exact=False, tolerance=loose)]
+        for t, slot in enumerate(slots):
+            k, scale, same = _key_views(view, kv, int(slot))
+            out += stored_rows(f"K of token {t}", k, scale, keys[t : t + 1], near[t : t + 1])
+            if kv == "int8":
+                out.append(Expected(f"V scales of token {t}", same, partial(np.copy, scale)))
+        return out
+
+    return twin
