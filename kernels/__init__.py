@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NEURON_GATED,
         NEURON_MASK,
         NEURON_RESOLVE,
+        PAIRED,
         POSITIONS,
         RELEASE,
         ROPE,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from .toolchain.provide import find_set
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED",
-           "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN", "VALUES",
-           "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
+           "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN",
+           "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
            "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes", "sampling",
            "twin_of"]
 __getattr__ = lazily(__name__, {
@@ -52,7 +53,7 @@ __getattr__ = lazily(__name__, {
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE "
-                  "RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
+                  "PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",
 })
