@@ -229,7 +229,7 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         raise r.unsupported(scaling + "yarn_ext_factor", r.get(scaling + "yarn_ext_factor"), "only 1 is supported")
     log_factor = r.number(scaling + "yarn_log_multiplier", 0.1, above=-1.0) or 0.1
     config["rope_scaling"] = {
-        "rope_type": "yarn", "factor": _value(factor), **given,
+        "rope_type": "yarn", "truncate": name != "gpt-oss", "factor": _value(factor), **given,
         "original_max_position_embeddings": r.integer(scaling + "original_context_length",
                                                       config.get("max_position_embeddings")),
         "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,

@@ -27,7 +27,7 @@ MOST_ERROR = 1e-4
 def holds_codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType) -> bool:
     """Whether a stored type takes the codes of a weight as they are."""
     return stored.layout == "tile16" and weight.kind != "vector" and all(
-        source.name in packed and stored in packed[source.name].kind.held and not source.index
+        source.name in packed and stored in packed[source.name].kind.held
         and all(isinstance(step, RopeHalves | Rows) for step in source.steps) for source in weight.sources)
 
 
@@ -87,6 +87,7 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
         rows = np.arange(first, last)
         for step in reversed(source.steps):
             rows, _ = step.origin(rows, None)
+        rows += _item(source) * source.stored[-2]
         low = int(rows.min())
         block = packed[source.name].block(low, int(rows.max()) + 1)
         times = -(-(block.group_size or columns) // stored.group_size)
@@ -99,6 +100,11 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
     codes = block_of(weight, start, stop, columns, np.int8, codes_of)
     return codes, [block_of(weight, start, stop, groups, np.float32, _part(read, i))
                    for i in range(stored.storage.factors)], done
+
+
+def _item(source: Source) -> int:
+    """Which of the matrices of a stack a source is of."""
+    return int(np.ravel_multi_index(source.index, source.stored[: len(source.index)])) if source.index else 0
 
 
 def _part(read: Mapping[tuple[Source, int, int], list[Floats]], i: int) -> Read:

@@ -35,6 +35,10 @@ QWEN2_MOE = {**QWEN2, "model_type": "qwen2_moe", "num_experts": 7, "num_experts_
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
              "moe_intermediate_size": 38, "norm_topk_prob": True, "decoder_sparse_step": 1,
              "mlp_only_layers": []}  # fmt: skip
+GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 14,
+           "intermediate_size": 44, "sliding_window": 7, "num_local_experts": 5, "num_experts_per_tok": 2,
+           "swiglu_limit": 0.7}  # fmt: skip
+"""With a limit that gates and ups of so small a model reach."""
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -211,6 +215,10 @@ CASES: dict[str, dict[str, Any]] = {
         "intermediate_size": 40, "embedding_multiplier": 7.0, "residual_multiplier": 0.3, "attention_multiplier": 0.5,
         "logits_scaling": 4.0, "rms_norm_eps": 1e-2, "tie_word_embeddings": True,
     },
+    "gpt-oss": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150.0}},
+    "gpt-oss-layers": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3, "num_key_value_heads": 6,
+                       "intermediate_size": 60, "layer_types": ["full_attention"] + 2 * ["sliding_attention"],
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 150.0}},
     "qwen3-moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
     "qwen3-moe-steps-bias": {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True,
                              "norm_topk_prob": False, "num_experts_per_tok": 1},
