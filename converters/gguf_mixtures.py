@@ -17,9 +17,10 @@ _NORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "smallthinker")
 """Architectures whose files may have experts; a llama with experts is a Mixtral."""
 SOFTMAX = 1
-_WAYS = {"gpt-oss": {SOFTMAX: "softmax", 3: "softmax of the chosen"}, "smallthinker": {SOFTMAX: "softmax", 2: "sigmoid"}}
-"""What llama.cpp's numbers of ways to score experts stand for, where not softmax alone; of the chosen it is the same as of
-all where the weights add up to 1."""
+_WAYS = {"gpt-oss": {SOFTMAX: "softmax", 3: "softmax of the chosen"},
+         "smallthinker": {SOFTMAX: "softmax", 2: "sigmoid"}}
+"""What llama.cpp's numbers of ways to score experts stand for, where not softmax alone; of the chosen it is the same as
+of all where the weights add up to 1."""
 _KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
          "expert_weights_norm")
 

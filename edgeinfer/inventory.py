@@ -179,27 +179,21 @@ class _Judge:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
         reason = model.file_refused.replace(model.source.removeprefix("GGUF file "), str(found.path))
-        return self._judged(found, planned, holds, reason or _family(model), "--weights" if reason else "")
+        return self._judged(found, planned, holds, reason, "--weights" if reason else "")
 
     def _checkpoint(self, found: Found) -> LocalModel:
         from .converters import open_checkpoint
         from .describe import describe
 
         model = describe(found.path)
-        reason, holds = _family(model), ""
-        if model.runnable:
-            try:
-                with open_checkpoint(found.path) as checkpoint:
-                    checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
-                    holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
-            except EdgeInferError as error:
-                reason = str(error)
+        reason = holds = ""
+        try:
+            with open_checkpoint(found.path) as checkpoint:
+                checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
+                holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
+        except EdgeInferError as error:
+            reason = str(error)
         return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
-
-
-def _family(model: ModelDescription) -> str:
-    """Say why a model of a family that can be planned only does not run; empty where it does."""
-    return f"{model.reason}." if model.reason else ""
 
 
 def summary(models: list[LocalModel]) -> str:

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LINEAR", "NEURON_DOWN", "NEURON_GATED",
            "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN",
-           "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose", "extend",
-           "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes", "sampling",
-           "twin_of"]
+           "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue", "choose",
+           "extend", "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes",
+           "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",

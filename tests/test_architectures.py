@@ -64,7 +64,7 @@ def test_every_case_is_there_and_small() -> None:
     assert max(sizes) < 60_000
     assert sum(sizes) < 1_000_000
     there = {read_config(case.config).model_type for case in golden_cases.cases()}
-    assert there == set(supported_architectures()) - {"bamboo", "smallthinker", "sparsellama"}  # which transformers does not have
+    assert there == set(supported_architectures()) - {"bamboo", "smallthinker", "sparsellama"}  # not in transformers
 
 
 def test_weights_that_are_not_those_of_the_case_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

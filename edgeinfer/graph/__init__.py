@@ -39,21 +39,19 @@ from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 from .wrappers import WRAPPERS
 
 if TYPE_CHECKING:
-    from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
 __all__ = ["INSTEAD", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER",
            "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw", "Embed",
            "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
            "GraphBuilder", "KvAccess", "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown",
-           "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place", "Product", "Quantize", "Read",
+           "NeuronGated", "NormPart", "NormedSum", "Op", "Place", "Product", "Quantize", "Read",
            "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
            "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
            "Source", "Tensor", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
            "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types",
            "fill_rope_tables", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "least_score",
-           "parameters", "place_of_head", "read_config", "read_outline", "requested_types", "rope_tables",
+           "parameters", "place_of_head", "read_config", "requested_types", "rope_tables",
            "supported_architectures", "without_approximations"]
-__getattr__ = lazily(__name__, {"outlines": "Outline read_outline",
-                                "shapes": "Shape builtin_shapes"})
+__getattr__ = lazily(__name__, {                                "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""
