@@ -82,14 +82,19 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
     columns, groups = weight.shape[1], -(-weight.shape[1] // stored.group_size)
     read: dict[tuple[Source, int, int], list[Floats]] = {}
     done: list[tuple[str, int]] = []
+    blocks: dict[tuple[str, int, int], Block] = {}
 
     def codes_of(source: Source, first: int, last: int) -> NDArray[np.int8]:
         rows = np.arange(first, last)
         for step in reversed(source.steps):
             rows, _ = step.origin(rows, None)
         rows += _item(source) * source.stored[-2]
-        low = int(rows.min())
-        block = packed[source.name].block(low, int(rows.max()) + 1)
+        low, high = int(rows.min()), int(rows.max()) + 1
+        if high - low > len(rows) and source.stored[-2] % 2 == 0:  # rows that another source has between them
+            low, high = low - low % 2, high + high % 2
+        if (source.name, low, high) not in blocks:
+            blocks[source.name, low, high] = packed[source.name].block(low, high)
+        block = blocks[source.name, low, high]
         times = -(-(block.group_size or columns) // stored.group_size)
         read[source, first, last] = [np.repeat(part, times, axis=1)[rows - low, :groups]
                                      for part in _factors(block, stored)]
