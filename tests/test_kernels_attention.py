@@ -376,8 +376,9 @@ def test_capped_scores(kv: str, window: int) -> None:
 def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
     """Below, among and above the scores; the same bits in any tile, in splits or whole."""
     sinks = np.array([-40, 0.5, 3, 60], np.float32)
-    for tokens, past in ((1, 300), (9, 505), (33, 505)):
-        layer = Layer(kv, (4, 2, 40), walk(tokens, past), window=window)
+    for sequences in (walk(1, 300), walk(9, 505), walk(33, 505), [Sequence(20, 6, [-1, 0, 0, 1, 2, 2])]):
+        layer = Layer(kv, (4, 2, 40), sequences, window=window)
+        tokens = len(layer.positions)
         without = layer.attend(ISAS[-1])
         layer.attention_flags = abi.FLAG_SINKS
         layer.places += [0, 0, 0, layer.bench.put("constants", sinks)]
