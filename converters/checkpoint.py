@@ -177,6 +177,11 @@ class Checkpoint:
         """Tensors that are no weights, or none of the text model."""
         return frozenset(name for name in self.files if is_buffer(name)) | self.pictures | self.guessing
 
+    @property
+    def quantised(self) -> Collection[str]:
+        """Names of quantised tensors."""
+        return ()
+
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the quantised types that the tensors of a weight have; none where a checkpoint has floats."""
         return ()
@@ -191,7 +196,7 @@ class Checkpoint:
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the checkpoint's names."""
-        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases})
+        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised)
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:

@@ -12,26 +12,35 @@ from dataclasses import replace
 
 from edgeinfer.graph import Graph, Source, Weight
 
-_PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.weight")
-_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
-_ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "block_sparse_moe.router.layer.weight",
-            "block_sparse_moe.router.weight")
+_PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.(weight|bias)")
+_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.(weight|bias)")
+_ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
+            "block_sparse_moe.router", "block_sparse_moe.primary_router")
 _BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-              ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}))
-"""Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's."""
+              ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}),
+              ("block_sparse_moe.experts.{}.", {"gate": "gate", "up": "up", "down": "down"}))
+"""Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's, SmallThinker's."""
 _TOGETHER = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
              ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
              ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"))
 """Tensors of all experts, gate rows above up rows: transformers 5's own, and Granite's."""
+_IN_TURNS = ("gpt_oss",)
+"""Architectures whose tensors of all experts have a gate row and an up row in turns, as columns where they are not
+quantised."""
 
 
-def with_experts(graph: Graph, names: Container[str]) -> Graph:
+def with_experts(graph: Graph, names: Container[str], packed: Container[str] = ()) -> Graph:
     """Return the graph with the sources of its experts as a checkpoint with these tensors has them.
 
-    What it has in no known form keeps its name, and will be said to be missing.
+    What it has in no known form keeps its name, and will be said to be missing. Those of `packed` are quantised.
     """
-    return replace(graph, weights=tuple(with_stacks(weight, lambda source: _named(source, names))
-                                        for weight in graph.weights))
+    in_turns = graph.config.model_type in _IN_TURNS
+
+    def rename(source: Source) -> Source:
+        part = _PART.fullmatch(source.name) if in_turns else None
+        return _turned(source, part, packed) if part else _named(source, names)
+
+    return replace(graph, weights=tuple(with_stacks(weight, rename) for weight in graph.weights))
 
 
 def with_stacks(weight: Weight, rename: Callable[[Source], Source]) -> Weight:
@@ -44,8 +53,8 @@ def with_stacks(weight: Weight, rename: Callable[[Source], Source]) -> Weight:
 
 def _named(source: Source, names: Container[str]) -> Source:
     if match := _ROUTER.fullmatch(source.name):
-        layer = match[1]
-        return replace(source, name=next((layer + name for name in _ROUTERS if layer + name in names), source.name))
+        found = (f"{match[1]}{name}.{match[2]}" for name in _ROUTERS)
+        return replace(source, name=next((name for name in found if name in names), source.name))
     if not (match := _PART.fullmatch(source.name)):
         return source
     layer, part = match[1], match[2]
@@ -61,3 +70,15 @@ def _named(source: Source, names: Container[str]) -> Source:
         if layer + down in names and part == "down":
             return replace(source, name=layer + down)
     return source
+
+
+def _turned(source: Source, part: re.Match[str], packed: Container[str]) -> Source:
+    """Every second row of a tensor that has gates and ups in turns, or all of one."""
+    (n, rows, *columns), both = source.stored, part[2] != "down"
+    rows *= 1 + both
+    name = f"{part[1]}mlp.experts.{'gate_up_proj' if both else 'down_proj'}{'_bias' if part[3] == 'bias' else ''}"
+    if name in packed or not columns:
+        whole = Source(name, (n, rows, *columns), each=True)
+    else:
+        whole = Source(name, (n, *columns, rows), each=True).transposed()
+    return whole.every(2, int(part[2] == "up")) if both else whole

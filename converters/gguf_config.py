@@ -23,8 +23,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 """What the wavelengths of each pair of dimensions are multiplied by: the rule of Llama 3 as numbers."""
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """LongRoPE's factors, of runs beyond the context of the training and of others."""
-OUTLINES = {"gpt-oss": "gpt_oss"}
-"""Families that can be planned and not run."""
 PURPOSES = {"imatrix": "an importance matrix, which a quantiser reads", "mmproj": "the image encoder of a vision model",
             "adapter": "an adapter, which changes a model and is none", "vocab": "a vocabulary without weights"}
 """Files that are no models, by their general.type, and what they are."""
@@ -34,10 +32,6 @@ _PLAIN = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
-}
-_OF_OUTLINES = {
-    "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size",
-    "expert_used_count": "num_experts_per_tok",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "embedding_scale": (1,), "logit_scale": (1,), "residual_scale": (1,),
@@ -63,7 +57,7 @@ def architecture(header: GgufHeader) -> str:
     name = header.fields.get("general.architecture")
     if other := purpose(header):
         raise CheckpointError(f"{header.path} is {PURPOSES[other]}, not a language model; give the model's own file.")
-    known = list(dict.fromkeys([*RUNNABLE, *OUTLINES]))
+    known = list(RUNNABLE)
     if not isinstance(name, str) or name not in known:
         import difflib
 
@@ -80,12 +74,6 @@ def purpose(header: GgufHeader) -> str:
     kind = "mmproj" if name == "clip" else "imatrix" if "imatrix.chunk_count" in header.fields else kind
     known = isinstance(kind, str) and kind in PURPOSES
     return str(kind) if known and not (kind == "vocab" and not header.tensors) else ""
-
-
-def is_outline(header: GgufHeader) -> bool:
-    """Whether it is of a family that can be planned only."""
-    name = architecture(header)
-    return name not in RUNNABLE
 
 
 def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
@@ -136,12 +124,11 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
 
 
 def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """Return the fields of a config.json for the sizes of a model, of a family that can be planned only too."""
+    """Return the fields of a config.json for the sizes of a model."""
     fields, name = header.fields, architecture(header)
-    outline, experts = is_outline(header), fields.get(f"{name}.expert_count")
-    model_type = "mixtral" if name == "llama" and experts else (OUTLINES if outline else RUNNABLE)[name]
-    names = _PLAIN | _OF_OUTLINES if outline else _PLAIN
-    config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in names.items() if f"{name}.{key}" in fields}
+    experts = fields.get(f"{name}.expert_count")
+    model_type = "mixtral" if name == "llama" and experts else RUNNABLE[name]
+    config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in _PLAIN.items() if f"{name}.{key}" in fields}
     config["model_type"] = model_type
     config["hidden_act"] = ACTIVATIONS.get(name, "silu")
     config["vocab_size"] = _vocabulary(header, tensors, name)
@@ -149,14 +136,9 @@ def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict
     ids = {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
            if f"tokenizer.ggml.{key}_token_id" in fields}
     config |= {key: None if token_id in NO_TOKEN else token_id for key, token_id in ids.items()}
-    if not outline:
-        config |= family_fields(name, lambda key: _value(fields.get(f"{name}.{key}")), _with_head(config), tensors)
-    if "blk.0.attn_q.bias" in tensors and outline:
-        config["attention_bias"] = True
+    config |= family_fields(name, lambda key: _value(fields.get(f"{name}.{key}")), _with_head(config), tensors)
     if experts and name in MIXTURES:
         config |= mixture_fields(name, lambda key: _value(fields.get(f"{name}.{key}")))
-    elif experts and outline:
-        config |= {"num_local_experts": experts}
     return config
 
 
@@ -233,7 +215,7 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         raise r.unsupported(scaling + "yarn_ext_factor", r.get(scaling + "yarn_ext_factor"), "only 1 is supported")
     log_factor = r.number(scaling + "yarn_log_multiplier", 0.1, above=-1.0) or 0.1
     config["rope_scaling"] = {
-        "rope_type": "yarn", "factor": _value(factor), **given,
+        "rope_type": "yarn", "truncate": name != "gpt-oss", "factor": _value(factor), **given,
         "original_max_position_embeddings": r.integer(scaling + "original_context_length",
                                                       config.get("max_position_embeddings")),
         "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,

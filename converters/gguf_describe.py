@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
-from edgeinfer.errors import CheckpointError
 from edgeinfer.files import open_plain
-from edgeinfer.graph import ModelConfig, TypeOf, read_outline, requested_types
+from edgeinfer.graph import ModelConfig, TypeOf
 
 from .gguf_checkpoint import FACTORS, MOST_FACTORS, GgufCheckpoint, all_tensors, kept
-from .gguf_config import PURPOSES, config_fields, is_outline, purpose
+from .gguf_config import PURPOSES, config_fields, purpose
 from .gguf_file import GgufHeader, GgufTensor, PassedOver, read_headers
 from .gguf_tokenizer import check_kind
-
-TOLERANCE = 0.01
-"""Largest difference between the parameters that the fields of a family that cannot run give and its tensors'."""
-
 
 OF_STRUCTURE = ("general.architecture", "general.type", "tokenizer.ggml.model", "tokenizer.ggml.pre",
                 "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")
@@ -35,7 +29,7 @@ class FileDescription:
     fields: dict[str, Any]
     """As those of a config.json."""
     model: ModelConfig | None
-    """None for families that cannot run, and for files without tensors."""
+    """None for files without tensors."""
     type_of: TypeOf | None
     """How its weights will be stored."""
     quantisation: Quantisation | None
@@ -43,8 +37,6 @@ class FileDescription:
     """Bytes of the file's tensors by type, the largest first."""
     note: str
     """What becomes of them; the end of a sentence."""
-    refused: str = ""
-    """Why converting refuses the file as it is; empty where it does not."""
 
 
 def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None,
@@ -73,11 +65,8 @@ def describe_gguf(path: Path, weights: str | None = None, group_size: int | None
     for tensor in tensors.values():
         sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes
     sizes = dict(sorted(sizes.items(), key=lambda item: -item[1]))
-    if is_outline(headers[0]) or not tensors:
-        fields = config_fields(headers[0], tensors)
-        _compare(fields, headers, path)
-        note = "edgeinfer does not run this family, yet: these figures are those of converting the original"
-        return FileDescription(fields, None, None, None, sizes, note)
+    if not tensors:
+        return FileDescription(config_fields(headers[0], tensors), None, None, None, sizes, "")
     with GgufCheckpoint.open(path, data=False, headers=headers) as checkpoint:
         type_of, quantisation = checkpoint.storage(weights, group_size, None, None, "tile16")
         note = f"quantised anew as --weights {weights} asks" if weights else kept(
@@ -112,16 +101,3 @@ def _factors(header: GgufHeader, tensor: GgufTensor) -> bytes:
     with open_plain(header.path) as file:
         file.seek(header.data + tensor.offset)
         return file.read(min(tensor.nbytes, 4 * MOST_FACTORS))
-
-
-def _compare(config: dict[str, Any], headers: list[GgufHeader], path: Path) -> None:
-    """Refuse fields and tensors of a family that cannot run which do not belong to the same model."""
-    outline = read_outline(config, str(path))
-    if outline is None:
-        return
-    tensors = all_tensors(headers)
-    count = outline.graph(requested_types()).weight_count
-    stored = sum(prod(tensor.shape) for name, tensor in tensors.items() if not name.startswith("rope_"))
-    if tensors and abs(stored - count) > TOLERANCE * count:
-        raise CheckpointError(f"The header of {path} contradicts itself: its fields make a model of {count:,} "
-                              f"parameters, but its tensors have {stored:,}; download it again.")

@@ -19,7 +19,8 @@ RUNNABLE = {
     "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "smollm3": "smollm3", "granite": "granite",
     "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
     "starcoder2": "starcoder2", "command-r": "cohere", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
-    "olmoe": "olmoe", "granitemoe": "granitemoe", "deepseek2": "deepseek_v2",
+    "olmoe": "olmoe", "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "smallthinker": "smallthinker",
+    "deepseek2": "deepseek_v2",
 }
 """GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
 experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3."""
@@ -31,12 +32,12 @@ TIED = ("gemma", "gemma2", "gemma3", "command-r")
 """Architectures whose head always is the embedding."""
 PARTIAL = ("phi3", "gptneox", "stablelm", "phi2")
 """Architectures of which a part of each head may turn."""
-WINDOWED = ("gemma2", "gemma3", "phi3", "starcoder2")
+WINDOWED = ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss", "smallthinker")
 """Architectures whose files say how wide windows are, and whose kind says which layers have one."""
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
 _NO_ROPE_EVERY = 4
-"""SmolLM3: which layers have no rotation."""
+"""SmolLM3 and SmallThinker: which layers have no rotation."""
 
 
 def family_fields(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -108,11 +109,23 @@ def _latent(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[
     return {**latent_fields(get), "model_type": model_type_of(get)}
 
 
+def _gpt_oss(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"sliding_window": get("attention.sliding_window")}
+
+
+def _smallthinker(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """With windows, the first of every four layers has neither a window nor a rotation."""
+    layers, window = _size(config, "num_hidden_layers"), get("attention.sliding_window")
+    local = [int(not window or i % _NO_ROPE_EVERY != 0) for i in range(layers)]
+    return {"sliding_window_size": window or None, "rope_layout": local,
+            "sliding_window_layout": local if window else None}
+
+
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
     "granitemoe": _granite,
     "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
-    NAME: _latent,
+    "gpt-oss": _gpt_oss, "smallthinker": _smallthinker, NAME: _latent,
 }
 OWN_KEYS = {
     "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
@@ -124,6 +137,7 @@ OWN_KEYS = {
     "gptneox": ("use_parallel_residual",), "stablelm": ("use_parallel_residual",),
     "starcoder2": ("attention.sliding_window",), "command-r": ("logit_scale",), "falcon": ("tensor_data_layout",),
     "qwen2vl": ("rope.dimension_sections",), "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),
-    "gpt2": ("tensor_data_layout",), NAME: KEYS,
+    "gpt2": ("tensor_data_layout",), "gpt-oss": ("attention.sliding_window",),
+    "smallthinker": ("attention.sliding_window",), NAME: KEYS,
 }
 """Keys that `family_fields` reads, or that say how pictures come in."""

@@ -7,14 +7,20 @@ from typing import Any
 
 from edgeinfer.graph import ConfigReader
 
-_COUNTS = {"llama": "num_local_experts", "granitemoe": "num_local_experts"}
+_COUNTS = {"llama": "num_local_experts", "granitemoe": "num_local_experts", "gpt-oss": "num_local_experts",
+           "smallthinker": "moe_num_primary_experts"}
 """What families call the number of their experts, where not num_experts."""
 _OWN_SIZE = ("qwen2moe", "qwen3moe")
 """Architectures whose config has a size of experts beside that of a plain FFN."""
 _NORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
 """Whether the weights of a token's experts add up to 1 where a file does not say it; elsewhere they always do."""
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "smallthinker")
 """Architectures whose files may have experts; a llama with experts is a Mixtral."""
+SOFTMAX = 1
+_WAYS = {"gpt-oss": {SOFTMAX: "softmax", 3: "softmax of the chosen"},
+         "smallthinker": {SOFTMAX: "softmax", 2: "sigmoid"}}
+"""What llama.cpp's numbers of ways to score experts stand for, where not softmax alone; of the chosen it is the same as
+of all where the weights add up to 1."""
 _KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
          "expert_weights_norm")
 
@@ -29,7 +35,11 @@ def mixture_fields(name: str, get: Callable[[str], Any]) -> dict[str, Any]:
     get : callable
         The value of a key, without the architecture's name before it; None where it is absent.
     """
-    fields = {_COUNTS.get(name, "num_experts"): get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    chosen = "moe_num_active_primary_experts" if name == "smallthinker" else "num_experts_per_tok"
+    fields = {_COUNTS.get(name, "num_experts"): get("expert_count"), chosen: get("expert_used_count")}
+    if name == "smallthinker":
+        return fields | {"moe_ffn_hidden_size": get("expert_feed_forward_length") or get("feed_forward_length"),
+                         "moe_primary_router_apply_softmax": get("expert_gating_func") == SOFTMAX}
     if size := get("expert_feed_forward_length"):
         fields["moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size"] = size
     if name == "qwen2moe" and (shared := get("expert_shared_feed_forward_length")):
@@ -44,7 +54,9 @@ def read_choice(r: ConfigReader, prefix: str) -> None:
     """Read the keys of how experts are chosen; raises `UnsupportedModelError` for one that asks for another way."""
     for key in _KEYS:
         r.get(prefix + key)
-    for key, known, words in (("expert_gating_func", (None, 0, 1), "1 (softmax)"),
+    ways = _WAYS.get(prefix[:-1], {SOFTMAX: "softmax"})
+    said = " or ".join(f"{number} ({way})" for number, way in ways.items())
+    for key, known, words in (("expert_gating_func", (None, 0, *ways), said),
                               ("expert_shared_count", (None, 0, 1), "1")):
         value = r.get(prefix + key)
         if value not in known:

@@ -40,9 +40,11 @@ SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
 _ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                    "post_feedforward_layernorm": "post_ffw_norm"}
-_OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")}
+_OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")} | {
+    "gpt_oss": _LAYER | {"post_attention_layernorm": "post_attention_norm"}}
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
+_SINKS = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.sinks")
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe")
 """Architectures whose q and k rows llama.cpp's converter reorders, for a rotation that turns neighbours."""
 _IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi")
@@ -98,4 +100,6 @@ def gguf_name(name: str, model_type: str = "") -> str:
         _OWN.get(model_type, _LAYER)
     if match and match[1] and match[2] in layer:
         return f"blk.{match[1]}.{layer[match[2]]}.{match[3]}"
+    if sinks := _SINKS.fullmatch(name):
+        return f"blk.{sinks[1]}.attn_sinks.weight"
     return f"{_OUTER[match[4]]}.{match[5]}" if match and match[4] in _OUTER else name

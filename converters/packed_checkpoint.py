@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from math import prod
 from pathlib import Path
@@ -90,6 +90,11 @@ class PackedCheckpoint(Checkpoint):
         said = f"{scales} scales of activations, K or V are left out: edgeinfer takes its own, by group and token."
         return (*super().remarks, said) if scales else super().remarks
 
+    @property
+    def quantised(self) -> Collection[str]:
+        """Names of quantised tensors."""
+        return self.packed
+
     def file_types(self, weight: Weight) -> tuple[str, ...]:
         """Names of the types of a weight's tensors, each once."""
         return tuple(dict.fromkeys(self.tensor(source.name).dtype for source in weight.sources))
@@ -129,7 +134,8 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
     """The smallest type that holds each weight, and what a bundle's header says of them in one word each."""
     asked = {kind: WeightType.of(name) for kind, name in (("embedding", embedding), ("head", head)) if name}
     requested_types("f32", embedding=embedding, head=head)  # or it is refused
-    graph = with_experts(build_graph(config, requested_types("f32")), kinds)
+    packed = {name for name, kind in kinds.items() if isinstance(kind, PackedKind)}
+    graph = with_experts(build_graph(config, requested_types("f32")), kinds, packed)
     table: dict[str, WeightType] = {}
     sizes: Counter[WeightType] = Counter()
     for weight in graph.weights:
@@ -152,9 +158,4 @@ def _stored(sources: Sequence[Source], kinds: Kinds) -> WeightType:
     found = [kinds[source.name] for source in sources if source.name in kinds]
     choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
     common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
-    stored = min(common, key=lambda stored: stored.bits_per_weight)
-    if stored.quantised and any(source.index for source in sources):
-        raise UnsupportedModelError(
-            f"{sources[0].name} has the codes of all experts in one tensor, which are not taken as they are yet."
-            " To quantise the whole anew, with its error told, add --weights q4 (or int8, f16, f32).")
-    return stored
+    return min(common, key=lambda stored: stored.bits_per_weight)

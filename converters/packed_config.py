@@ -89,14 +89,13 @@ def _fits(pattern: str, module: str) -> bool:
     """Whether a module is meant: by a part of its name, or by a pattern of which only ``.*`` is understood.
 
     Patterns are strangers' programs, of which some never end. One with more in it fits nothing: this is for plans from
-    a config alone, and tensors tell for the rest.
+    a config alone, and tensors tell for the rest. In a part of a name a star stands for anything (gpt-oss).
     """
-    if not pattern.startswith("re:"):
-        return pattern in module
-    at = 0
-    for piece in pattern[3:].replace("\\.", "\0").strip("^$").split(".*"):
+    at, regular = 0, pattern.startswith("re:")
+    pieces = pattern[3:].replace("\\.", "\0").strip("^$").split(".*") if regular else pattern.split("*")
+    for piece in pieces:
         piece = piece.replace("\0", ".")
-        found = module.find(piece, at) if re.fullmatch(r"[\w.\-]*", piece) else -1
+        found = module.find(piece, at) if not regular or re.fullmatch(r"[\w.\-]*", piece) else -1
         if found < 0:
             return False
         at = found + len(piece)

@@ -206,19 +206,16 @@ def mxfp4(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTens
     leading = parts.stored("blocks").shape[:-1]
     parts.check("blocks", ("U8",), (*leading, 16) if len(leading) > 1 else (None, None, 16))
     parts.check("scales", ("U8",), leading)
-    groups, stacked = leading[-1], leading[1:-1]
+    groups = leading[-1]
 
     def load(parts: Parts) -> Loaded:
         exponents = parts.whole("scales", "u1").reshape(-1, groups)
         if (exponents == 255).any():
             raise CheckpointError(f"The tensor {parts.name:.100}_scales in {parts.path} has a scale that is NaN; "
                                   "download the file again.")
-        per = prod(stacked)
 
         def codes(start: int, stop: int) -> Codes:
-            first = start // per
-            raw = parts.rows("blocks", first, -(-stop // per), "u1").reshape(-1, groups * 16)
-            return nibbles(raw[start - first * per : stop - first * per])
+            return nibbles(parts.rows("blocks", start, stop, "u1", len(leading) - 1).reshape(-1, groups * 16))
 
         return Loaded(codes, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), levels=E2M1)
 

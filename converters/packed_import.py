@@ -27,7 +27,7 @@ MOST_ERROR = 1e-4
 def holds_codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType) -> bool:
     """Whether a stored type takes the codes of a weight as they are."""
     return stored.layout == "tile16" and weight.kind != "vector" and all(
-        source.name in packed and stored in packed[source.name].kind.held and not source.index
+        source.name in packed and stored in packed[source.name].kind.held
         and all(isinstance(step, RopeHalves | Rows) for step in source.steps) for source in weight.sources)
 
 
@@ -82,13 +82,19 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
     columns, groups = weight.shape[1], -(-weight.shape[1] // stored.group_size)
     read: dict[tuple[Source, int, int], list[Floats]] = {}
     done: list[tuple[str, int]] = []
+    blocks: dict[tuple[str, int, int], Block] = {}
 
     def codes_of(source: Source, first: int, last: int) -> NDArray[np.int8]:
         rows = np.arange(first, last)
         for step in reversed(source.steps):
             rows, _ = step.origin(rows, None)
-        low = int(rows.min())
-        block = packed[source.name].block(low, int(rows.max()) + 1)
+        rows += _item(source) * source.stored[-2]
+        low, high = int(rows.min()), int(rows.max()) + 1
+        if high - low > len(rows) and source.stored[-2] % 2 == 0:  # rows that another source has between them
+            low, high = low - low % 2, high + high % 2
+        if (source.name, low, high) not in blocks:
+            blocks[source.name, low, high] = packed[source.name].block(low, high)
+        block = blocks[source.name, low, high]
         times = -(-(block.group_size or columns) // stored.group_size)
         read[source, first, last] = [np.repeat(part, times, axis=1)[rows - low, :groups]
                                      for part in _factors(block, stored)]
@@ -99,6 +105,11 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
     codes = block_of(weight, start, stop, columns, np.int8, codes_of)
     return codes, [block_of(weight, start, stop, groups, np.float32, _part(read, i))
                    for i in range(stored.storage.factors)], done
+
+
+def _item(source: Source) -> int:
+    """Which of the matrices of a stack a source is of."""
+    return int(np.ravel_multi_index(source.index, source.stored[: len(source.index)])) if source.index else 0
 
 
 def _part(read: Mapping[tuple[Source, int, int], list[Floats]], i: int) -> Read:

@@ -160,11 +160,11 @@ class Parts:
         """All elements of a part as they are stored; a number without dimensions as an array of one."""
         return self.rows(part, 0, (self.stored(part).shape or (1,))[0], dtype)
 
-    def rows(self, part: str, start: int, stop: int, dtype: str) -> NDArray[Any]:
-        """Some rows of a part as they are stored."""
+    def rows(self, part: str, start: int, stop: int, dtype: str, axes: int = 1) -> NDArray[Any]:
+        """Some rows of a part as they are stored, counted over so many leading axes."""
         file, name = self._found[part]
         shape = file.tensors[name].shape
-        return file.read_rows_as(name, start, stop, dtype).reshape(stop - start, *shape[1:])
+        return file.read_rows_as(name, start, stop, dtype, axes).reshape(stop - start, *shape[axes:])
 
     def floats(self, part: str, what: str = "scale") -> Floats:
         """All elements of a part that has floats, which must be finite."""

@@ -84,13 +84,13 @@ class SafetensorsFile:
             self._read_into(name, tensor.offset + start * item, piece)
         return self._as_float32(tensor, raw)
 
-    def read_rows_as(self, name: str, start: int, stop: int, dtype: str) -> NDArray[Any]:
+    def read_rows_as(self, name: str, start: int, stop: int, dtype: str, axes: int = 1) -> NDArray[Any]:
         """Rows start to stop of a tensor as elements of a NumPy type of the stored size, of one dimension.
 
-        A number without dimensions is a row.
+        Rows are counted over so many leading axes. A number without dimensions is a row.
         """
         tensor = self.tensors[name]
-        row_bytes = tensor.nbytes // (tensor.shape or (1,))[0]
+        row_bytes = tensor.nbytes // prod(tensor.shape[:axes])
         raw = np.empty((stop - start) * row_bytes, np.uint8)
         self._read_into(name, tensor.offset + start * row_bytes, raw)
         return raw.view(dtype)

@@ -72,6 +72,10 @@ class SourceReader:
         low, span = int(columns.min()), int(np.ptp(columns)) + 1
         if span == width and _is_range(columns) and _is_range(rows):
             values = self._checkpoint.read(name, [int(starts[0])], len(rows) * width).reshape(len(rows), width)
+        elif width == 1 and int(np.ptp(rows)) < 4 * len(rows):  # of a vector, single elements are many reads
+            first, last = int(rows.min()), int(rows.max()) + 1
+            values = self._checkpoint.read(name, [int(starts[0]) + first - int(rows[0])], last - first)
+            values = values.reshape(-1, 1)[rows - first]
         else:
             values = np.empty((len(rows), len(columns)), np.float32)
             step = max(1, BLOCK_WEIGHTS // span)

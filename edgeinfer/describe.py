@@ -17,7 +17,6 @@ from .graph import (
     Graph,
     KvAccess,
     ModelConfig,
-    Outline,
     Read,
     TypeOf,
     build_graph,
@@ -26,9 +25,7 @@ from .graph import (
     is_quantised,
     parameters,
     read_config,
-    read_outline,
     requested_types,
-    supported_architectures,
 )
 from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, Storage, demo_path, gguf_path, is_hub_id, unknown_model
 from .quant import KV_TYPES as STORED_KV
@@ -55,13 +52,9 @@ class ModelDescription:
     quantisation: Quantisation
     """Storage that was asked for, or that the bundle has."""
     graph: Graph
-    """Its forward pass; an outline where `reason` is not empty."""
+    """Its forward pass."""
     weight_bytes: int
     """Length of weights.bin."""
-    outline: Outline | None = None
-    """Where the graph comes from for a family that edgeinfer cannot run."""
-    reason: str = ""
-    """Why edgeinfer cannot run it; empty where it can."""
     recipe: Recipe = field(default_factory=Recipe)
     """The passes that made the graph."""
     sparse: SparseFfn | None = None
@@ -72,8 +65,6 @@ class ModelDescription:
     """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
     file_says: str = ""
     """What becomes of them; the end of a sentence."""
-    file_refused: str = ""
-    """Why converting refuses the file as it is; empty where it does not."""
 
     @property
     def file_note(self) -> str:
@@ -83,11 +74,6 @@ class ModelDescription:
         types = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.file_types.items())
         return (f"The file holds {format_size(sum(self.file_types.values()))} of tensors ({types}); {self.file_says}: "
                 f"a bundle of {format_size(self.weight_bytes)}.")
-
-    @property
-    def runnable(self) -> bool:
-        """Whether edgeinfer can run the model."""
-        return not self.reason
 
     @property
     def parameters(self) -> int:
@@ -146,7 +132,7 @@ class ModelDescription:
 
     def rebuild(self, type_of: TypeOf) -> Graph:
         """Give the graph with weights stored in another way."""
-        return self.outline.graph(type_of) if self.outline else build_graph(self.config, type_of, self.recipe)
+        return build_graph(self.config, type_of, self.recipe)
 
     def traffic(self, kv: str = RuntimeConfig.kv) -> Traffic:
         """What the estimator reads."""
@@ -232,7 +218,7 @@ def describe(
             if is_gguf(path):
                 return describe_gguf_file(name, path, weights, group_size, recipe)
         config, source = _config(name, path)
-        if is_quantised(config) and not read_outline(config):
+        if is_quantised(config):
             return _from_packed(name, path, config, weights, group_size, recipe)
         return describe_config(config, name, source, weights, group_size, recipe)
     except CheckpointError as error:
@@ -271,7 +257,7 @@ def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | 
     graph = build_graph(found.model, found.type_of, recipe or Recipe())
     nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
     return ModelDescription(name, source, found.model, found.quantisation, graph, nbytes, recipe=recipe or Recipe(),
-                            file_types=found.file_types, file_says=found.note, file_refused=found.refused)
+                            file_types=found.file_types, file_says=found.note)
 
 
 def describe_config(
@@ -279,24 +265,17 @@ def describe_config(
     recipe: Recipe | None = None,
 ) -> ModelDescription:
     """Describe the model of a parsed config.json; raises as `describe`."""
-    outline = read_outline(config)
     asked = weights or WEIGHTS, group_size or GROUP_SIZE
-    return _described(name, source, outline or read_config(config), *asked, recipe or Recipe())
+    return _described(name, source, read_config(config), *asked, recipe or Recipe())
 
 
 def _described(
-    name: str, source: str, model: ModelConfig | Outline, weights: str, group_size: int, recipe: Recipe
+    name: str, source: str, model: ModelConfig, weights: str, group_size: int, recipe: Recipe
 ) -> ModelDescription:
-    type_of, outline = requested_types(weights, group_size), None
-    if isinstance(model, Outline):
-        config, graph, outline = model.config, model.graph(type_of), model
-        known = ", ".join(supported_architectures())
-        reason = f"edgeinfer cannot run {model.family}, yet; it runs {known}"
-    else:
-        config, graph, reason = model, build_graph(model, type_of, recipe), ""
+    graph = build_graph(model, requested_types(weights, group_size), recipe)
     quantisation = Quantisation(weights, group_size, embedding_type(weights), embedding_type(weights))
     nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
-    return ModelDescription(name, source, config, quantisation, graph, nbytes, outline, reason, recipe)
+    return ModelDescription(name, source, model, quantisation, graph, nbytes, recipe=recipe)
 
 
 def _from_bundle(

@@ -181,28 +181,21 @@ class _Judge:
         except EdgeInferError as error:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
-        return self._judged(found, planned, holds, _family(model))
+        return self._judged(found, planned, holds, "")
 
     def _checkpoint(self, found: Found) -> LocalModel:
         from .converters import open_checkpoint
         from .describe import describe
 
         model = describe(found.path)
-        reason, holds = _family(model), ""
-        if model.runnable:
-            try:
-                with open_checkpoint(found.path) as checkpoint:
-                    checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
-                    holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
-            except EdgeInferError as error:
-                reason = str(error)
-        planned = self._planned(model.config, model.graph, model.weight_bytes)
-        return self._judged(found, planned, holds, reason, "--weights" if model.file_refused else "")
-
-
-def _family(model: ModelDescription) -> str:
-    """Say why a model of a family that can be planned only does not run; empty where it does."""
-    return f"{model.reason}." if model.reason else ""
+        reason = holds = ""
+        try:
+            with open_checkpoint(found.path) as checkpoint:
+                checkpoint.check(checkpoint.graph(checkpoint.storage(None, None, None, None, "tile16")[0]), False)
+                holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
+        except EdgeInferError as error:
+            reason = str(error)
+        return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
 
 
 def summary(models: list[LocalModel]) -> str:

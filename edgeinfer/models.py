@@ -434,13 +434,8 @@ def unknown_model(name: str, kind: str, near: Sequence[str], known: Sequence[str
 
 def _shape_only(name: str, shape: Shape) -> str:
     """Return what to say of a model of which only the shape is known, where its weights are wanted."""
-    from .graph import read_outline
-
-    outline = read_outline(shape.config)
-    to_run = (f"To run it, give its checkpoint's directory, or its id on the hub, {shape.source}." if outline is None
-              else f"It cannot be run: edgeinfer cannot run {outline.family}, yet.")
     return (f"Of {name!r} only the shape is known here, without weights: 'edgeinfer plan {name}' and 'edgeinfer "
-            f"estimate {name}' work. {to_run}")
+            f"estimate {name}' work. To run it, give its checkpoint's directory, or its id on the hub, {shape.source}.")
 
 
 def _model_directories(parent: Path) -> list[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         NEURON_GATED,
         NEURON_MASK,
         NEURON_RESOLVE,
+        PAIRED,
         POSITIONS,
         RELEASE,
         ROPE,
@@ -44,16 +45,16 @@ if TYPE_CHECKING:
     from .toolchain.provide import find_set
 
 __all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LATENT", "LINEAR", "NEURON_DOWN",
-           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS", "SCREEN",
-           "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue",
-           "choose", "extend", "fill", "find_set", "machine", "package_directory", "parameters", "reference",
-           "routes", "sampling", "twin_of"]
+           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS",
+           "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue",
+           "choose", "extend", "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes",
+           "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
     "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE "
-                  "LATENT RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
+                  "LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",
 })

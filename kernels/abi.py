@@ -51,6 +51,8 @@ FLAG_HEAD_NORM = 4
 FLAG_HOLES = 8
 """attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
+FLAG_SINKS = 1024
+"""attention, attention_merge: operand 8 has a float for each query head that competes with the scores and has no V."""
 FLAG_CENTRED = 512
 """norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256

@@ -41,7 +41,7 @@ class _Linear(NamedTuple):
     eps: int
     """Fused input: epsilon of the norm, float32 bits."""
     limit: int
-    """Gated: limit of fatrelu, float32 bits."""
+    """Gated: limit of fatrelu and swiglu_oai, float32 bits."""
     active: int
     """Experts: how many a token goes through; `tiles` are those of one expert."""
     source_stride: int
@@ -414,10 +414,15 @@ ROUTE = _Route(*range(12))
 EXPERTS_INPUT = _ExpertsInput(*range(10))
 RELEASE = _Release(*range(1))
 
-ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4, "drelu": 5, "fatrelu": 6}
+ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4, "drelu": 5, "fatrelu": 6,
+               "swiglu_oai": 7}
 """Numbers of the hidden activations in records. drelu is ReLU of the gate and of what it multiplies (arXiv 2406.05955);
-fatrelu leaves what is above a limit, and is 0 elsewhere (arXiv 2402.13516)."""
-VALUE_FUNCTIONS = {**ACTIVATIONS, "scale": 16, "soft_cap": 17}
+fatrelu leaves what is above a limit, and is 0 elsewhere (arXiv 2402.13516). swiglu_oai is gpt-oss's: the gate, at
+most a limit, times its sigmoid by 1.702, and what it multiplies within that limit, plus 1."""
+PAIRED = ("swiglu_oai",)
+"""Those that are a function of a gate and what it multiplies, and none of a gate alone."""
+VALUE_FUNCTIONS = {**{name: number for name, number in ACTIVATIONS.items() if name not in PAIRED},
+                   "scale": 16, "soft_cap": 17}
 """Numbers of the functions of single values of rows."""
 
 

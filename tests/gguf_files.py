@@ -25,7 +25,8 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 def architecture(config: ModelConfig) -> str:
     """GGUF's name of an architecture."""
-    return {"mistral": "llama", "mixtral": "llama"}.get(config.model_type, config.model_type.replace("_", ""))
+    own = {"mistral": "llama", "mixtral": "llama", "gpt_oss": "gpt-oss"}
+    return own.get(config.model_type, config.model_type.replace("_", ""))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
@@ -39,16 +40,34 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
                 values = permuted(values, config.num_attention_heads)
             if ".k_proj." in name:
                 values = permuted(values, config.num_key_value_heads)
-        name = name.replace(".block_sparse_moe.router.", ".mlp.gate.").replace(".block_sparse_moe.", ".mlp.")
+        for router in (".block_sparse_moe.router.", ".block_sparse_moe.primary_router.", ".mlp.router."):
+            name = name.replace(router, ".mlp.gate.")
+        name = name.replace(".block_sparse_moe.", ".mlp.")
         module, _, part = name.partition(".experts.")
-        if part == "gate_up_proj":
+        if part and config.model_type == "gpt_oss":
+            out |= in_turns(module, part, values)
+        elif part and config.model_type == "smallthinker":
+            number, which, _ = part.split(".")
+            stack = gguf_name(f"{module}.experts.{{}}.{which}_proj.weight")
+            out[stack] = np.concatenate([*([out[stack]] if int(number) else []), values[None]])
+        elif part == "gate_up_proj":
             for which, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 out[gguf_name(f"{module}.experts.{{}}.{which}_proj.weight")] = half
         elif part:
             out[gguf_name(module + ".experts.{}.down_proj.weight")] = values
         else:
-            out[gguf_name(name)] = values[0] if name.endswith("shared_expert_gate.weight") else values
+            one = name.endswith("shared_expert_gate.weight")
+            out[gguf_name(name, config.model_type)] = values[0] if one else values
     return out
+
+
+def in_turns(module: str, part: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """gpt-oss's experts, as its converter writes them: a row for each output, gates and ups apart."""
+    end = "bias" if part.endswith("_bias") else "weight"
+    values = values if end == "bias" else np.ascontiguousarray(values.swapaxes(1, 2))
+    parts = {"gate": values[:, 0::2], "up": values[:, 1::2]} if part.startswith("gate_up") else {"down": values}
+    return {gguf_name(f"{module}.experts.{{}}.{which}_proj.{end}"): np.ascontiguousarray(rows)
+            for which, rows in parts.items()}
 
 
 def expert_fields(config: ModelConfig) -> dict[str, Any]:
@@ -91,7 +110,8 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
             f"{name}.attention.key_length": config.head_dim, f"{name}.attention.value_length": config.head_dim,
             f"{name}.rope.dimension_count": config.head_dim, f"{name}.rope.freq_base": config.rope.theta,
             f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            **({f"{name}.attention.sliding_window": config.windows[0]} if name == "llama" and config.windows else {}),
+            **({f"{name}.attention.sliding_window": max(config.windows)}
+               if name in ("llama", "gpt-oss", "smallthinker") and config.windows else {}),
             **expert_fields(config), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
             **(fields or {}),
         }
@@ -100,7 +120,8 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
                 {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
         for tensor, data in {**tensors_of(checkpoint), **(extra or {})}.items():
             kind = kinds if isinstance(kinds, str) else next((kinds[word] for word in kinds if word in tensor), "F32")
-            out[tensor] = add_tensor(writer, tensor, data, kind if data.ndim > 1 else "F32")
+            plain = data.ndim == 1 or tensor.endswith("bias")
+            out[tensor] = add_tensor(writer, tensor, data, "F32" if plain else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

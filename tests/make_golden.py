@@ -43,6 +43,10 @@ DEEPSEEK = {"model_type": "deepseek_v2", **LATENT, "q_lora_rank": None, "n_route
             "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
 GLM = {"model_type": "glm4_moe_lite", **LATENT, "q_lora_rank": 20, "n_routed_experts": 8, "n_shared_experts": 1,
        "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.8}  # fmt: skip
+GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 14,
+           "intermediate_size": 44, "sliding_window": 7, "num_local_experts": 5, "num_experts_per_tok": 2,
+           "swiglu_limit": 0.7}  # fmt: skip
+"""With a limit that gates and ups of so small a model reach."""
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -234,6 +238,10 @@ CASES: dict[str, dict[str, Any]] = {
         **GLM, "rope_theta": 300.0, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None,
         "n_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "gpt-oss": {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150.0}},
+    "gpt-oss-layers": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3, "num_key_value_heads": 6,
+                       "intermediate_size": 60, "layer_types": ["full_attention"] + 2 * ["sliding_attention"],
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 150.0}},
     "qwen3-moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
     "qwen3-moe-steps-bias": {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True,
                              "norm_topk_prob": False, "num_experts_per_tok": 1},

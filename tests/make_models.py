@@ -7,13 +7,15 @@ from pathlib import Path
 
 from edgeinfer.converters.gguf_families import RUNNABLE
 from edgeinfer.graph import WRAPPERS, architectures, read_config, supported_architectures
-from edgeinfer.graph.outlines import FAMILIES
 from tests import golden_cases
 from tests.test_experts import IN_FILES
 from tests.test_gguf_families import ARCHITECTURES
 from tests.test_latent import FILES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+FILE_TESTS = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "tests/test_gguf_import.py"),
+              "gpt_oss": "tests/test_gpt_oss.py", "smallthinker": "tests/test_smallthinker.py"}
+"""Where files of an architecture are compared that has no case of its own."""
 INTRODUCTION = """# Models
 
 This page is made from the program: `python -m tests.make_models`.
@@ -37,7 +39,8 @@ COMMANDS = """
 The comparisons are `python -m pytest tests/test_models_golden.py -k NAME` and `python -m pytest tests/test_gguf_families.py -k NAME`, of mixtures
 `tests/test_experts.py`, of latent attention `tests/test_latent.py`.
 Architectures that transformers does not have (bamboo, sparsellama) are compared with a forward pass in NumPy
-(`tests/reference.py`, which has transformers' logits for all others): `python -m pytest tests/test_families.py -k relufied`.
+(`tests/reference.py`, which has transformers' logits for all others): `python -m pytest tests/test_families.py -k relufied`; smallthinker
+with one of its own, which follows its authors' model: `python -m pytest tests/test_smallthinker.py`.
 Llama also with six trained models, token by token: `python -m pytest tests/test_models_golden.py -k golden_tokens`.
 
 ## Text of models that see
@@ -70,7 +73,6 @@ that a tensor's original can be found again.
 LIMITS = """
 ## What is left out
 
-* Planned and not run: {planned}.
 * ALiBi (Falcon-RW, MPT, BLOOM), norms of single heads by layer norm (StableLM 2 12B, Command-R+), OPT-350m (projected
   embeddings, norms behind), Gemma 3n and 4: refused by name.
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
@@ -104,13 +106,13 @@ def models() -> str:
         plain = [case for case in cases.get(name, []) if case not in wrapped]
         of_files = [case for case in plain if case in ARCHITECTURES or case in (*IN_FILES, *FILES)]
         compared = ", ".join(plain) or "the oracle in NumPy"
-        own = "tests/test_gguf_import.py" if name in ("llama", "mistral", "qwen2", "qwen3") else ", ".join(of_files) or "-"
+        own = FILE_TESTS.get(name) or ", ".join(of_files) or "-"
         page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"
     page += COMMANDS
     for name, inside in WRAPPERS.items():
         on = ", ".join(case for case, kind in wrapped.items() if kind == name)
         page += f"| `{name}` | `{inside}` | {on or 'its config alone'} |\n"
-    return page + FOLDS + LIMITS.format(planned=", ".join(f"`{name}`" for name in FAMILIES))
+    return page + FOLDS + LIMITS
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class _State:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
         name = source.name
         names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
-                 name.replace(".mlp.gate.", ".block_sparse_moe.router."))
+                 name.replace(".mlp.gate.", ".block_sparse_moe.router."), name.replace(".mlp.gate.", ".mlp.router."))
         return next(self._tensors[one] for one in names if one in self._tensors)
 
     def stacks(self, weight: Any) -> list[np.ndarray]:
@@ -81,9 +81,18 @@ class _State:
         module = weight.sources[0].name.partition(".{}.")[0]
         if module + ".down_proj" not in self._tensors:
             module = module.replace(".mlp.", ".block_sparse_moe.")
+        if module + ".down_proj_bias" in self._tensors:
+            return self._stacks_in_turns(weight, module)
         if len(weight.sources) == 1:
             return [self._tensors[module + ".down_proj"].astype(self.dtype)]
         return np.split(self._tensors[module + ".gate_up_proj"].astype(self.dtype), 2, axis=1)
+
+    def _stacks_in_turns(self, weight: Any, module: str) -> list[np.ndarray]:
+        """gpt-oss's: inputs are rows, and gates and ups take turns; biases by expert."""
+        both, bias = len(weight.sources) == 2, "_bias" if weight.kind == "vector" else ""
+        stack = self._tensors[f"{module}.{'gate_up' if both else 'down'}_proj{bias}"].astype(self.dtype)
+        stack = stack if bias else stack.swapaxes(1, 2)
+        return [stack[:, 0::2], stack[:, 1::2]] if both else [stack]
 
     def whole(self, weight: Any) -> np.ndarray:
         """The checkpoint tensors of a weight, one below the other."""
@@ -153,6 +162,9 @@ def gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndar
 def _gated(op: Any, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if op.activation == "drelu":
         return np.maximum(gate, 0) * np.maximum(up, 0)
+    if op.activation == "swiglu_oai":
+        gate, up = np.minimum(gate, op.limit), np.clip(up, -op.limit, op.limit)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate)).astype(gate.dtype)
     if op.activation == "fatrelu":
         return np.where(gate > op.limit, gate, 0).astype(gate.dtype) * up
     return ACTIVATIONS[op.activation](gate) * up
@@ -199,13 +211,15 @@ def experts_input(state: _State, op: Any, x: np.ndarray, listed: np.ndarray) -> 
 def experts_gated(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
     gates, ups = state.stacks(op.weight)
     experts = state.chosen[op.layer][0].reshape(-1)
-    return np.stack([ACTIVATIONS[op.activation](gates[e] @ row) * (ups[e] @ row)
+    inner, outer = state.stacks(op.bias) if op.bias else np.zeros((2, len(gates), 1), state.dtype)
+    return np.stack([_gated(op, gates[e] @ row + inner[e], ups[e] @ row + outer[e])
                      for e, row in zip(experts, x, strict=True)])
 
 
 def experts_down(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
     (downs,), (experts, weights) = state.stacks(op.weight), state.chosen[op.layer]
-    y = np.stack([downs[e] @ row for e, row in zip(experts.reshape(-1), x, strict=True)])
+    biases = state.stacks(op.bias)[0] if op.bias else np.zeros((len(downs), 1), state.dtype)
+    y = np.stack([downs[e] @ row + biases[e] for e, row in zip(experts.reshape(-1), x, strict=True)])
     return rest[-1] + (y.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
 
 
@@ -243,8 +257,11 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     distance = np.arange(len(q))[:, None] - np.arange(len(q))
     window = op.window or len(q)
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
+    if op.sinks:
+        sinks = np.broadcast_to(state.whole(op.sinks)[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, sinks], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    weights = (weights / weights.sum(axis=-1, keepdims=True))[..., : len(q)]
     return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
 

@@ -64,7 +64,7 @@ def test_every_case_is_there_and_small() -> None:
     assert max(sizes) < 60_000
     assert sum(sizes) < 1_000_000
     there = {read_config(case.config).model_type for case in golden_cases.cases()}
-    assert there == set(supported_architectures()) - {"bamboo", "sparsellama"}  # which transformers does not have
+    assert there == set(supported_architectures()) - {"bamboo", "smallthinker", "sparsellama"}  # not in transformers
 
 
 def test_weights_that_are_not_those_of_the_case_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +98,9 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
         changed["no choice bias"] = {"experts": dataclasses.replace(config.experts, choice_bias=False)}
     if config.experts and config.experts.groups > 1:
         changed["no groups"] = {"experts": dataclasses.replace(config.experts, groups=1, active_groups=1)}
+    if config.attention_sinks:
+        changed["no sinks"] = {"attention_sinks": False}
+        changed["limit"] = {"hidden_act_limit": config.hidden_act_limit * 1.5}
     for name, off in (("attention_scale", 0.0), ("attention_softcap", 0.0), ("logits_softcap", 0.0),
                       ("embedding_scale", 1.0), ("logits_scale", 1.0)):
         if getattr(config, name) != off:

@@ -16,7 +16,7 @@ from edgeinfer.converters.gguf_names import with_gguf_names
 from edgeinfer.converters.gguf_types import EXACT, GGUF_TYPES
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, TokenizerError, UnsupportedModelError
-from edgeinfer.graph import build_graph, builtin_shapes, read_config, read_outline, requested_types
+from edgeinfer.graph import build_graph, builtin_shapes, read_config, requested_types
 from edgeinfer.sizes import format_size
 from tests.command_line import edgeinfer
 
@@ -65,21 +65,10 @@ def fields_of(name: str, prefix: str = "llama") -> dict[str, Any]:
 
 
 def tensors_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Those of the model; of one that cannot run as many as fill the count of parameters."""
-    if read_outline(builtin_shapes()[name].config) is None:
-        config = read_config(builtin_shapes()[name].config)
-        graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
-        return {source.name: source.stored[::-1] for weight in graph.weights for source in weight.sources}
-    c, described = builtin_shapes()[name].config, describe(name)
-    out: dict[str, tuple[int, ...]] = {"token_embd.weight": (c["hidden_size"], c["vocab_size"])}
-    rest = described.parameters - c["hidden_size"] * c["vocab_size"]
-    if not described.config.tie_word_embeddings:
-        out["output.weight"] = out["token_embd.weight"]
-        rest -= c["hidden_size"] * c["vocab_size"]
-    if described.config.attention_bias:
-        out["blk.0.attn_q.bias"] = (1,)
-        rest -= 1
-    return out | {"rope_freqs.weight": (64,), "blk.0.rest.weight": (rest,)}
+    """Those of the model."""
+    config = read_config(builtin_shapes()[name].config)
+    graph = with_gguf_names(build_graph(config, requested_types("f32")), config)
+    return {source.name: source.stored[::-1] for weight in graph.weights for source in weight.sources}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +84,7 @@ def test_the_shape_is_that_of_the_config(tmp_path: Path, name: str, prefix: str,
     described, shape = describe(path, "q4", 64), describe(name, "q4", 64)
     assert described.source == f"GGUF file {path}"
     for figure in ("weight_bytes", "parameters", "active_parameters", "bytes_per_token", "kv_bytes_per_position",
-                   "operations_per_token", "runnable"):
+                   "operations_per_token"):
         assert getattr(described, figure) == getattr(shape, figure), figure
     assert described.config.max_position_embeddings == shape.config.max_position_embeddings
 
@@ -124,7 +113,7 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     described = describe(path)
-    assert (described.config.vocab_size, described.config.head_dim) == (40, 8) and described.runnable
+    assert (described.config.vocab_size, described.config.head_dim) == (40, 8)
 
 
 def quantised_file(path: Path, kinds: dict[str, str]) -> dict[str, int]:

@@ -369,3 +369,23 @@ def test_capped_scores(kv: str, window: int) -> None:
             np.testing.assert_array_equal(layer.attend_in_splits(isa), whole)
         layer.cap = 0.0
         assert np.abs(layer.attend(ISAS[-1]) - whole).max() > 0.05
+
+
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("kv", KV)
+def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
+    """Below, among and above the scores; the same bits in any tile, in splits or whole."""
+    sinks = np.array([-40, 0.5, 3, 60], np.float32)
+    for sequences in (walk(1, 300), walk(9, 505), walk(33, 505), [Sequence(20, 6, [-1, 0, 0, 1, 2, 2])]):
+        layer = Layer(kv, (4, 2, 40), sequences, window=window)
+        tokens = len(layer.positions)
+        without = layer.attend(ISAS[-1])
+        layer.attention_flags = abi.FLAG_SINKS
+        layer.places += [0, 0, 0, layer.bench.put("constants", sinks)]
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        share = np.abs(whole).reshape(tokens, 4, 40).max(axis=(0, 2)) / np.abs(without).reshape(tokens, 4, 40).max(
+            axis=(0, 2))
+        assert share[0] > 0.999 and share[1] < 1 and share[3] < 1e-6

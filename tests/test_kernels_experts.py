@@ -190,7 +190,7 @@ class Layer:
         return 4 * (-(-width // 16) * 16), 0, 0
 
     def run(self, isa: str, tokens: slice = slice(None), threads: int = 1, chunk: int = 3,
-            activation: str = "silu") -> np.ndarray:
+            activation: str = "silu", limit: float = 0.0) -> np.ndarray:
         """The layer's output for some of the tokens, record by record, each against its twin."""
         bench, mix, x = Bench(), self.mix.of(tokens), self.x[tokens]
         n, active = mix.ids.shape
@@ -226,7 +226,7 @@ class Layer:
             values = fill(LINEAR, tiles=tiles, tile_bytes=stored.tile_bytes(widths[step]),
                           records=stored.tile_records(widths[step]), x_stride=row,
                           x_scales=scales, x_offsets=offsets, out_stride=out, rows=abi.COUNT_TOKENS, chunk=chunk,
-                          activation=ACTIVATIONS[activation], scratch=room, token_tiles=tiles_of,
+                          activation=ACTIVATIONS[activation], limit=limit, scratch=room, token_tiles=tiles_of,
                           fused=abi.FUSED_QUANTISE if self.group else 0, width=widths[step], group=self.group,
                           active=active, source_stride=stride)
             x_place = inputs[step] if self.group or step == 0 else given
@@ -268,6 +268,17 @@ def test_a_token_has_the_same_bits_whoever_shares_its_walk(dtype: str, group: in
         np.testing.assert_array_equal(layer.run(isa, threads=threads, chunk=chunk), whole)
     for tokens in (*(slice(t, t + 1) for t in range(0, 33, 4)), slice(1, 3), slice(5, 12), slice(20, 33)):
         np.testing.assert_array_equal(layer.run(isa, tokens), whole[tokens])
+
+
+@pytest.mark.parametrize(("dtype", "group"), [("mxfp4", 32), ("f32", 0)])
+def test_clamped_gates_of_experts(dtype: str, group: int) -> None:
+    """gpt-oss's activation, with gates and ups on both sides of the limit."""
+    rng = np.random.default_rng(3)
+    for tokens in (1, 33):
+        layer = Layer(rng, dtype, group, mixture(rng, tokens, 5, 2), 70, 40, bias=True)
+        for isa in ISAS:
+            outs = [layer.run(isa, activation="swiglu_oai", limit=limit) for limit in (0.5, 1e30)]
+            assert np.abs(outs[0] - outs[1]).max() > 0.1
 
 
 @pytest.mark.parametrize("isa", ISAS)

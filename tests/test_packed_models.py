@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
-from edgeinfer.errors import UnsupportedModelError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.models import Storage, resolve
 from tests.packers import FORMS, Raw, compressed_config, f16, make_packed, mxfp4, raw_parts, write_config, write_raw
 from tests.test_gguf_import import weights_of
@@ -128,7 +128,7 @@ def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path, monkeyp
         resolve(tmp_path / "hf", storage=Storage(None, 64))
 
 
-def test_stacked_codes_of_experts_are_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_stacked_codes_of_experts_are_kept(tmp_path: Path) -> None:
     make_packed(tmp_path / "hf", "gptq", **MIXTURE)
     raw = {name: part for name, part in raw_parts(tmp_path / "hf" / "model.safetensors").items()
            if ".experts." not in name and "_proj" not in name}
@@ -140,7 +140,9 @@ def test_stacked_codes_of_experts_are_refused_unless_asked_for(tmp_path: Path) -
             raw |= {f"model.layers.{i}.mlp.experts.{part}{end}": value for end, value in packed.items()}
     write_raw(tmp_path / "hf" / "model.safetensors", raw)
     write_config(tmp_path / "hf", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(UnsupportedModelError, match=r"codes of all experts in one tensor.*--weights q4"):
-        convert(tmp_path / "hf", tmp_path / "out")
-    assert "in one tensor" in describe(tmp_path / "hf").file_refused
-    convert(tmp_path / "hf", tmp_path / "out", weights="q4")
+    assert "mxfp4" in str(describe(tmp_path / "hf").graph.types.values())
+    report = convert(tmp_path / "hf", tmp_path / "out")
+    stacked = [tensor for tensor in report.tensors if ".experts_" in tensor.name]
+    assert [tensor.dtype for tensor in stacked] == 4 * ["mxfp4"] and all(tensor.exact for tensor in stacked)
+    packed, want = mxfp4(np.random.default_rng(1), (5, 64, 32))
+    np.testing.assert_array_equal(weights_of(tmp_path / "out")["layers.1.experts_down"].reshape(want.shape), want)

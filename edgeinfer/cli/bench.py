@@ -217,11 +217,13 @@ def check_request(
     if group_size is not None and group_size not in GROUP_SIZES:
         raise UsageError(f"--group-size {group_size} is not offered; choose one of {', '.join(map(str, GROUP_SIZES))}.")
     from ..converters import SHAPES
+    from ..models import LISTING, SHOWN_NAMES
 
     if shape is not None and shape not in SHAPES:
         near = difflib.get_close_matches(shape.lower(), SHAPES, n=2, cutoff=0.4)
         names = " or ".join(repr(name) for name in near)
-        hint = f"did you mean {names}?" if near else f"shapes are {', '.join(sorted(SHAPES))}."
+        few = ", ".join(sorted(SHAPES)[:SHOWN_NAMES])
+        hint = f"did you mean {names}?" if near else f"shapes are {few} and others, which '{LISTING}' lists."
         raise UsageError(f"There is no shape {shape!r}; {hint}")
 
 

@@ -162,7 +162,7 @@ def estimate(
         checked("max_kld", max_kld, NATS)
     gpu = one and served_as_asked(one, RuntimeConfig(recipe=passes, lazy=schedule), kv_on(command, CUDA, kv))
     described, decided = describe(model, weights, group_size, Recipe(()) if gpu else passes, one), None
-    if gpu and described.runnable:
+    if gpu:
         one, kv = gpu, "f16"
     if device in (None, "local") and one is not None:
         described, _, decided = decision.described_as_run(described, RuntimeConfig(

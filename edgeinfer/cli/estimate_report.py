@@ -90,7 +90,7 @@ def _model_object(
         "lazy": lazy and lazy.outlook(prompt, model.layers),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
                  "parameters": model.parameters},
-        "bits_per_weight": 8 * model.weight_bytes / model.parameters, "reason": model.reason,
+        "bits_per_weight": 8 * model.weight_bytes / model.parameters,
         "file_types": model.file_types or None, "file_note": model.file_note,
     }
 
@@ -229,8 +229,6 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
                f"{format_size(out['memory_bytes'])}; edgeinfer plan says what would.")
     if out["ctx"] > out["max_ctx_of_model"]:
         yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
-    if out["reason"]:
-        yield f"{out['reason']}."
     if out["file_note"]:
         yield out["file_note"]
     if out["neurons"]:

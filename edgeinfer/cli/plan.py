@@ -158,7 +158,7 @@ def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeCo
     if device is None:
         model, choice, decision = described_as_run(model, config, max_kld, beside)
     config = choice.way.config if choice else config
-    profile = (gpu if model.runnable else None) or device or local_profile()
+    profile = gpu or device or local_profile()
     report = _Planned(model, config, device, profile, choice, beside).report()
     return {**report, "decision": decision}
 
@@ -230,10 +230,10 @@ class _Planned:
         options = [] if fits else [*filter(None, [without(self.planner, config, self.budget)]),
                                    *alternatives(self.planner, config, self.budget, model.rebuild)]
         options += [] if fits else self._cold()
-        if not fits and model.runnable and (streamed := streaming(self.planner, config, self.budget)):
+        if not fits and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)
         report: dict[str, Any] = {
-            "model": model.name, "source": model.source, "runnable": model.runnable, "fits": fits,
+            "model": model.name, "source": model.source, "fits": fits,
             "parameters": model.parameters, "weights": model.quantisation.weights,
             "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
             "device": None if self.device is None else self.device.name,
@@ -299,8 +299,6 @@ class _Planned:
 
     def _notes(self, found: dict[str, Any] | None) -> list[str]:
         notes, own = [], self.model.config.max_position_embeddings
-        if not self.model.runnable:
-            notes.append(f"A shape only: {self.model.reason}.")
         if self.model.file_note:
             notes.append(self.model.file_note)
         placed = next((way.sparse for way in self._flash()), self.model.sparse)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import CUDA, Recipe, RuntimeConfig
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError
 from .on_gpu import gpu_here, speed_object
 from .output import alternative_object, not_ours
 
@@ -27,9 +27,6 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
     provider = PROVIDERS[device]
     config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
     model = describe(name, *stored, Recipe(()))
-    if not model.runnable:
-        raise UsageError(f"{model.name} is a shape only ({model.reason}), which no device of onnxruntime runs; plan it "
-                         "without --device.")
     own = model.config.max_position_embeddings
     config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=config.threads or default_threads())
     planner = DevicePlanner(model.graph, provider, config.kv_layout)
@@ -44,7 +41,7 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
     gpu = gpu_here() if device == CUDA else None
     speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
     report = {
-        "model": model.name, "source": model.source, "runnable": True, "fits": fits(plan),
+        "model": model.name, "source": model.source, "fits": fits(plan),
         "parameters": model.parameters, "weights": model.quantisation.weights,
         "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
         "device": device,

@@ -15,7 +15,6 @@ JSON_FIELDS = {
     "plan": {
         "model": "as given",
         "source": "where its description comes from",
-        "runnable": "false for shapes of families that edgeinfer cannot run yet",
         "fits": "whether the plan is within the budget",
         "parameters": "of the model; tied matrices count once",
         "weights": "type of the layers' matrices",

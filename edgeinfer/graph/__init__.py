@@ -8,7 +8,7 @@ from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
-from .fields import QUANTISED, is_quantised
+from .fields import is_quantised
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
@@ -41,21 +41,19 @@ from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 from .wrappers import WRAPPERS
 
 if TYPE_CHECKING:
-    from .outlines import Outline, read_outline
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS",
+__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS",
            "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw",
            "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
            "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
-           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Outline", "Place",
-           "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route",
-           "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape",
-           "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "Transposed", "TypeOf",
-           "Types", "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph", "builtin_shapes",
-           "check", "check_runnable", "expected_types", "fill_rope_tables", "graph_pass", "inner_type", "insert_after",
+           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Place", "Product",
+           "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp",
+           "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate",
+           "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "Transposed", "TypeOf", "Types",
+           "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph", "builtin_shapes", "check",
+           "check_runnable", "expected_types", "fill_rope_tables", "graph_pass", "inner_type", "insert_after",
            "inverse_frequencies", "is_quantised", "least_score", "parameters", "place_of_head", "read_config",
-           "read_outline", "requested_types", "rope_tables", "supported_architectures", "without_approximations"]
-__getattr__ = lazily(__name__, {"outlines": "Outline read_outline",
-                                "shapes": "Shape builtin_shapes"})
+           "requested_types", "rope_tables", "supported_architectures", "without_approximations"]
+__getattr__ = lazily(__name__, {"shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -220,13 +220,17 @@ class GraphBuilder:
                                   rotary=c.rope_dim if turn else 0, table=max(turn - 1, 0), layer=self.layer,
                                   q_norm=q, k_norm=k))
 
-    def attention(self, qkv: Tensor) -> Tensor:
-        """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences."""
+    def attention(self, qkv: Tensor, sinks: str | Source = "") -> Tensor:
+        """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences.
+
+        `sinks` names a logit for each query head that takes part in its softmax and has no value.
+        """
         c = self.config
+        logits = self._vector(f"layers.{self.layer}.sinks", (sinks,), (c.num_attention_heads,)) if sinks else None
         return self._op(Attention(out=self._tensor("a", c.query_width), qkv=qkv, heads=c.num_attention_heads,
                                   kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
                                   scale=c.attention_scale or c.head_dim**-0.5, window=c.window(self.layer or 0),
-                                  cap=c.attention_softcap, layer=self.layer))
+                                  cap=c.attention_softcap, sinks=logits, layer=self.layer))
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:
@@ -294,33 +298,41 @@ class GraphBuilder:
         """The finished graph."""
         return Graph(self.config, tuple(self._ops), tuple(self._weights.values()), dict(self._types), logits)
 
-    def experts(self, h: Tensor, x: Tensor, name: str, hf: str, residual: Tensor) -> Tensor:
-        """residual + the weighted FFNs of the experts that a router chooses by h; `hf` is the layer's module.
+    def route(self, h: Tensor, name: str, hf: str) -> Tensor:
+        """Which experts each token goes through, as a router chooses by h; `hf` is the layer's module.
 
-        The tensors of all families go by one set of names (converters/expert_names.py has the others); x is h, or
-        whatever goes into the experts.
+        The tensors of all families go by one set of names (converters/expert_names.py has the others).
         """
-        c, e = self.config, self.config.experts
+        e = self.config.experts
         assert e
-        logits = self.linear(h, name + "router", (hf + "gate.weight",), (e.total,), kind="router")
-        routes = self._op(Route(
+        logits = self.linear(h, name + "router", (hf + "gate.weight",), (e.total,), kind="router",
+                             bias=(hf + "gate.bias",) if e.bias else ())
+        return self._op(Route(
             out=self._tensor("routes", ENTRY * e.active), logits=logits, experts=e.total, active=e.active,
             scores=e.scores, normalise=e.normalise, scale=e.scale, groups=e.groups, active_groups=e.active_groups,
             group_best=e.group_best, layer=self.layer,
             bias=self._vector(name + "router_bias", (hf + "gate.e_score_correction_bias",), (e.total,))
             if e.choice_bias else None))
+
+    def experts(self, x: Tensor, routes: Tensor, name: str, hf: str, residual: Tensor) -> Tensor:
+        """residual + the weighted FFNs of x of the experts that `route` chose; names as there."""
+        c, e = self.config, self.config.experts
+        assert e
         listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
                                      active=e.active, several=True, layer=self.layer))
         size = e.intermediate_size
         gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", ("gate_proj", "up_proj"), (size, x.width))
+        inner, outer = (self._stack_bias(name + which, hf + "experts.{}.", parts, rows) if e.bias else None
+                        for which, parts, rows in (("experts_gate_up_bias", ("gate_proj", "up_proj"), size),
+                                                   ("experts_down_bias", ("down_proj",), c.hidden_size)))
         f = self._op(ExpertsGated(
             out=replace(self._tensor("f", size), times=e.active), x=self._listed(x, listed, gate_up, e.active),
-            weight=gate_up, source=x, routes=routes, listed=listed, activation=c.hidden_act,
-            experts=e.total, active=e.active, layer=self.layer))
+            weight=gate_up, bias=inner, source=x, routes=routes, listed=listed, activation=c.hidden_act,
+            limit=c.hidden_act_limit, experts=e.total, active=e.active, layer=self.layer))
         down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
         rows = self._listed(f, listed, down, e.active) if self._types[down.name].quantised else f
-        return self._op(ExpertsDown(out=self._after(residual), x=rows, weight=down, source=f, routes=routes,
-                                    listed=listed, residual=residual, experts=e.total, active=e.active,
+        return self._op(ExpertsDown(out=self._after(residual), x=rows, weight=down, bias=outer, source=f,
+                                    routes=routes, listed=listed, residual=residual, experts=e.total, active=e.active,
                                     layer=self.layer))
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -388,6 +400,16 @@ class GraphBuilder:
         combine = "stacked_pairs16" if len(parts) == 2 else "stacked16"
         weight = Weight(name, (n * len(parts) * round_up(rows, 16), cols), "experts", sources, combine)
         self._weights[name], self._types[name] = weight, self._type_of(weight)
+        return weight
+
+    def _stack_bias(self, name: str, module: str, parts: tuple[str, ...], rows: int) -> Weight:
+        """Biases of the matrices that `_stack` has, padded and alternating as these."""
+        assert self.config.experts
+        n = self.config.experts.total
+        sources = tuple(Source(f"{module}{part}.bias", (n, rows), each=True) for part in parts)
+        combine = "stacked_pairs16" if len(parts) == 2 else "stacked16"
+        weight = Weight(name, (n * len(parts) * round_up(rows, 16),), "vector", sources, combine)
+        self._weights[name], self._types[name] = weight, WeightType("f32", 0, "plain")
         return weight
 
     def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],

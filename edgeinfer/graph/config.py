@@ -66,6 +66,8 @@ class ExpertsConfig:
     """How many of a group's best scores are added to compare it with others."""
     shared_size: int = 0
     """Intermediate size of the FFN that all tokens go through beside their experts; 0 = there is none."""
+    bias: bool = False
+    """Bias on the router and on all three matrices of each expert."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain FFN in place of experts."""
     shared_gate: bool = True
@@ -106,8 +108,8 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     hidden_act: str
-    """silu, relu, relu2 (squared relu), gelu (erf), gelu_tanh, drelu (relu of gate and up) or fatrelu (0 below a
-    limit)."""
+    """silu, relu, relu2 (squared relu), gelu (erf), gelu_tanh, drelu (relu of gate and up), fatrelu (0 below a
+    limit) or swiglu_oai (gpt-oss's, clamped)."""
     rms_norm_eps: float
     """Of all norms, whatever their kind."""
     max_position_embeddings: int
@@ -145,7 +147,9 @@ class ModelConfig:
     head_bias: bool = False
     """Bias on the output head."""
     hidden_act_limit: float = 0.0
-    """fatrelu: gates that are not above it count as 0."""
+    """fatrelu: gates that are not above it count as 0. swiglu_oai: gates and what they multiply are clamped there."""
+    attention_sinks: bool = False
+    """Each query head has a logit that takes part in its softmax and has no value (arXiv 2309.17453)."""
     experts: ExpertsConfig | None = None
     """Where layers have experts."""
     latent: LatentConfig | None = None

@@ -171,6 +171,8 @@ class ExpertsGated(_Experts):
     KERNELS = ("experts_gated_{stored.suffix}",)
     TILES = 2
     activation: str
+    limit: float = 0.0
+    """Of swiglu_oai."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,9 @@ def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int,
                          shared_size=shared_size, dense_layers=dense)
 
 
-def count_experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[int, int]:
-    """Return how many experts a layer has and how many a token goes through; see `read_experts`."""
+def count_experts(c: ConfigReader, name: str, total: int, active: int, chosen: str = "num_experts_per_tok"
+                  ) -> tuple[int, int]:
+    """Return how many experts a layer has and how many a token goes through, `chosen`; see `read_experts`."""
     layers, said = c.integer("num_hidden_layers", high=2**12), name if c.has(name) or not c.has(SAME) else SAME
     n = c.integer(said, total, high=MOST_OF_A_LAYER)
     if layers * n > MOST_EXPERTS:
@@ -53,11 +54,14 @@ def count_experts(c: ConfigReader, name: str, total: int, active: int) -> tuple[
                               "no model has.")
     if c.has(SAME) and c.integer(SAME) != n:
         raise CheckpointError(f"{c.where}: {name} is {n} and {SAME} {c.integer(SAME)}; they must agree.")
-    return n, c.integer("num_experts_per_tok", active, high=n)
+    return n, c.integer(chosen, active, high=n)
 
 
-def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
-    """The second half of a pre-norm block: x + the experts of norm(x), and the shared expert if there is one."""
+def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor | None = None) -> Tensor:
+    """The second half of a pre-norm block: x + the experts of norm(x), and the shared expert if there is one.
+
+    Experts are chosen by norm(x), or were by `routes`.
+    """
     e, hf, name = c.experts, f"model.layers.{i}.", f"layers.{i}."
     mlp, norm = hf + "mlp.", hf + "post_attention_layernorm.weight"
     assert e
@@ -67,7 +71,7 @@ def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     h = g.rms_norm(x, name + "ffn_norm", norm, feeds=WeightType("f32"))
     if e.shared_size:
         x = _shared(g, h, x, name, mlp, e.shared_size)
-    return g.experts(h, h, name, mlp, residual=x)
+    return g.experts(h, routes or g.route(h, name, mlp), name, mlp, residual=x)
 
 
 def _shared(g: GraphBuilder, h: Tensor, x: Tensor, name: str, mlp: str, size: int) -> Tensor:

@@ -237,6 +237,12 @@ class Attention(RowOp):
     """Positions a query sees, itself included; 0 = all."""
     cap: float = 0.0
     """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
+    sinks: Weight | None = None
+    """A logit for each query head that takes part in its softmax and has no value."""
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """The sinks."""
+        return (Read.whole(self.sinks, types),) if self.sinks else ()
 
     @property
     def kv(self) -> KvAccess | None:
@@ -254,3 +260,5 @@ class Attention(RowOp):
         """Queries, keys and values come in, a row for each query head goes out."""
         yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
         yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
+        if self.sinks and self.sinks.shape != (self.heads,):
+            yield f"there are {self.heads} query heads, but sinks of shape {list(self.sinks.shape)}"

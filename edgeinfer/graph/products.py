@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import PAIRED, abi
 
 from ..dataclass import dataclass
 from ..quant import WeightType
@@ -106,7 +106,7 @@ class Gated(Product):
     KERNELS = ("gated_{stored.suffix}",)
     activation: str
     limit: float = 0.0
-    """Of fatrelu."""
+    """Of fatrelu and swiglu_oai."""
     ffn = True
 
     def faults(self, types: Types) -> Iterator[str]:
@@ -161,6 +161,8 @@ class NeuronGated(Product):
         yield from other_width("the FFN has neurons:", self.weight.shape[0], self.out)
         if self.mask:
             yield from other_width("a mask has words of 32 bits:", mask_width(self.weight.shape[0]), self.mask)
+        if self.activation in PAIRED:
+            yield f"{self.activation} is no function of a gate alone, by which neurons live or die"
         if self.mask and self.threshold:
             yield "an FFN has either a mask or a threshold"
 

@@ -76,6 +76,9 @@ def with_selection(graph: Graph, eps: float | None, top: int | None, instead: st
         raise UsageError(f"attention is {asked:.60}; choose {ATTENTIONS}.")
     if not isinstance(instead, str) or instead not in INSTEAD:
         raise UsageError(f"attention has instead {instead!r}; choose one of {', '.join(INSTEAD)}.")
+    if graph.config.attention_sinks:
+        raise UsageError("attention chooses rows of V by weights that add up to 1, and those of "
+                         f"{graph.config.model_type} do not, for its heads have sinks; leave attention out.")
     layers = graph.config.num_hidden_layers
     if type(exact) is not int or not 0 <= exact <= layers:
         raise UsageError(f"attention has exact {exact!r:.40}; the first layers that stay exact are from 0 to {layers}.")

@@ -232,6 +232,7 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
         scale=op.scale, cap=op.cap, scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
         tokens=max(1, 32 * op.kv_heads // op.heads), **{**_heads(op, at), "rows": count}, **chosen)
     flags = (0 if operands[6] is NOTHING else abi.FLAG_HOLES) | (abi.FLAG_LAST if chosen else 0)
+    flags |= abi.FLAG_SINKS if op.sinks else 0
     records = []
     for step, (kernel, label) in enumerate(zip(kernels, labels, strict=True), 2 if chosen else 0):
         some = [count] if count != abi.COUNT_TOKENS else []
@@ -247,7 +248,8 @@ def _attention_operands(op: Attention, at: Lowering) -> list[Operand]:
 @lower.register
 def _(op: Attention, at: Lowering) -> list[Record]:
     kernels = op.kernels(at.types, at.kv)
-    return _attend(op, at, kernels, ("", "  merge splits"), _attention_operands(op, at), abi.COUNT_TOKENS)
+    operands = [*_attention_operands(op, at), NOTHING, at.at(op.sinks)]
+    return _attend(op, at, kernels, ("", "  merge splits"), operands, abi.COUNT_TOKENS)
 
 
 @lower.register

@@ -56,12 +56,12 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
     working = units * (op.active if op.TILES == 2 else 1)  # of a token
     chunk = max(1, min(CHUNK_BYTES // (op.TILES * size), working // (4 * at.threads)))
     together = 4 // op.TILES if working >= 16 * at.threads else 2  # most that go through as one block
-    more: dict[str, int] = {}
+    more: dict[str, int | float] = {}
     if op.x.dtype == "q8":
         _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
         more = {"x_scales": scales, "x_offsets": offsets, "group": op.x.group_size, "fused": abi.FUSED_QUANTISE}
     if isinstance(op, ExpertsGated):
-        more |= {"activation": ACTIVATIONS[op.activation]}
+        more |= {"activation": ACTIVATIONS[op.activation], "limit": op.limit}
     parameters = fill(
         LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), x_stride=at.stride(op.x),
         out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk + -chunk % together,

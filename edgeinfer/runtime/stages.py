@@ -23,6 +23,7 @@ from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
 
 from .memory import allocate
+from .planning import offsets_of
 
 if TYPE_CHECKING:
     from .session import Logits, Session
@@ -199,6 +200,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
     Returns early, with anything, once `ended`: no walk follows.
     """
     group, n, places = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
+    sinks = _sinks(session, attention)
     there = ~session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.ones(n_tokens, bool)
     out = np.zeros(n_tokens)
     for head in range(attention.kv_heads):
@@ -213,13 +215,24 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             if attention.cap:
                 scores = attention.cap * np.tanh(scores / attention.cap)
             scores[:, ~sees] = -np.inf
-            scores -= scores.max(axis=1, keepdims=True)
+            largest = scores.max(axis=1, keepdims=True)
+            scores -= largest
             np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.plan.score_bytes)
-            out += (scores / scores.sum(axis=1, dtype=np.float64, keepdims=True)).sum(axis=0)
+            total = scores.sum(axis=1, dtype=np.float64, keepdims=True) + np.exp(sinks[head] - largest)
+            out += (scores / total).sum(axis=0)
         del keys
     padded = np.pad(out / (attention.heads * len(queries)), NEIGHBOURS)
     largest = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1).max(axis=1)
     return largest.astype(np.float32)
+
+
+def _sinks(session: Session, attention: Attention) -> NDArray[np.float64]:
+    """The sink of each head, (KV heads, heads of each, 1); -inf where there are none."""
+    if not attention.sinks:
+        return np.full((attention.kv_heads, 1, 1), -np.inf)
+    start = offsets_of(session.bundle)[attention.sinks.name]
+    found = session.bundle.weights[start : start + 4 * attention.heads].view(np.float32)
+    return found.astype(np.float64).reshape(attention.kv_heads, -1, 1)
 
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:

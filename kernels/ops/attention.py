@@ -8,7 +8,8 @@ same bits. So has a row in a tile of any number of rows, and a token of a tree w
 and lanes go by its place in the path (attention_paths.py).
 
 Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_HOLES which rows of
-the blocks the layer lacks. Parameters: parameters.ATTENTION. Twin: reference/attention.py.
+the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss).
+Parameters: parameters.ATTENTION. Twin: reference/attention.py.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from .attention_rows import (
     T_TURNED,
     acc_at,
     bounds_at,
-    clear_merged,
     finish,
     first_visible,
     merge,
     partial_bytes,
     places_seen,
     queries_at,
+    start_merge,
     value_dim,
 )
 from .attention_split import KINDS, split_step
@@ -121,7 +122,8 @@ def _tile_step(kind, r, widths, chains):
         queries = tile + queries_at(rec, padded, 0)
         start(rec, ctx, queries, t, row, last, h, group)
         for i in range(r):
-            clear_merged(tile, i, padded)
+            _token_at, head = _query(t, row + i, last, h, group)
+            start_merge(rec, ctx, tile, i, padded, head)
         seen = places_seen(queries, r)
         for s in range(seen[0] >> SPLIT_SHIFT, (seen[1] >> SPLIT_SHIFT) + 1):
             ahead = (t, h, min(s + 1, token(ctx, t, TOKEN_ROW) >> SPLIT_SHIFT))

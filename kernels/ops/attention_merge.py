@@ -1,7 +1,7 @@
 """The splits of each (token, head), merged in index order, and what stands for V that was left out.
 
 Operands: 1 out rows, 3 scratch, 4 partial results; where V may have been left out (FLAG_LAST) 5 rows of scores with
-what was chosen, 7 means. Parameters: parameters.ATTENTION. Twin: reference/attention.py.
+what was chosen, 7 means; 8 as in attention.py. Parameters: parameters.ATTENTION. Twin: reference/attention.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .attention_rows import (
     LOWEST,
     SPLIT_SHIFT,
     T_MERGED_L,
-    clear_merged,
     finish,
     first_visible,
     merge,
     merged_at,
     partial_bytes,
+    start_merge,
     value_dim,
 )
 from .attention_scores import first_scored, score_row
@@ -80,7 +80,7 @@ def attention_merge(rec, ctx, tid, n_threads):
         t = first + div_i64(unit, heads)
         head = unit - (t - first) * heads
         place = place_of(ctx, t)
-        clear_merged(tile, 0, padded)
+        start_merge(rec, ctx, tile, 0, padded, head)
         for split in range(first_visible(rec, place) >> SPLIT_SHIFT, (place >> SPLIT_SHIFT) + 1):
             partial = operand(rec, ctx, 4) + (unit * splits + split) * partial_bytes(padded)
             if load_f32(partial) > LOWEST:

@@ -8,9 +8,17 @@ elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at con
 
 from __future__ import annotations
 
-from ..abi import ATTENTION_STATE, ATTENTION_TILE, BLOCK_TOKENS, KV_SCALES_BYTES, PATH_BLOCKS, SPLIT_BLOCKS
+from ..abi import (
+    ATTENTION_STATE,
+    ATTENTION_TILE,
+    BLOCK_TOKENS,
+    FLAG_SINKS,
+    KV_SCALES_BYTES,
+    PATH_BLOCKS,
+    SPLIT_BLOCKS,
+)
 from ..parameters import ATTENTION
-from ..vector.record import inline, outlined, parameter, round_up_16
+from ..vector.record import flags, inline, operand, outlined, parameter, round_up_16
 from ..vector.simd import (
     div_f32,
     first_lane,
@@ -189,6 +197,15 @@ def clear_merged(tile, i, padded):
     store_f32x16(tile + T_MERGED_L + 64 * i, splat_f32(0.0))
     for k in range(0, padded, 16):
         store_f32x16(tile + merged_at(padded) + 4 * (i * padded + k), splat_f32(0.0))
+
+
+@inline
+def start_merge(rec, ctx, tile, i, padded, head):
+    """Start the merge of splits of row i, which is of a query head; its sink is a first split without V."""
+    clear_merged(tile, i, padded)
+    if flags(rec) & FLAG_SINKS:
+        store_f32(tile + T_MERGED_M + 4 * i, load_f32(operand(rec, ctx, 8) + 4 * head))
+        store_f32(tile + T_MERGED_L + 64 * i, first_lane(splat_f32(1.0)))
 
 
 @outlined

@@ -20,6 +20,7 @@ from ..abi import (
     COUNT_TOKENS,
     FLAG_HOLES,
     FLAG_LAST,
+    FLAG_SINKS,
     INSTEAD_MEAN,
     INSTEAD_NOTHING,
     MASK_TOKENS,
@@ -212,6 +213,13 @@ def queries_of(view: RecordView, kv: str, tokens: int) -> Doubles:
     return effective_queries(view.array(0, np.float32, shape, strides), float_of(p.scale), kv)
 
 
+def sinks_of(view: RecordView) -> Doubles | None:
+    """Logits of query heads that take part in a softmax and have no V."""
+    if not view.flags & FLAG_SINKS:
+        return None
+    return view.array(8, np.float32, (view.parameters(ATTENTION).heads,)).astype(np.float64)
+
+
 def _there(view: RecordView, t: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Of which of these rows of token t's sequence the layer has K and V."""
     if not view.flags & FLAG_HOLES:
@@ -237,6 +245,8 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
                 continue
             part = attend(queries[t, h], *stored.of(h, path.rows[path.there]), float_of(p.cap))
             total = part.weights.sum(axis=1, keepdims=True)
+            if (sinks := sinks_of(view)) is not None:
+                total += np.exp(sinks.reshape(p.kv_heads, -1)[h] - part.largest)[:, None]
             y[t, h], slack[t, h] = part.total / total, 2 * part.slack / total
         if not merged:
             where = view.array(1, np.float32, (tokens, p.heads * n), (p.out_stride, 4))
@@ -328,8 +338,10 @@ def merge_twin(view: RecordView) -> list[Expected]:
         found = (partials(view, row, split)[:3] for split in path.splits)
         parts = zip(*(part for part in found if part[0][0] > LOWEST), strict=True)
         m, sums, acc = (np.array(part, np.float64) for part in parts)
-        share = np.exp(m - m.max())
-        total, add = (share * sums).sum(), 0.0
+        sinks = sinks_of(view)
+        sink = np.full(1, -np.inf) if sinks is None else sinks[row % p.heads :][:1]
+        share, spread = np.exp(m - m.max()), np.ptp(np.append(m, sink[np.isfinite(sink)]))
+        total, add = (share * sums).sum() + float(np.exp(sink[0] - m.max())), 0.0
         mean = mean_of(view, row // group) if p.instead == INSTEAD_MEAN else np.zeros(1, np.float32)
         choice = score_row(view, row)[2] if view.flags & FLAG_LAST else np.full(4, NEVER)
         if choice[0] > NEVER and (p.instead == INSTEAD_NOTHING or mean[-1] > 0):
@@ -338,7 +350,7 @@ def merge_twin(view: RecordView) -> list[Expected]:
                 add = max(1 - read / total, 0.0) * mean[: p.head_dim].astype(np.float64)
                 slack[row] = TOLERANCES["sums"] * np.abs(mean[: p.head_dim])
         y[row] = (share * acc).sum(axis=0) / total + add
-        slack[row] += TOLERANCES["attention"] * (1 + np.ptp(m)) * ((share * np.abs(acc)).sum(axis=0) / total)
+        slack[row] += TOLERANCES["attention"] * (1 + spread) * ((share * np.abs(acc)).sum(axis=0) / total)
     shape = len(seen), p.heads * value_dim(p)
     where = view.array(1, np.float32, shape, (p.out_stride, 4), first * p.out_stride)
     return [Expected("out", where, y.reshape(where.shape), exact=False, tolerance=slack.reshape(where.shape) + TINY)]

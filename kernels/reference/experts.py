@@ -17,7 +17,7 @@ from .linear import gated_reference, linear_reference
 from .q8 import q8_blocks, read_q8
 from .route import Routes, scores_of
 from .tolerances import TINY, TOLERANCES
-from .view import RecordView, memory
+from .view import RecordView, float_of, memory
 
 Doubles = NDArray[np.float64]
 
@@ -121,7 +121,8 @@ def experts_gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Ex
             w, bias = _weights(view, expert, 2 * p.tiles, dtype, group)
             gate, up = w.reshape(p.tiles, 2, layouts.TILE_ROWS, -1).transpose(1, 0, 2, 3).reshape(2, y.shape[1], -1)
             biases = bias.reshape(p.tiles, 2, layouts.TILE_ROWS).transpose(1, 0, 2).reshape(2, -1)
-            y[part], tolerance[part] = gated_reference(x[part], gate, up, names[p.activation], *biases)
+            y[part], tolerance[part] = gated_reference(x[part], gate, up, names[p.activation], *biases,
+                                                         limit=float_of(p.limit))
         out = view.array(2, np.float32, y.shape, (p.out_stride, 4))
         return [Expected("out", out, y, exact=False, tolerance=tolerance)]
 

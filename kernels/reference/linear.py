@@ -48,6 +48,9 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[..., Doubles]] = {
 """Hidden activations of a gate by name, on float64 arrays; the limit is that of fatrelu."""
 
 
+OAI_ALPHA = float(np.float32(1.702))
+
+
 def linear_reference(
     x: Doubles, w: Doubles, bias: Doubles | float = 0.0, near: Doubles | float = 0.0
 ) -> tuple[Doubles, Doubles]:
@@ -84,10 +87,15 @@ def gated_reference(
     """act(x G^T + b) * (x U^T + c), and how far float32 may be from it: shapes as in `linear_reference`.
 
     With drelu what is multiplied is rectified, too. Where a gate is too near to fatrelu's limit to say, both are right.
+    swiglu_oai clamps both, and adds 1 to what is multiplied.
     """
     g, g_tolerance = linear_reference(x, gate, gate_bias, near)
     u, u_tolerance = linear_reference(x, up, up_bias, near)
-    acted = ACTIVATION_FUNCTIONS[activation](g, limit)
+    if activation == "swiglu_oai":
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + 1
+        acted = _silu(OAI_ALPHA * g) / OAI_ALPHA
+    else:
+        acted = ACTIVATION_FUNCTIONS[activation](g, limit)
     if activation == "drelu":
         u = np.maximum(u, 0)
     slope = 2 * (np.abs(g) + g_tolerance) if activation == "relu2" else 1.2  # the steepest that the others are

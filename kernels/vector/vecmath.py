@@ -9,8 +9,8 @@ from .record import inline
 from .simd import VF, VI, F32x16, constant, define, div_f32, first_lane, splat_f32, vabs, vmax
 from .targets import emit_fma, fma
 
-RELU, SILU, RELU2, GELU, DRELU, FATRELU = (
-    ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu", "drelu", "fatrelu"))
+RELU, SILU, RELU2, GELU, DRELU, FATRELU, SWIGLU_OAI = (
+    ACTIVATIONS[name] for name in ("relu", "silu", "relu2", "gelu", "drelu", "fatrelu", "swiglu_oai"))
 
 
 @define(F32x16, F32x16)
@@ -88,8 +88,19 @@ def _above(b, x, limit):
 
 
 @inline
+def _swiglu_oai(gate, up, limit):
+    """gpt-oss's SwiGLU: gate and up are clamped, the sigmoid is steeper, and up counts from -1 on."""
+    zero = splat_f32(0.0)
+    gate = zero - vmax(zero - gate, zero - limit)
+    up = vmax(zero - vmax(zero - up, zero - limit), zero - limit)
+    return (up + splat_f32(1.0)) * (gate * sigmoid(splat_f32(1.702) * gate))
+
+
+@inline
 def gated(gate, up, kind, limit):
     """The activated gate times `up`, of each lane."""
+    if kind == SWIGLU_OAI:
+        return _swiglu_oai(gate, up, splat_f32(limit))
     if kind == DRELU:
         up = vmax(up, splat_f32(0.0))
     return activate(gate, kind, limit) * up

@@ -50,7 +50,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = F
         h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
         h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
     h = g.rope_store(h, *((attn + "q_norm.weight", attn + "k_norm.weight") if qk_norm else ()))
-    h = g.attention(h)
+    h = g.attention(h, attn + "sinks" if c.attention_sinks else "")
     return g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,), residual=x,
                     bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())
 
