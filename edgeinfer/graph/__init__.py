@@ -8,7 +8,7 @@ from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
-from .fields import is_quantised
+from .fields import QUANTISED, is_quantised
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
@@ -43,7 +43,7 @@ from .wrappers import WRAPPERS
 if TYPE_CHECKING:
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "RELUS",
+__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS",
            "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw",
            "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
            "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
