@@ -37,6 +37,8 @@ class FileDescription:
     """Bytes of the file's tensors by type, the largest first."""
     note: str
     """What becomes of them; the end of a sentence."""
+    refused: str = ""
+    """Why converting refuses the checkpoint as it is; empty where it does not."""
 
 
 def describe_gguf(path: Path, weights: str | None = None, group_size: int | None = None,

@@ -65,6 +65,8 @@ class ModelDescription:
     """Of a GGUF file or a quantised checkpoint: bytes of its tensors by their type."""
     file_says: str = ""
     """What becomes of them; the end of a sentence."""
+    file_refused: str = ""
+    """Why converting refuses the checkpoint as it is; empty where it does not."""
 
     @property
     def file_note(self) -> str:
@@ -257,7 +259,7 @@ def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | 
     graph = build_graph(found.model, found.type_of, recipe or Recipe())
     nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
     return ModelDescription(name, source, found.model, found.quantisation, graph, nbytes, recipe=recipe or Recipe(),
-                            file_types=found.file_types, file_says=found.note)
+                            file_types=found.file_types, file_says=found.note, file_refused=found.refused)
 
 
 def describe_config(

@@ -181,7 +181,7 @@ class _Judge:
         except EdgeInferError as error:
             return self._refused(found, str(error), holds=holds)
         model, planned = self._known[key]
-        return self._judged(found, planned, holds, "")
+        return self._judged(found, planned, holds)
 
     def _checkpoint(self, found: Found) -> LocalModel:
         from .converters import open_checkpoint
@@ -195,7 +195,8 @@ class _Judge:
                 holds = ", ".join(dict.fromkeys(checkpoint.tensor(name).dtype for name in checkpoint.files))
         except EdgeInferError as error:
             reason = str(error)
-        return self._judged(found, self._planned(model.config, model.graph, model.weight_bytes), holds, reason)
+        planned = self._planned(model.config, model.graph, model.weight_bytes)
+        return self._judged(found, planned, holds, reason, "--weights" if model.file_refused else "")
 
 
 def summary(models: list[LocalModel]) -> str:

@@ -14,6 +14,7 @@ from edgeinfer.converters import convert, open_checkpoint
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import build_graph, expected_types
+from edgeinfer.inventory import list_models
 from edgeinfer.models import resolve
 from tests.checkpoints import make_checkpoint, refused, save_tensors
 from tests.command_line import edgeinfer
@@ -184,7 +185,10 @@ def test_columns_in_another_order(tmp_path: Path) -> None:
 
     weights: dict[str, np.ndarray] = {}
     make_packed(tmp_path / "hf", "gptq", alter=alter)
-    assert "14 of GPTQ int4 g32 act-order" in refused(tmp_path / "hf", UnsupportedModelError)
+    why = refused(tmp_path / "hf", UnsupportedModelError)
+    assert "14 of GPTQ int4 g32 act-order" in why and "edgeinfer run SOURCE --weights q4" in why
+    (listed,) = list_models([tmp_path], stores=False)
+    assert (listed.runs, listed.remedy) == (False, "--weights") and listed.planned_bytes
     with open_checkpoint(tmp_path / "hf") as checkpoint:
         for module, want in weights.items():
             assert np.array_equal(checkpoint.read_rows(f"{module}.weight", 0, len(want)), want)
