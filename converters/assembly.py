@@ -27,7 +27,8 @@ def assembled(weight: Weight, width: int, dtype: type, read: Read, block_items: 
     Parameters
     ----------
     weight : Weight
-        A concatenation of its sources, or their tiles of 16 rows in turn, of all or of one or two after the other.
+        A concatenation of its sources, or their tiles of 16 rows in turn, of all or of one or two after the other; or
+        rows that become tiles.
     width : int
         Items of a row.
     dtype : type
@@ -53,6 +54,10 @@ def block_of(weight: Weight, start: int, stop: int, width: int, dtype: type, rea
     if len(weight.sources) == 1 and weight.combine == "concat":
         return read(weight.sources[0], start, stop)
     out: Rows = np.zeros((stop - start, width), dtype)
+    if weight.combine == "folded16":  # a row of the source is a tile
+        whole = read(weight.sources[0], start // 16, stop // 16)
+        out.reshape(len(whole), 16 * width)[:, : whole.shape[1]] = whole
+        return out
     if weight.combine == "concat":
         _concatenate(out, weight, start, read)
         return out

@@ -34,7 +34,7 @@ from .expert_names import with_experts
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
 from .safetensors_file import SafetensorsFile, SourceTensor
-from .text_tensors import Names, guesses_ahead, is_buffer, names_of_text
+from .text_tensors import Names, guesses_ahead, is_buffer, names_of_text, unread_keys
 from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
@@ -160,22 +160,38 @@ class Checkpoint:
         """Sentences for whoever converts it."""
         found = []
         kind = f"is the text model, a {self.config.model_type}"
-        for names, what, why in ((self.pictures, "what sees pictures", kind),
+        hears = "hears and " if any("audio" in name for name in self.pictures) else ""
+        for names, what, why in ((self.pictures, f"what {hears}sees pictures", kind),
                                  (self.guessing, "layers that guess further tokens", "has those of the next one")):
             if names:
-                nbytes = sum(self.tensor(name).nbytes for name in names)
-                found.append(f"{len(names)} tensors of {what} ({nbytes / 1e6:.1f} MB) are left out: the bundle {why}.")
-        return tuple(found)
+                nbytes = self._megabytes(names)
+                found.append(f"{len(names)} tensors of {what} ({nbytes}) are left out: the bundle {why}.")
+        return (*found, *self._unread_remarks)
 
     @property
     def guessing(self) -> frozenset[str]:
         """Tensors of layers that predict more than the next token."""
         return frozenset(name for name in self.files if guesses_ahead(name, self.config))
 
+    def _megabytes(self, names: Collection[str]) -> str:
+        return f"{sum(self.tensor(name).nbytes for name in names) / 1e6:.1f} MB"
+
+    @property
+    def _unread_remarks(self) -> tuple[str, ...]:
+        if not (unread := self._unread):
+            return ()
+        return (f"{len(unread)} tensors of K and V ({self._megabytes(unread)}) are left out: their layers read those "
+                "of layers before them.",)
+
+    @property
+    def _unread(self) -> frozenset[str]:
+        return unread_keys(self.files, self.config.kv_layers) - self.pictures
+
     @property
     def ignored(self) -> frozenset[str]:
         """Tensors that are no weights, or none of the text model."""
-        return frozenset(name for name in self.files if is_buffer(name)) | self.pictures | self.guessing
+        own = frozenset(name for name in self.files if is_buffer(name))
+        return own | self.pictures | self.guessing | self._unread
 
     @property
     def quantised(self) -> Collection[str]:

@@ -121,13 +121,13 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was presumed of the tokenizer."""
-        return self.tokenizer.remarks if self.tokenizer else ()
+        """What was presumed of the tokenizer, and what is left out."""
+        return (*(self.tokenizer.remarks if self.tokenizer else ()), *self._unread_remarks)
 
     @property
     def ignored(self) -> frozenset[str]:
-        """The factors of rotations are in the config."""
-        return frozenset(FACTORS)
+        """The factors of rotations are in the config, and there may be K and V that nobody reads."""
+        return frozenset(FACTORS) | self._unread
 
     def tensor(self, name: str) -> SourceTensor:
         """Type and shape of one tensor."""

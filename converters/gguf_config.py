@@ -42,6 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _TRAINED_ON = (8192, *(1 << i for i in range(9, 21)))
 """Lengths of training contexts that are tried where only the factors of a rotation are given; Llama 3's first."""
 ROPE_TOLERANCE = 1e-5
+STILL = 1e20
+"""A factor of wavelengths beyond which no position turns."""
 
 
 def architecture(header: GgufHeader) -> str:
@@ -105,7 +107,8 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
         reader.get(prefix + key)
     if name in MIXTURES and header.fields.get(prefix + "expert_count"):
         read_choice(reader, prefix)
-    _read_rotation(reader, prefix, config, factors)
+    if name != "gemma4":  # whose layers have rotations by kind
+        _read_rotation(reader, prefix, config, factors)
     if name not in WINDOWED:
         _read_window(reader, prefix, config)
     reader.refuse_unread({prefix + key: values for key, values in _NEUTRAL.items()})
@@ -120,7 +123,8 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
                     head_bias="output.bias" in tensors)
     if ROPE_FACTORS not in factors:
         return model
-    return replace(model, rope=_of_factors(model, factors[ROPE_FACTORS], header, prefix))
+    of_factors = _proportional if name == "gemma4" else _of_factors
+    return replace(model, rope=of_factors(model, factors[ROPE_FACTORS], header, prefix))
 
 
 def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -256,6 +260,16 @@ def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:
     if config["model_type"] != "llama":
         raise r.unsupported(prefix + "attention.sliding_window", window, "the file does not say which layers have it")
     config |= {"model_type": "mistral", "sliding_window": window}
+
+
+def _proportional(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
+    """Pairs with a factor of 1 turn; those with a huge one, which come behind, stand still."""
+    turning = sum(factor == 1 for factor in factors)
+    if 2 * len(factors) != model.rope.span or not turning or any(f != 1 for f in factors[:turning]) or \
+            any(not STILL <= f < math.inf for f in factors[turning:]):
+        raise UnsupportedModelError(f"{ROPE_FACTORS} in {header.path} holds {len(factors)} factors that are not 1 and "
+                                    "then huge, one for each pair of a head; edgeinfer knows no others of Gemma 4.")
+    return replace(model.rope, dims=2 * turning)
 
 
 def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:

@@ -20,19 +20,20 @@ RUNNABLE = {
     "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
     "starcoder2": "starcoder2", "command-r": "cohere", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe", "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "smallthinker": "smallthinker",
-    "deepseek2": "deepseek_v2",
+    "deepseek2": "deepseek_v2", "gemma4": "gemma4_text",
 }
 """GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
 experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3."""
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
+               "gemma4": "gelu_pytorch_tanh",
                "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
                "starcoder2": "gelu_pytorch_tanh"}
 """Hidden activations that are not silu."""
-TIED = ("gemma", "gemma2", "gemma3", "command-r")
+TIED = ("gemma", "gemma2", "gemma3", "gemma4", "command-r")
 """Architectures whose head always is the embedding."""
 PARTIAL = ("phi3", "gptneox", "stablelm", "phi2")
 """Architectures of which a part of each head may turn."""
-WINDOWED = ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss", "smallthinker")
+WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss", "smallthinker")
 """Architectures whose files say how wide windows are, and whose kind says which layers have one."""
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
@@ -69,6 +70,49 @@ def _gemma(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[s
         return fields | {"attn_logit_softcapping": get("attn_logit_softcapping")}
     return fields | {"rope_local_base_freq": get("rope.freq_base_swa") or 10000.0,
                      "sliding_window_pattern": get("attention.sliding_window_pattern") or 6}
+
+
+def _gemma4(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Sizes layer by layer; where k is v a file has no matrix for v."""
+    n, shared = _size(config, "num_hidden_layers"), int(get("attention.shared_kv_layers") or 0)
+    heads, sizes = (_by_layer(config.get(field), n, field) for field in ("num_key_value_heads", "intermediate_size"))
+    sliding = _by_layer(get("attention.sliding_window_pattern"), n, "attention.sliding_window_pattern")
+    wide, short = get("attention.key_length"), get("attention.key_length_swa") or get("attention.key_length")
+    double = shared > 0 and sizes[-1] == 2 * sizes[0]
+    if sizes != [sizes[0]] * (n - shared) + [sizes[0] * (1 + double)] * shared or sliding[-1]:
+        raise UnsupportedModelError("The metadata have layers whose feed_forward_length or attention."
+                                    "sliding_window_pattern is none of Gemma 4's; edgeinfer knows no others.")
+    for key, width in (("rope.dimension_count", wide), ("rope.dimension_count_swa", short),
+                       ("attention.value_length", wide), ("attention.value_length_swa", short)):
+        if (value := get(key)) not in (None, width):
+            raise UnsupportedModelError(f"The metadata say gemma4.{key} {value}, which edgeinfer does not support; it "
+                                        f"must be the width of a head, {width}.")
+    table = tensors.get("per_layer_token_embd.weight") if isinstance(tensors, Mapping) else None
+    full = [i for i in range(n - shared) if not sliding[i]]
+    return {
+        "hidden_activation": ACTIVATIONS[name], "hidden_act": None, "rope_theta": None, "intermediate_size": sizes[0],
+        "num_key_value_heads": heads[0], "head_dim": short, "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": double, "sliding_window": get("attention.sliding_window"),
+        "layer_types": [("full_attention", "sliding_attention")[bool(s)] for s in sliding],
+        "per_layer_config": {str(i): {"head_dim": short if sliding[i] else wide, "num_key_value_heads": heads[i]}
+                             for i in range(n)},
+        "hidden_size_per_layer_input": get("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": table.shape[0] if table else config.get("vocab_size"),
+        "attention_k_eq_v": bool(tensors) and not any(f"blk.{i}.attn_v.weight" in tensors for i in full),
+        "final_logit_softcapping": get("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": get("rope.freq_base") or 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa") or 10000.0}},
+    }
+
+
+def _by_layer(value: Any, layers: int, what: str) -> list[int]:
+    """Numbers, or flags, of layers, of which a file may have one for all."""
+    found = list(value) if isinstance(value, list | bytes) else [value] * layers
+    if len(found) != layers or not all(isinstance(item, int) and item >= 0 for item in found):
+        raise UnsupportedModelError(f"The metadata have {value!r:.60} as {what}, which the model needs for each of "
+                                    f"{layers} layers; download the file again.")
+    return found
 
 
 def _phi3(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -122,7 +166,8 @@ def _smallthinker(name: str, get: Get, config: Mapping[str, Any], tensors: Colle
 
 
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
-    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
+    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "gemma4": _gemma4,
+    "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
     "granitemoe": _granite,
     "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
     "gpt-oss": _gpt_oss, "smallthinker": _smallthinker, NAME: _latent,
@@ -131,6 +176,10 @@ OWN_KEYS = {
     "gemma2": ("attention.sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
     "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa",
                "attention.sliding_window_pattern"),
+    "gemma4": ("attention.sliding_window", "attention.sliding_window_pattern", "attention.shared_kv_layers",
+               "attention.key_length_swa", "attention.value_length", "attention.value_length_swa",
+               "embedding_length_per_layer_input", "final_logit_softcapping", "rope.freq_base_swa",
+               "rope.dimension_count", "rope.dimension_count_swa"),
     "phi3": ("attention.sliding_window", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
     "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
     "granitemoe": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),

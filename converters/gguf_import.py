@@ -48,7 +48,7 @@ def moved(files: Mapping[str, GgufFile], weight: Weight, stored: WeightType, cou
         def read(source: Source, first: int, last: int) -> Bytes:
             file = files[source.name]
             rows = _rows(file, source, first, last)
-            done.append((source.name, (last - first) * weight.shape[1]))
+            done.append((source.name, (last - first) * source.part[1]))
             return restated(rows, file.tensors[source.name].dtype, kind)
 
         return pack_blocks(block_of(weight, start, stop, width, np.uint8, read), kind, stored, name), done

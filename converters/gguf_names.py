@@ -16,6 +16,8 @@ _OUTER = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
     "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
     "transformer.word_embeddings": "token_embd", "model.final_layernorm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -40,8 +42,11 @@ SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 """A matrix of one row, which files have as a vector."""
 _ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                    "post_feedforward_layernorm": "post_ffw_norm"}
+_INPUTS = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"}
 _OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")} | {
-    "gpt_oss": _LAYER | {"post_attention_layernorm": "post_attention_norm"}}
+    "gpt_oss": _LAYER | {"post_attention_layernorm": "post_attention_norm"},
+    "gemma4_text": _LAYER | _ON_THE_WAY_OUT | _INPUTS}
+_SCALAR = re.compile(r"model\.layers\.([0-9]+)\.layer_scalar")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
 _SINKS = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.sinks")
@@ -96,6 +101,8 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
 
 def gguf_name(name: str, model_type: str = "") -> str:
     """The file's name of a tensor; one that has none there keeps its own, and will be said to be missing."""
+    if scalar := _SCALAR.fullmatch(name):
+        return f"blk.{scalar[1]}.layer_output_scale.weight"
     match, layer = _NAME.fullmatch(name.replace(".gate.e_score_correction_bias", ".e_score_correction.bias")), \
         _OWN.get(model_type, _LAYER)
     if match and match[1] and match[2] in layer:

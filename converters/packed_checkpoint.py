@@ -146,6 +146,10 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
             continue
         for first, part in parts_by_type(weight, lambda sources: _stored(sources, kinds), lambda _: None).items():
             stored = table[name_of_part(weight, first)] = _stored(part, kinds)
+            if stored.quantised and weight.combine == "folded16":
+                raise UnsupportedModelError(
+                    f"{part[0].name} is a quantised table of which a token reads a row, whose codes are not taken as "
+                    "they are yet. To quantise the whole anew, with its error told, add --weights q4 (or int8, f16).")
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from edgeinfer.graph import ModelConfig
 
-PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..+")
-"""Tensors of what makes tokens of pictures."""
+PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|"
+                      r"embed_audio)\..+")
+"""Tensors of what makes tokens of pictures, and of sounds."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
 BASES = {"gpt2": "transformer.", "gpt_neo": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.",
          "opt": "model."}
@@ -22,6 +23,10 @@ _HEADS = ("lm_head.", "embed_out.")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
                       r"(masked_)?bias")
 """What old checkpoints store and a config says: frequencies, and masks of who sees whom."""
+
+
+_KEYS = re.compile(r"(?:.+\.)?layers\.(?P<hf>[0-9]+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.[^.]+"
+                   r"|blk\.(?P<gguf>[0-9]+)\.attn_(?:k|v|k_norm)\.[^.]+")
 
 
 class Names(NamedTuple):
@@ -52,6 +57,13 @@ def guesses_ahead(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of the layers behind the last, which guess further tokens (GLM, arXiv 2412.19437)."""
     match = _LAYER.match(name) if config.model_type in _GUESSING else None
     return match is not None and int(match[1]) >= config.num_hidden_layers
+
+
+def unread_keys(stored: Collection[str], kv_layers: tuple[int, ...]) -> frozenset[str]:
+    """Tensors of K and V in layers that read those of another (ModelConfig.kv_layers), which some checkpoints have."""
+    found = ((name, int(match["hf"] or match["gguf"]))
+             for name in stored if kv_layers and (match := _KEYS.fullmatch(name)))
+    return frozenset(name for name, i in found if i < len(kv_layers) and kv_layers[i] != i)
 
 
 def is_buffer(name: str) -> bool:

@@ -124,6 +124,11 @@ class ModelDescription:
         return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=True)) for kv in KV_TYPES}
 
     @property
+    def kv_bytes_unshared(self) -> dict[str, int]:
+        """What `kv_bytes_per_position` would be if each layer had K and V of its own."""
+        return {kv: sum(access.position_bytes(kv) for access in self._kv(stores=False)) for kv in KV_TYPES}
+
+    @property
     def kv_values_per_position(self) -> int:
         """Elements of K and V of a position: 2 x layers x width; the pure figure with one byte each."""
         return sum(access.values for access in self._kv(stores=True))

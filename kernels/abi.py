@@ -57,11 +57,12 @@ FLAG_CENTRED = 512
 """norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256
 """attention_merge: the tokens are the last of the walk, not the first, and rows of V may have been left out."""
+FLAG_TIMES, FLAG_SCALED, FLAG_VALUE_NORM, FLAG_KEYS_AS_VALUES, FLAG_QUERIES = (1 << bit for bit in range(11, 16))
+"""activate: times operand 1; norm: times operand 5; rope_store: v normed, v made of k, queries alone (ops/rope.py)."""
 VALUES_OF_A_UNIT = 2048
 """activate: values of a row that a thread takes at once, a multiple of 16."""
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
-"""What attention does about rows of V that are left out: nothing, as if they were 0; the weights of the others add up
-to 1; or what they weigh together goes to a mean of V (MEAN_BLOCKS)."""
+"""What stands for rows of V that are left out: nothing; the others' weights add up to 1; a mean (MEAN_BLOCKS)."""
 FUSED_QUANTISE, FUSED_NORM = 1, 2
 """What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 

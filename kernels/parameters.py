@@ -80,6 +80,10 @@ class _Rows(NamedTuple):
     """quantize: pieces of `width` elements that a row has side by side, each quantised to rows of its own; 0 = 1."""
     head_out: int
     """quantize: bytes from the rows of one head to those of the next."""
+    piece: int
+    """embed: columns of a lane where a tile of the table is one token's row, lane by lane; 0 = it has 16 rows."""
+    parts: int
+    """norm_f32: parts of a row, of `width` elements each, that are normed one by one with the same weight; 0 = one."""
 
 
 class _Rope(NamedTuple):
@@ -99,7 +103,9 @@ class _Rope(NamedTuple):
     rows: int
     """Which count gives the tokens."""
     rotary: int
-    """Dimensions of a head that turn, the first ones; 0 = none."""
+    """Dimensions of a head that turn; 0 = none."""
+    apart: int
+    """Dimensions from one of a pair that turns to the other, which begins the second half of those that do."""
 
 
 class _Attention(NamedTuple):
@@ -335,6 +341,8 @@ class _Values(NamedTuple):
     """Number of the function, see VALUE_FUNCTIONS."""
     factor: int
     """scale: what values are multiplied by; soft_cap: the cap; fatrelu: the limit. float32 bits."""
+    by_stride: int
+    """FLAG_TIMES: bytes from one row of what is multiplied by to the next."""
 
 
 class _Positions(NamedTuple):
@@ -398,8 +406,8 @@ class _Release(NamedTuple):
 
 
 LINEAR = _Linear(*range(22))
-ROWS = _Rows(*range(13))
-ROPE = _Rope(*range(10))
+ROWS = _Rows(*range(15))
+ROPE = _Rope(*range(11))
 ATTENTION = _Attention(*range(19))
 LATENT = _Latent(*range(13))
 NEURON_GATED = _NeuronGated(*range(24))
@@ -408,7 +416,7 @@ NEURON_RESOLVE = _NeuronResolve(*range(12))
 NEURON_MASK = _NeuronMask(*range(10))
 DRAW = _Draw(*range(5))
 SCREEN = _Screen(*range(17))
-VALUES = _Values(*range(5))
+VALUES = _Values(*range(6))
 POSITIONS = _Positions(*range(5))
 ROUTE = _Route(*range(12))
 EXPERTS_INPUT = _ExpertsInput(*range(10))

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, KvAccess, ModelConfig, Op, SelectedAttention, Sizes, Types
+from edgeinfer.graph import Graph, KvAccess, ModelConfig, Op, SelectedAttention, Sizes, TokenRows, Types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
-from edgeinfer.sizes import round_up
+from edgeinfer.sizes import format_size, round_up
 
 from .blocks import shared_blocks
 from .cold import ColdPlan, masked
@@ -124,11 +124,18 @@ class MemoryPlan:
     holes: Placement | None = None
     """With a schedule of pruning: which tokens of a block each stage but the first lacks (abi.FLAG_HOLES); the stages
     one after the other, `stride` bytes each."""
+    filed: tuple[str, ...] = ()
+    """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
 
     @property
     def streamed_bytes(self) -> int:
         """Weights that each walk reads from storage."""
         return sum(self.places[name].nbytes for part in self.parts for name in part)
+
+    @property
+    def filed_bytes(self) -> int:
+        """Of tables that stay in their file."""
+        return sum(self.places[name].nbytes for name in self.filed)
 
     @property
     def stored_bytes(self) -> int:
@@ -214,6 +221,13 @@ class _Weights:
     buffer_bytes: int
     """Of one part of the streamed ones."""
     cold: ColdPlan | None
+    filed: tuple[str, ...]
+    """Tables that stay in their file, of which a token reads a row."""
+
+    @property
+    def filed_bytes(self) -> int:
+        """Of these tables."""
+        return sum(self.places[name].nbytes for name in self.filed)
 
     @property
     def table_bytes(self) -> int:
@@ -281,7 +295,7 @@ class Planner:
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
         holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
-        rope_row = 2 * 4 * round_up(c.rope_dim // 2, 16)
+        rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
         sizes = sizes_of(graph.types, splits, request)
         if sizes[1:] not in self._scratch:
@@ -316,7 +330,7 @@ class Planner:
         made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, holes)
+                          weights.cold, holes, weights.filed)
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -350,14 +364,18 @@ class Planner:
             for name in names:
                 at = places[name].offset + number % STREAM_BUFFERS * buffer
                 places[name] = replace(places[name], offset=at)
-        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer, cold)
+        filed = tuple(w.name for w in graph.weights if w.kind == "rows" and places[w.name].region == "weights")
+        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer, cold, filed)
 
     def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
         def stored(home: str) -> str:
             return _types(self.graph, {name for name, place in weights.places.items() if place.region == home})
 
-        if any(place.region == "weights" for place in weights.places.values()):
-            yield Region("weights", self.weight_bytes, stored("weights"), LOCKED if request.mlock else MAPPED)
+        if any(place.region == "weights" and name not in weights.filed for name, place in weights.places.items()):
+            yield Region("weights", self.weight_bytes - weights.filed_bytes, stored("weights"),
+                         LOCKED if request.mlock else MAPPED)
+        if weights.filed:
+            yield self._rows(request, weights)
         if weights.resident_bytes:
             yield Region("resident", weights.resident_bytes + 64,
                          f"weights in memory of the process: {stored('resident')}")
@@ -368,6 +386,15 @@ class Planner:
         if cold := weights.cold:
             yield Region("cold", cold.nbytes, f"{cold.slots} slots of {cold.cluster_bytes} bytes for neurons that are "
                                               "read when they are wanted")
+
+    def _rows(self, request: Request, weights: _Weights) -> Region:
+        """Pages of tables that stay in their file: as many as the contexts' tokens have rows on."""
+        tables = [op.table for op in self.graph.ops if isinstance(op, TokenRows) and op.table.name in weights.filed]
+        rows = [self.graph.types[table.name].tile_bytes(table.shape[1]) for table in tables]
+        tokens = request.ctx * request.sequences
+        most = tokens * sum(round_up(row, PAGE_BYTES) + PAGE_BYTES for row in rows)
+        return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows of {sum(rows)} bytes; the others of "
+                      f"{format_size(weights.filed_bytes)} stay in the file", MAPPED)
 
     def _state(self, request: Request) -> Iterator[Region]:
         if self._state_bytes:
@@ -394,7 +421,8 @@ def one_of_each(graph: Graph) -> list[Op]:
     found = {}
     for op in graph.ops:
         rows = tuple((x.width, x.dtype, x.group_size) for x in (op.out, *op.inputs))
-        found[type(op), rows, tuple((w.shape, graph.types[w.name]) for w in op.weights)] = op
+        head = getattr(op, "head_dim", 0)
+        found[type(op), rows, head, tuple((w.shape, graph.types[w.name]) for w in op.weights)] = op
     return list(found.values())
 
 
@@ -437,7 +465,7 @@ def scratch(ops: Iterable[Op], sizes: Sizes) -> tuple[int, int]:
 
 def _types(graph: Graph, names: Container[str]) -> str:
     """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
-    small = ("vector", "router")
+    small = ("vector", "router", "rows")
     kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind not in small and w.name in names}
     if kinds.get("experts") == kinds.get("matrix"):  # then they are matrices like the others
         kinds.pop("experts", None)

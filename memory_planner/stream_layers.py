@@ -13,9 +13,11 @@ def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None
     """Plan with the fewest streamed layers that the budget allows; None where even all of them are not enough.
 
     Weights that are not streamed lie in memory of the process: pages of a mapped file would be taken away by the system
-    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
+    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed. Tables of
+    which a token reads a row stay in the file, unless nothing is to be mapped.
     """
     layers = _layers(planner.graph)
+    request = replace(request, homes=_rows(planner.graph, request))
     low, high = STREAM_BUFFERS + 1, len(layers)  # fewer would take the place that they are to give
     if high < low or planner.plan(_streaming(request, layers, high)).total_bytes > budget:
         return None
@@ -42,8 +44,14 @@ def _layers(graph: Graph) -> list[list[str]]:
     return list(layers.values())
 
 
+def _rows(graph: Graph, request: Request) -> tuple[tuple[str, str], ...]:
+    """Where what is not streamed lies."""
+    tables = [] if ("*", "resident") in request.homes else [w.name for w in graph.weights if w.kind == "rows"]
+    return ("*", "resident"), *((name, "weights") for name in tables)
+
+
 def _streaming(request: Request, layers: list[list[str]], n: int) -> Request:
     """The request with n streamed layers at equal distances, so that reading goes on while the others compute."""
     chosen = [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
-    homes = (("*", "resident"), *((name, "streamed") for names in chosen for name in names))
+    homes = (*request.homes, *((name, "streamed") for names in chosen for name in names))
     return replace(request, homes=homes)

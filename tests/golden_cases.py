@@ -72,6 +72,8 @@ def weights(name: str, shape: list[int] | tuple[int, ...]) -> np.ndarray:
     uniform = bits.reshape(shape) / 2.0**15
     if len(shape) == 1 and name.endswith(".weight"):
         values = 1 + 0.4 * uniform
+        if "wide-heads/" in name and name.endswith("q_norm.weight"):  # scores of 512 products, which nothing divides
+            values /= 16
     elif name.endswith("bias"):
         values = 0.5 * uniform
     elif name.endswith("embed_tokens.weight"):
@@ -79,8 +81,8 @@ def weights(name: str, shape: list[int] | tuple[int, ...]) -> np.ndarray:
     else:
         sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "query_key_value.weight",
                                "c_attn.weight"))
-        values = uniform * np.sqrt(3 / shape[-1]) * (1.6 if sharp else 1.0)
-    return values.astype(np.float16)
+        values = uniform * np.sqrt(3 / (shape[-1] if len(shape) else 1)) * (1.6 if sharp else 1.0)
+    return np.asarray(values, np.float16)
 
 
 def checksum(tensors: dict[str, np.ndarray]) -> str:

@@ -62,6 +62,14 @@ NEOX = {"model_type": "gpt_neox", **BASE, "num_attention_heads": 5, "hidden_act"
 del NEOX["num_key_value_heads"]
 GEMMA3 = {"model_type": "gemma3_text", **BASE, "head_dim": 14, "sliding_window": 7, "query_pre_attn_scalar": 20,
           "sliding_window_pattern": 3, "rope_theta": 3000.0, "rope_local_base_freq": 50.0}  # fmt: skip
+SEVEN = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention",
+         "sliding_attention", "full_attention"]  # fmt: skip
+GEMMA4 = {"model_type": "gemma4_text", **BASE, "num_hidden_layers": 7, "layer_types": SEVEN, "head_dim": 14,
+          "global_head_dim": 22, "sliding_window": 7, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+          "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 103, "final_logit_softcapping": 5.0,
+          "rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 300.0,
+                                                 "partial_rotary_factor": 0.5},
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}  # fmt: skip
 FALCON = {"model_type": "falcon", "vocab_size": 99, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6,
           "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "rope_theta": 300.0}  # fmt: skip
 SIDE = {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
@@ -123,6 +131,23 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 900.0},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
+    },
+    "gemma4": GEMMA4,
+    "gemma4-keys-as-values": {
+        **GEMMA4, "num_hidden_layers": 4, "layer_types": None, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "num_key_value_heads": 3,
+        "use_bidirectional_attention": "vision", "rope_parameters": None, "tie_word_embeddings": False,
+    },
+    "gemma4-wide-heads": {
+        **GEMMA4, "num_hidden_layers": 3, "layer_types": SEVEN[:2] + SEVEN[-1:], "num_kv_shared_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+    },
+    "gemma4-wrapped": {
+        "model_type": "gemma4", "text_config": {**GEMMA4, "num_hidden_layers": 4, "layer_types": SEVEN[:3] + SEVEN[-1:],
+                                                "num_kv_shared_layers": 2},
+        "vision_config": {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},
+        "image_token_id": 98,
     },
     "gemma3-wrapped": {"model_type": "gemma3", "text_config": GEMMA3, "vision_config": SIGLIP,
                        "mm_tokens_per_image": 4, "image_token_index": 98},

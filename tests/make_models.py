@@ -43,9 +43,9 @@ Architectures that transformers does not have (bamboo, sparsellama) are compared
 with one of its own, which follows its authors' model: `python -m pytest tests/test_smallthinker.py`.
 Llama also with six trained models, token by token: `python -m pytest tests/test_models_golden.py -k golden_tokens`.
 
-## Text of models that see
+## Text of models that see or hear
 
-The part that sees pictures is left out when a bundle is made, which is said; what remains is the text model, its tensors by
+The part that sees pictures, or hears, is left out when a bundle is made, which is said; what remains is the text model, its tensors by
 either of the two names that transformers gave them.
 
 | model_type | runs as | compared on |
@@ -65,6 +65,7 @@ that a tensor's original can be found again.
 | Granite | residual_multiplier r | the stream is 1 / r times as large: `embedding_scale` is embedding_multiplier / r, `rms_norm_eps` is divided by r^2. No matrix is touched, so codes of a GGUF file are kept |
 | Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
 | Command-R | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
+| Gemma 4 | the row of a token times sqrt(width), what is added to it times 1 / sqrt(hidden_size), the sum times 1 / sqrt(2) | the row is as it is stored: the norm of what is added is divided by sqrt(width), and two norms have another eps |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
 | DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
 | DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
@@ -74,11 +75,12 @@ LIMITS = """
 ## What is left out
 
 * ALiBi (Falcon-RW, MPT, BLOOM), norms of single heads by layer norm (StableLM 2 12B, Command-R+), OPT-350m (projected
-  embeddings, norms behind), Gemma 3n and 4: refused by name.
+  embeddings, norms behind), Gemma 3n, Gemma 4's mixture (26B-A4B): refused by name.
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
 * Layers with a window keep KV of the whole context, yet.
-* The FFN of Gemma 2, 3 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
+* Prompts of models whose layers share K and V, or that have a row of each token for every layer (Gemma 4), are not pruned (`--lazy`).
+* The FFN of Gemma 2, 3, 4 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
   layout `neuron`.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what
   has no form there is refused by name.

@@ -103,11 +103,17 @@ def embed(state: _State, op: Any) -> np.ndarray:
     return state.whole(op.weights[0])[state.ids]
 
 
+def token_rows(state: _State, op: Any) -> np.ndarray:
+    return state.whole(op.table)[state.ids]
+
+
 def add_positions(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
     return x + state.whole(op.table)[op.offset : op.offset + len(x)]
 
 
-def activate(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+def activate(state: _State, op: Any, x: np.ndarray, *by: np.ndarray) -> np.ndarray:
+    if by:
+        return ACTIVATIONS[op.function](x) * by[0][:, op.start : op.start + x.shape[1]]
     if op.function == "scale":
         return x * state.dtype(op.factor)
     if op.function == "soft_cap":
@@ -121,7 +127,9 @@ def layer_norm(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
 
 
 def normed_sum(state: _State, op: Any, h: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return x + _normalised(h, op.eps) * state.whole(op.weight)
+    parts = (len(h), op.parts, -1)
+    y = x + (_normalised(h.reshape(parts), op.eps) * state.whole(op.weight)).reshape(x.shape)
+    return y * state.whole(op.scalar) if op.scalar else y
 
 
 def norm_part(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
@@ -149,6 +157,13 @@ def linear(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarr
     if op.bias:
         y = y + state.whole(op.bias)
     return rest[-1] + y if op.residual else y
+
+
+def linear_part(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    """The product in its columns of the output; the others as they were."""
+    y = rest[-1].copy() if op.onto else np.zeros((len(x), op.out.width), state.dtype)
+    y[:, op.first : op.first + op.weight.shape[0]] = x @ state.whole(op.weight).T
+    return y
 
 
 def gated(state: _State, op: Any, x: np.ndarray, *source: np.ndarray) -> np.ndarray:
@@ -229,29 +244,47 @@ def sigmoid_gate(state: _State, op: Any, x: np.ndarray, gate: np.ndarray) -> np.
 
 def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Rotate q and k; element i of a head turns with element i + head_dim / 2."""
-    c = state.config
-    widths = np.cumsum([c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim])
-    q, k, v = (part.reshape(len(qkv), -1, c.head_dim) for part in np.split(qkv, widths, axis=1))
+    widths = np.cumsum([op.heads * op.head_dim, op.kv_heads * op.head_dim])
+    q, k, v = (part.reshape(len(qkv), -1, op.head_dim) for part in np.split(qkv, widths, axis=1))
+    if op.keys_as_values:
+        v = k
+    if op.value_norm:
+        v = _normalised(v, op.eps)
     if op.weights:
         q, k = (_normalised(x, op.eps) * state.whole(w) for x, w in zip((q, k), op.weights, strict=True))
-    if op.rotary:
-        rope = c.local_rope if op.table else c.rope
-        angles = np.arange(len(qkv))[:, None, None] * frequencies(rope, op.rotary, state.context)
-        cos, sin = (f(angles) * rope.attention_factor for f in (np.cos, np.sin))
-        q, k = (np.concatenate([_rotated(x[..., : op.rotary], cos, sin), x[..., op.rotary :]], axis=-1)
-                .astype(state.dtype) for x in (q, k))
+    q, k = (_turned(state, op, x) for x in (q, k))
     state.stored[op.layer] = k, v
     return np.concatenate([x.reshape(len(qkv), -1) for x in (q, k, v)], axis=1)
 
 
+def rotate_queries(state: _State, op: Any, q: np.ndarray) -> np.ndarray:
+    """The same of queries alone."""
+    heads = _normalised(q.reshape(len(q), -1, op.head_dim), op.eps) * state.whole(op.q_norm)
+    return _turned(state, op, heads).reshape(q.shape)
+
+
+def _turned(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
+    """Heads whose pairs have turned; of a proportional rotation (Gemma 4) most pairs of whole heads stand still."""
+    if not op.rotary:
+        return x
+    rope, n = state.config.local_rope if op.table else state.config.rope, op.rotary
+    if rope.kind == "proportional":
+        turning, n = op.rotary // 2, rope.span
+        still = [0.0] * (n // 2 - turning)
+        rates = np.array([rope.theta ** (-2 * i / n) / rope.factor for i in range(turning)] + still)
+    else:
+        rates = frequencies(rope, n, state.context)
+    angles = np.arange(len(x))[:, None, None] * rates
+    cos, sin = (f(angles) * rope.attention_factor for f in (np.cos, np.sin))
+    return np.concatenate([_rotated(x[..., :n], cos, sin), x[..., n:]], axis=-1).astype(state.dtype)
+
+
 def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     """Softmax of q k^T / sqrt(head_dim) over the tokens that a query may see."""
-    c = state.config
-    k, v = state.stored[op.layer]
-    q = qkv[:, : c.num_attention_heads * c.head_dim].reshape(len(qkv), c.num_attention_heads, c.head_dim)
-    group = c.num_attention_heads // c.num_key_value_heads
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) * state.dtype(c.attention_scale or 1 / math.sqrt(c.head_dim))
+    c, group = state.config, op.heads // op.kv_heads
+    k, v = (np.repeat(x, group, axis=1) for x in state.stored[op.layer if op.kv_layer is None else op.kv_layer])
+    q = qkv[:, : op.heads * op.head_dim].reshape(len(qkv), op.heads, op.head_dim)
+    scores = np.einsum("qhd,khd->hqk", q, k) * state.dtype(c.attention_scale or 1 / math.sqrt(op.head_dim))
     if c.attention_softcap:
         scores = state.dtype(c.attention_softcap) * np.tanh(scores / state.dtype(c.attention_softcap))
     distance = np.arange(len(q))[:, None] - np.arange(len(q))
@@ -316,10 +349,11 @@ def draw(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     return np.zeros((len(logits), op.out.width), logits.dtype)
 
 
-OPS = {f.__name__: f for f in (embed, add_positions, activate, layer_norm, normed_sum, norm_part, gather_outputs,
-                               quantize, rms_norm, linear, gated, neuron_gated, neuron_down, route, sort_routes,
-                               experts_input, experts_gated, experts_down, sigmoid_gate, rope_store, attention,
-                               quantize_heads, head_linear, store_latent, latent_attention, draw)}
+OPS = {f.__name__: f for f in (embed, token_rows, add_positions, activate, layer_norm, normed_sum, norm_part,
+                               gather_outputs, quantize, rms_norm, linear, linear_part, gated, neuron_gated,
+                               neuron_down, route, sort_routes, experts_input, experts_gated, experts_down,
+                               sigmoid_gate, rope_store, rotate_queries, attention, quantize_heads, head_linear,
+                               store_latent, latent_attention, draw)}
 
 
 def _normalised(x: np.ndarray, eps: float) -> np.ndarray:

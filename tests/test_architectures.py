@@ -87,7 +87,7 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
         changed["theta"] = {"rope": dataclasses.replace(rope, theta=rope.theta * 2)}
     if config.rotary_dim and not config.latent:
         changed["whole heads turn"] = {"rotary_dim": None, "rope": type(rope)(rope.theta)}
-    if config.ropes:
+    if config.ropes and not config.head_dims:
         changed["one rotation"] = {"ropes": (), "local_rope": None}
     if config.local_rope:
         changed["local theta"] = {"local_rope": dataclasses.replace(config.local_rope, theta=7.0)}
@@ -105,6 +105,15 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
                       ("embedding_scale", 1.0), ("logits_scale", 1.0)):
         if getattr(config, name) != off:
             changed[f"no {name}"] = {name: off}
+    shared = config.kv_layers
+    first = tuple(i if of == i else config.head_dims.index(config.head_dims[of]) for i, of in enumerate(shared))
+    if first != shared:
+        changed["KV of the first layer with such heads"] = {"kv_layers": first}
+    if config.value_norm:
+        changed["values as they are"] = {"value_norm": False}
+    if rope.kind == "proportional":
+        changed["turns less"] = {"rope": dataclasses.replace(rope, dims=rope.dims - 2)}
+        changed["span"] = {"rope": dataclasses.replace(rope, span=rope.dims)}
     if config.model_type == "gpt_neox":
         changed["parallel"] = {"parallel_residual": not config.parallel_residual}
     if config.model_type == "granite":

@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "gpt-neox-serial": "gptneox", "falcon-7b": "falcon", "falcon-40b": "falcon", "falcon-11b-bias": "falcon",
     "stablelm": "stablelm", "stablelm-parallel": "stablelm", "phi": "phi2", "starcoder2-window": "starcoder2",
     "starcoder2-no-bias": "starcoder2", "cohere": "command-r", "qwen2-vl-wrapped": "qwen2vl",
-    "qwen3-vl-wrapped": "qwen3vl",
+    "qwen3-vl-wrapped": "qwen3vl", "gemma4": "gemma4", "gemma4-keys-as-values": "gemma4",
 }  # fmt: skip
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
@@ -66,10 +66,28 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
         "qwen2vl": {"rope.dimension_sections": [2, 2, 1, 0]},
         "qwen3vl": {"rope.dimension_sections": [3, 3, 3, 0], "n_deepstack_layers": 1},
     }
+    if arch == "gemma4":
+        sizes |= gemma4(c)
     if c.rope.kind == "longrope":
         sizes |= {"rope.scaling.original_context_length": 16,
                   "rope.scaling.attn_factor": math.sqrt(1 + math.log(64 / 16) / math.log(16))}
     return {f"{arch}.{key}": value for key, value in (sizes | more.get(arch, {})).items()}
+
+
+def gemma4(c: ModelConfig) -> dict[str, Any]:
+    """Sizes of heads by kind of layer, others layer by layer, as conversion/gemma.py of llama.cpp writes them."""
+    layers = range(c.num_hidden_layers)
+    found: dict[str, Any] = {
+        "attention.key_length": max(c.head_dims), "attention.value_length": max(c.head_dims),
+        "attention.key_length_swa": c.head_dim, "attention.value_length_swa": c.head_dim,
+        "rope.dimension_count": max(c.head_dims), "rope.dimension_count_swa": c.head_dim,
+        "attention.sliding_window_pattern": [bool(w) for w in c.windows],
+        "attention.shared_kv_layers": sum(c.kv_layer(i) != i for i in layers),
+        "embedding_length_per_layer_input": c.layer_input, "final_logit_softcapping": c.logits_softcap,
+        "rope.freq_base_swa": c.local_rope.theta if c.local_rope else 0.0}
+    if c.ffn_sizes:
+        found["feed_forward_length"] = list(c.ffn_sizes)
+    return found | ({"attention.head_count_kv": list(c.kv_heads)} if c.keys_as_values else {})
 
 
 def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[str, np.ndarray]:
@@ -81,7 +99,7 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
         if "visual" in name:
             continue
         values = stored.astype(np.float32)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         if arch == "gpt2" and values.ndim == 2 and ".h." in name:
             values = values.T
@@ -91,8 +109,11 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
             for part, n in heads.items():
                 values = permuted(values, n) if part in name else values
-        text = name.replace("model.language_model.", "model.")
+        text = name.replace("model.language_model.", "model.") + (".weight" if name.endswith("layer_scalar") else "")
         out[names.get_name(text, try_suffixes=(".weight", ".bias"))] = values
+    if arch == "gemma4":
+        turning, pairs = c.rope.dims // 2, c.rope.span // 2
+        out["rope_freqs.weight"] = np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)
     if c.rope.kind == "longrope":
         out |= {"rope_factors_long.weight": np.array(c.rope.long_factors, np.float32),
                 "rope_factors_short.weight": np.array(c.rope.short_factors, np.float32)}
@@ -174,9 +195,33 @@ def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], t
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_K"])
+def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
+    """Each row becomes a tile; of blocks of 256 its pieces are whole ones."""
+    case, extra = golden_cases.load("gemma4"), {"hidden_size_per_layer_input": 256}
+    c = read_config(case.config | extra)
+    shapes = {source.name: source.stored for weight in build_graph(c, requested_types("f32")).weights
+              for source in weight.sources}
+    tensors = {tensor: golden_cases.weights(tensor, shape) for tensor, shape in shapes.items()}
+    case = case._replace(config=case.config | extra, tensors=tensors)
+    write(tmp_path / "m.gguf", metadata(case, c, "gemma4"), tensors_of(case, c, "gemma4"), "gemma4",
+          {"per_layer_token_embd": kind})
+    report = convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    assert next(tensor for tensor in report.tensors if tensor.name == "layer_rows").moved
+    convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
+    options: dict[str, Any] = {"kv": "f32", "ctx": 64, "outputs": 16}
+    with session(tmp_path / "bundle", **options) as ours, session(tmp_path / "floats", **options) as other:
+        assert difference(scored(ours, case.ids), scored(other, case.ids)) < TOLERANCE
+    assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "message"),
     [
+        ("gemma4", "gemma4.rope.dimension_count", 10, "rope.dimension_count 10, .* width of a head, 22"),
+        ("gemma4", "gemma4.feed_forward_length", [100, 200, 100, 100, 200, 200, 200], "is none of Gemma 4's"),
+        ("gemma4", "gemma4.attention.sliding_window_pattern", [True, False], "for each of 7 layers"),
+        ("gemma4", "gemma4.expert_count", 8, "expert_count is 8"),
         ("gemma2", "gemma2.attention.key_length", 16, "it must be the width of a head, 16"),
         ("olmo2", "olmo2.attention.sliding_window", 7, "attention.sliding_window is 7"),
         ("gpt2", "gpt2.residual_scale", 2.0, "residual_scale is 2.0"),
@@ -197,6 +242,6 @@ def test_what_changes_the_mathematics_is_refused(name: str, key: str, value: Any
 def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path: Path) -> None:
     case = golden_cases.load("gemma")
     c = read_config(case.config)
-    write(tmp_path / "m.gguf", metadata(case, c, "gemma"), {"token_embd.weight": np.ones((99, 60))}, "gemma4")
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'gemma4'; known: .*the nearest is gemma"):
+    write(tmp_path / "m.gguf", metadata(case, c, "gemma"), {"token_embd.weight": np.ones((99, 60))}, "gemma3n")
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'gemma3n'; known: .*the nearest is gemma"):
         convert(tmp_path / "m.gguf", tmp_path / "bundle")

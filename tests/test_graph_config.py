@@ -32,10 +32,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
-        "bamboo", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "glm4_moe_lite",
-        "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo2",
-        "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smallthinker", "smollm3",
-        "sparsellama", "stablelm", "starcoder2"]
+        "bamboo", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral",
+        "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smallthinker",
+        "smollm3", "sparsellama", "stablelm", "starcoder2"]
 
 
 def test_absent_fields_take_the_architecture_s_defaults() -> None:
@@ -240,7 +240,7 @@ def test_what_is_not_implemented_is_refused_by_name(base: dict[str, Any], fields
         ("mamba", "model_type is 'mamba', which edgeinfer does not support; .*supported: bamboo, .*, qwen2, "),
         ("qwen3_next", "the nearest: qwen3"),
         ("Llama", "the nearest: llama"),
-        ("gemma4", "the nearest: gemma.*supported: "),
+        ("gemma3n", "the nearest: gemma.*supported: "),
         ("../llama", "model_type is '../llama'"),
         ("__init__", "model_type is '__init__'"),
         (["llama"], r"model_type is \['llama'\]"),

@@ -85,6 +85,7 @@ class Layer:
         self.flags, self.tile = abi.FLAG_HEAD_NORM * norm, tile
         self.attention_flags = 0
         self.rotary: int | None = None
+        self.apart = 0
         self.cap = 0.0
 
     def part(self, plane: int, h: int, block: int) -> int:
@@ -126,6 +127,7 @@ class Layer:
             ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             table_stride=self.table_stride, block_bytes=self.block_bytes, blocks=self.blocks, eps=1e-6,
             rotary=self.head_dim if self.rotary is None else self.rotary,
+            apart=self.apart or (self.head_dim if self.rotary is None else self.rotary) // 2,
         )
         places = [self.places[0], self.table, self.places[2], *self.norms]
         return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
@@ -178,6 +180,36 @@ def test_rope_store_agrees_with_its_twin(kv: str, heads: tuple[int, int, int], n
             shared = layer.store(isa, keep=False, threads=2)
             for name, values in whole.items():
                 np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [abi.FLAG_VALUE_NORM, abi.FLAG_KEYS_AS_VALUES,
+                                   abi.FLAG_VALUE_NORM | abi.FLAG_KEYS_AS_VALUES])
+@pytest.mark.parametrize("kv", KV)
+def test_values_are_normed_or_made_of_keys(kv: str, flags: int) -> None:
+    """v is what k is before norm and rotation; pairs lie half of the head apart, of which some turn."""
+    layer = Layer(kv, (4, 2, 22), walk(9, past=13), norm=True)
+    layer.flags, layer.rotary, layer.apart = layer.flags | flags, 10, 11
+    for isa in ISAS:
+        whole, shared = layer.store(isa, keep=False), layer.store(isa, keep=False, threads=3)
+        for name, values in whole.items():
+            np.testing.assert_array_equal(values, shared[name], err_msg=name)
+
+
+def test_queries_alone_store_nothing() -> None:
+    layer = Layer("int8", (4, 2, 22), walk(9, past=13), norm=True)
+    layer.flags |= abi.FLAG_QUERIES
+    for isa in ISAS:
+        assert list(layer.store(isa)) == ["q and k"]
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_heads_of_512(kv: str) -> None:
+    """Gemma 4's, in layers without a window."""
+    for tokens, past in ((1, 300), (5, 250)):
+        layer = Layer(kv, (4, 1, 512), walk(tokens, past))
+        for isa in ISAS:
+            layer.attend_in_splits(isa, threads=2)
+            layer.attend(isa)
 
 
 @pytest.mark.parametrize("heads", HEADS)

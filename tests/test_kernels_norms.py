@@ -64,6 +64,32 @@ def test_a_part_of_a_row_is_normalised_in_place(width: int) -> None:
         rows.run(isa, "norm_f32", out_stride=rows.in_stride)
 
 
+@pytest.mark.parametrize("width", [10, 64, 127])
+def test_parts_of_a_row_are_normed_one_by_one(width: int) -> None:
+    """Added to what is there; the next part is not touched, whatever its place in a vector."""
+    rng, parts = np.random.default_rng(width), 5
+    for isa in ISAS:
+        rows = Norms(rng.standard_normal((7, parts * width)).astype(np.float32), 0, rng, abi.FLAG_RESIDUAL)
+        before = rng.standard_normal((7, rows.out_stride // 4)).astype(np.float32)
+        whole = []
+        for threads in (1, 3):
+            rows.bench.array(rows.places[1], np.float32, before.shape)[:] = before
+            whole.append(rows.run(isa, "norm_f32", threads, width=width, parts=parts))
+        same(*whole)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_sum_is_multiplied_by_a_number(width: int) -> None:
+    rng = np.random.default_rng(width)
+    for isa in ISAS:
+        x = rng.standard_normal((5, width)).astype(np.float32)
+        rows = Norms(x, 0, rng, abi.FLAG_RESIDUAL | abi.FLAG_SCALED)
+        rows.places.append(rows.bench.put("constants", np.array([-0.37], np.float32)))
+        before = rng.standard_normal((5, rows.out_stride // 4)).astype(np.float32)
+        rows.bench.array(rows.places[1], np.float32, before.shape)[:] = before
+        rows.run(isa, "norm_f32")
+
+
 def values(bench: Bench, isa: str, place: int, shape: tuple[int, int], stride: int, function: str, factor: float,
            threads: int) -> np.ndarray:
     bench.tokens([0] * shape[0])
@@ -83,6 +109,24 @@ def test_functions_of_values(function: str) -> None:
         for isa in ISAS:
             found = [values(bench, isa, place, (tokens, width), stride, function, 1.75, n) for n in (1, 3)]
             np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("width", [1, 16, 33, 2500])
+def test_values_are_multiplied_by_a_part_of_other_rows(width: int) -> None:
+    """From any place on; behind a row's end nothing of them counts, were it not a number."""
+    rng, tokens, stride, by_stride = np.random.default_rng(width), 3, 4 * (-(-width // 16) * 16) + 64, 4 * width + 132
+    for isa in ISAS:
+        bench = Bench()
+        by = np.full((tokens, by_stride // 4), np.nan, np.float32)
+        by[:, 5 : 5 + width] = rng.standard_normal((tokens, width))
+        places = [bench.put("activations", rng.standard_normal((tokens, stride // 4)).astype(np.float32)),
+                  bench.put("activations", by) + 20]
+        bench.tokens([0] * tokens)
+        parameters = fill(VALUES, width=width, stride=stride, rows=abi.COUNT_TOKENS, by_stride=by_stride,
+                          function=VALUE_FUNCTIONS["gelu_tanh"])
+        found = [bench.run(isa, "activate", places, parameters, abi.FLAG_TIMES, n, keep=False)["rows"] for n in (1, 3)]
+        np.testing.assert_array_equal(*found)
+        assert not np.isnan(found[0]).any()
 
 
 def test_a_soft_cap_is_never_passed() -> None:

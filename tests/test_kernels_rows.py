@@ -166,6 +166,22 @@ def test_embed(dtype: str, group: int, width: int) -> None:
             embed(bench, isa, kernel_name("embed", dtype, group), table, tile_bytes, width, ids)
 
 
+@pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 64), ("f16", 0), ("f32", 0)])
+def test_rows_that_are_tiles(dtype: str, group: int) -> None:
+    """A token's row lies in the 16 rows of a tile, one behind the other; the last ones are short, or padding."""
+    rng, piece, vocabulary = np.random.default_rng(0), 64, 7
+    stored, bench = WeightType(dtype, group), Bench()
+    table = bench.put("weights", random_weights(rng, dtype, group, 16 * vocabulary, piece))
+    for width in (1, 64, 100, 16 * 64):
+        ids, stride = [6, 0, 3, 3, 5], 4 * width + 68
+        places = [table, bench.reserve("activations", len(ids) * stride)]
+        bench.tokens([0] * len(ids), ids=ids)
+        parameters = fill(ROWS, width=width, out_stride=stride, rows=abi.COUNT_TOKENS, piece=piece,
+                          tile_bytes=stored.tile_bytes(piece))
+        for isa in ISAS:
+            bench.run(isa, kernel_name("embed", dtype, group), places, parameters, threads=2)
+
+
 @pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f16", 0), ("f32", 0)])
 def test_tables_longer_than_16_bits_count(dtype: str, group: int) -> None:
     """Rows around and beyond 2^16 are themselves, not those that a 16-bit index would name."""

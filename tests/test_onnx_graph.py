@@ -136,7 +136,7 @@ def test_architectures_that_only_name_things_otherwise(name: str, tmp_path: Path
     assert difference(model.chunks(case.ids, 7), case.logits) < F32
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2", "smollm3", "olmo2", "granite", "phi3-longrope-partial"])
+@pytest.mark.parametrize("name", ["gemma", "gemma4", "gpt2", "smollm3", "olmo2", "granite", "phi3-longrope-partial"])
 def test_what_has_no_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")

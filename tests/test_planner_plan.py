@@ -94,13 +94,18 @@ def test_buffers_are_shared_by_layers() -> None:
 @pytest.mark.parametrize("name", list(GRAPHS)[::5])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_regions_add_up(name: str, kv: str) -> None:
-    plan = make_plan(GRAPHS[name], Request(300, kv, 3, 17, 2, 4), 12345)
+    graph, c = GRAPHS[name], GRAPHS[name].config
+    filed = sum(graph.types[w.name].nbytes(w.shape) for w in graph.weights if w.kind == "rows")
+    plan = make_plan(graph, Request(300, kv, 3, 17, 2, 4), 12345 + filed)
     assert plan.total_bytes == sum(region.nbytes for region in plan.regions)
     assert all(region.bytes == region.nbytes > 0 and region.reason for region in plan.regions)
     assert len({region.name for region in plan.regions}) == len(plan.regions)
     assert plan.region("weights").nbytes == 12345
-    layers = [plan.kv_layers[i] for i in range(GRAPHS[name].config.num_hidden_layers)]
-    assert all(layer.nbytes == plan.kv_blocks * plan.kv_block_bytes for layer in layers)
+    assert plan.filed_bytes == filed and bool(filed) == any(region.name == "rows" for region in plan.regions)
+    assert list(plan.kv_layers) == sorted({c.kv_layer(i) for i in range(c.num_hidden_layers)})
+    layers = list(plan.kv_layers.values())
+    assert all(layer.nbytes == plan.kv_blocks * layer.stride for layer in layers)
+    assert max(layer.stride for layer in layers) == plan.kv_block_bytes
     ends = [layer.offset + layer.nbytes for layer in layers]
     assert all(end <= layer.offset for end, layer in zip(ends, layers[1:], strict=False))
     assert ends[-1] <= plan.region("kv").nbytes
@@ -152,7 +157,8 @@ def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
     assert set(plan.places) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
     for place in plan.places.values():
-        assert 0 <= place.offset <= place.offset + place.nbytes <= plan.region(place.region).nbytes
+        whole = nbytes if place.region == "weights" else plan.region(place.region).nbytes
+        assert 0 <= place.offset <= place.offset + place.nbytes <= whole
     assert {plan.places[w.name].region for w in graph.weights} == {"weights"}
 
 

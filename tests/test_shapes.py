@@ -18,7 +18,7 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7,
     "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
     "gemma-2-2b": 2.614, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
-    "gemma-3-12b": 11.77, "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
+    "gemma-3-12b": 11.77, "gemma-4-31b": 30.7, "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
     "deepseek-r1-distill-qwen-1.5b": 1.78, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7,
     "glm-4.7-flash": 29.94, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
 }

@@ -18,6 +18,7 @@ from .rows import exact_fields
 MAX_LAYERS = 4096
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")
+BY_LAYER = ("head_dims", "kv_heads", "ffn_sizes")
 
 
 def config_from_json(data: object) -> ModelConfig:
@@ -43,14 +44,37 @@ def config_from_json(data: object) -> ModelConfig:
             f"config.num_attention_heads is {config.num_attention_heads}, "
             f"no multiple of config.num_key_value_heads {config.num_key_value_heads}."
         )
-    for name in ("windows", "ropes"):
+    for name in ("windows", "ropes", *BY_LAYER, "kv_layers"):
         if len(given := getattr(config, name)) not in (0, config.num_hidden_layers):
             raise BundleError(f"config.{name} has {len(given)} entries for {config.num_hidden_layers} layers.")
+    check_layers(config)
     if config.experts:
         check_experts(config.experts)
     if config.latent:
         check_latent(config)
     return config
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuse sizes by layer that no model has, and K and V that cannot be read."""
+    for name in BY_LAYER:
+        if bad := [n for n in getattr(config, name) if not 1 <= n <= 2**31 - 1]:
+            raise BundleError(f"config.{name} has {bad[0]}; each must be from 1 to 2147483647.")
+    layers = range(config.num_hidden_layers)
+    for i in layers:
+        if config.num_attention_heads % config.kv_count(i):
+            raise BundleError(f"config.kv_heads has {config.kv_count(i)}, of which config.num_attention_heads "
+                              f"{config.num_attention_heads} is no multiple.")
+        of = config.kv_layer(i)
+        if of not in layers or of > i or config.kv_layer(of) != of or \
+                (config.head_size(of), config.kv_count(of)) != (config.head_size(i), config.kv_count(i)):
+            raise BundleError(f"config.kv_layers lets layer {i} read layer {of}; it must be itself or a layer before "
+                              "it with K and V of its own in heads of the same size.")
+    if bad := [i for i in config.keys_as_values if i not in layers]:
+        raise BundleError(f"config.keys_as_values has layer {bad[0]} of {config.num_hidden_layers}.")
+    if config.layer_input < 0 or config.layer_input_vocab < (config.vocab_size if config.layer_input else 0):
+        raise BundleError(f"config.layer_input is {config.layer_input} with layer_input_vocab "
+                          f"{config.layer_input_vocab}; a table needs a row for each of {config.vocab_size} tokens.")
 
 
 def check_experts(experts: ExpertsConfig) -> None:

@@ -245,6 +245,7 @@ class _Planned:
             "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
             "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
+            "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
             "alternatives": [self._alternative(option) for option in options],
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),

@@ -40,6 +40,7 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
     options = [] if fits(plan) else list(planner.smaller(config, fits))
     gpu = gpu_here() if device == CUDA else None
     speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
+    held = plan.region("kv").nbytes // (plan.kv_blocks * planner.positions(plan.request))
     report = {
         "model": model.name, "source": model.source, "fits": fits(plan),
         "parameters": model.parameters, "weights": model.quantisation.weights,
@@ -54,7 +55,8 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
         "max_sequences": None if device == CUDA and memory is None else most_sequences(planner, config, fits),
         "model_ctx": own,
         "pure_weight_bytes": round(model.pure_weight_bytes(4)),
-        "kv_bytes_per_position": plan.region("kv").nbytes // (plan.kv_blocks * planner.positions(plan.request)),
+        "filed_bytes": 0,
+        "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": speed,
         "notes": [*_notes(device, memory, config, own), *([not_ours(speed, gpu)] if speed and gpu else [])],
         "neurons": None, "lazy": None, "decision": None,

@@ -36,6 +36,9 @@ JSON_FIELDS = {
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token",
+        "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
+        "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
+        "which has the pages of a context's rows (region `rows`)",
         "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +; on a device ctx or "
         "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
         "order in which to try them, each checked to fit. The last may be "
@@ -56,8 +59,8 @@ JSON_FIELDS = {
 }
 """Fields of the JSON object, by command."""
 BAR = 62
-MARKS = {"weights": "W", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s", "tables": "t",
-         "python": "P"}
+MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "l", "constants": "c", "scratch": "s",
+         "tables": "t", "python": "P"}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -165,6 +168,8 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
         yield f"GPU      {format_size(report['device_bytes'])} {of}"
     if report.get("max_sequences") is not None:
         yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"
+    if (own := report["kv_bytes_per_position"]) < (whole := report.get("kv_bytes_unshared", own)):
+        yield f"KV       {own} bytes a token; layers that share K and V would have {whole}"
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
     if lazy := report["lazy"]:
         yield from folded(f"{lazy['said']}; {lazy['assumed']}", "pruned   ")

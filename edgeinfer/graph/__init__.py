@@ -28,6 +28,8 @@ from .ops import (
     Quantize,
     RmsNorm,
     RopeStore,
+    RotateQueries,
+    TokenRows,
 )
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask
@@ -48,12 +50,13 @@ __all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "
            "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
            "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
            "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Place", "Product",
-           "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "Route", "RowOp",
-           "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate",
-           "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "Transposed", "TypeOf", "Types",
-           "Weight", "WeightType", "apply", "approximate", "approximates", "build_graph", "builtin_shapes", "check",
-           "check_runnable", "expected_types", "fill_rope_tables", "graph_pass", "inner_type", "insert_after",
-           "inverse_frequencies", "is_quantised", "least_score", "parameters", "place_of_head", "read_config",
-           "requested_types", "rope_tables", "supported_architectures", "without_approximations"]
+           "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries",
+           "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape",
+           "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "TokenRows",
+           "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",
+           "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables",
+           "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
+           "parameters", "place_of_head", "read_config", "requested_types", "rope_tables", "supported_architectures",
+           "without_approximations"]
 __getattr__ = lazily(__name__, {"shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

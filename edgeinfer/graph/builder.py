@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from edgeinfer.kernels import abi
 
 from ..errors import UnsupportedModelError
-from ..quant import WeightType
+from ..quant import SUPER_COLUMNS, WeightType
 from ..sizes import round_up
 from .config import ModelConfig
 from .experts import ENTRY, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
@@ -28,10 +29,15 @@ from .ops import (
     Quantize,
     RmsNorm,
     RopeStore,
+    RotateQueries,
+    TokenRows,
 )
 from .products import Gated, Linear, LinearPart, NeuronDown, NeuronGated
 from .types import Tensor
 from .weights import Source, Weight, as_source
+
+FOLD_COLUMNS = 64
+"""Of a piece of a folded row, a multiple of these: two groups of 32, as a record of most types has."""
 
 
 class GraphBuilder:
@@ -63,16 +69,25 @@ class GraphBuilder:
         x = self._op(Embed(out=self._tensor("x", c.hidden_size), table=table))
         return x if c.embedding_scale == 1 else self.activate(x, "scale", c.embedding_scale)
 
+    def token_rows(self, name: str, source: str, rows: int, width: int) -> Tensor:
+        """Look up a further row of each token, in a table that stays in the file: (tokens,) -> f32 (tokens, width)."""
+        nested = self._type_of(Weight(name, (), "rows")).storage.nested
+        piece = round_up(-(-width // 16), SUPER_COLUMNS if nested else FOLD_COLUMNS)
+        table = Weight(name, (16 * rows, piece), "rows", (Source(source, (rows, width)),), "folded16")
+        self._weights[name], self._types[name] = table, self._type_of(table)
+        return self._op(TokenRows(out=self._tensor(name, width), table=table))
+
     def add_positions(self, x: Tensor, source: str | Source, offset: int = 0) -> Tensor:
         """x + the row of each token's position; `offset` is the row of the table that position 0 has."""
         c = self.config
         table = self._weight("positions", "vector", (source,), ((c.max_position_embeddings + offset, c.hidden_size),))
         return self._op(AddPositions(out=self._after(x), x=x, table=table, offset=offset))
 
-    def activate(self, x: Tensor, function: str, factor: float = 0.0, in_ffn: bool = False) -> Tensor:
-        """A function of each value, in place (kernels.VALUE_FUNCTIONS)."""
-        return self._op(Activate(out=self._after(x), x=x, function=function, factor=factor, in_ffn=in_ffn,
-                                 layer=self.layer))
+    def activate(self, x: Tensor, function: str, factor: float = 0.0, in_ffn: bool = False, by: Tensor | None = None,
+                 start: int = 0) -> Tensor:
+        """A function of each value, in place (kernels.VALUE_FUNCTIONS), times the values of `by` from `start` on."""
+        return self._op(Activate(out=self._after(x), x=x, function=function, factor=factor, in_ffn=in_ffn, by=by,
+                                 start=start, layer=self.layer))
 
     def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
                  eps: float | None = None) -> Tensor:
@@ -90,11 +105,16 @@ class GraphBuilder:
         return self._op(LayerNorm(out=out, x=x, weight=weight, bias=shift, eps=self.config.rms_norm_eps,
                                   layer=self.layer))
 
-    def normed_sum(self, x: Tensor, h: Tensor, name: str, source: str | Source) -> Tensor:
-        """x + norm(h), the RMS norm of what is added to the residual stream."""
-        weight = self._vector(name, (source,), (x.width,))
-        return self._op(NormedSum(out=self._after(x), h=h, x=x, weight=weight, eps=self.config.rms_norm_eps,
-                                  layer=self.layer))
+    def normed_sum(self, x: Tensor, h: Tensor, name: str, source: str | Source, *, scalar: str = "", parts: int = 1,
+                   eps_times: float = 1.0) -> Tensor:
+        """x + norm(h), the RMS norm of what is added to the residual stream, times a `scalar` where one is named.
+
+        `parts` of a row may be normed one by one; where h is not as large as the model has it, eps is not either.
+        """
+        weight = self._vector(name, (source,), (x.width // parts,))
+        by = self._vector(name + "_scalar", (scalar,), (1,)) if scalar else None
+        return self._op(NormedSum(out=self._after(x), h=h, x=x, weight=weight, scalar=by, parts=parts,
+                                  eps=self.config.rms_norm_eps * eps_times, layer=self.layer))
 
     def norm_part(self, x: Tensor, name: str, source: str | Source, start: int, width: int) -> Tensor:
         """RMS norm of `width` elements of each row, from `start` on, in place."""
@@ -118,23 +138,28 @@ class GraphBuilder:
         residual: Tensor | None = None,
         in_ffn: bool = False,
         kind: str = "matrix",
+        room: int = 0,
     ) -> Tensor:
         """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one.
 
-        Where they are stored in several types, each run of sources of one type is a part by itself.
+        Where they are stored in several types, each run of sources of one type is a part by itself. The output has
+        `room` for further columns, which nobody has written.
         """
         if firsts := self._parts(name, len(sources)):
-            return self._linear_parts(x, name, sources, widths, bias, firsts)
+            return self._linear_parts(x, name, sources, widths, bias, firsts, room)
         weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
         biases = self._vector(name + "_bias", bias, widths) if bias else None
-        out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths))
+        out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room)
+        if room:
+            return self._op(LinearPart(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
+                                       first=0, layer=self.layer))
         return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
                                residual=residual, in_ffn=in_ffn, layer=self.layer))
 
     def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
-                      bias: tuple[str | Source, ...], firsts: list[int]) -> Tensor:
+                      bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
         """A product in parts that begin at these sources; each makes its input, so that it may be fused with it."""
-        out, onto = self._tensor(name.rsplit(".", 1)[-1], sum(widths)), None
+        out, onto = self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), None
         for first, end in zip(firsts, (*firsts[1:], len(sources)), strict=True):
             part, mine = f"{name}.{first}", slice(first, end)
             weight = self._weight(part, "matrix", sources[mine], tuple((w, x.width) for w in widths[mine]))
@@ -158,7 +183,7 @@ class GraphBuilder:
         `size` is the intermediate size where it is not the model's.
         """
         c = self.config
-        size = size or c.intermediate_size
+        size = size or c.ffn_size(self.layer or 0)
         shapes = ((size, c.hidden_size),) * 2
         weight = self._weight(name, "matrix", (gate, up), shapes, combine="interleave16")
         biases = None
@@ -171,8 +196,8 @@ class GraphBuilder:
     def plain_ffn(self, x: Tensor, name: str, up: str | Source, down: str | Source, residual: Tensor,
                   bias: tuple[str | Source, ...] = ()) -> Tensor:
         """residual + act(x up^T) down^T: an FFN without a gate; `bias` names those of up and down."""
-        c = self.config
-        f = self.linear(x, name + "up", (up,), (c.intermediate_size,), bias[:1], in_ffn=True)
+        c, size = self.config, self.config.ffn_size(self.layer or 0)
+        f = self.linear(x, name + "up", (up,), (size,), bias[:1], in_ffn=True)
         f = self.activate(f, c.hidden_act, c.hidden_act_limit, in_ffn=True)
         return self.linear(f, name + "down", (down,), (c.hidden_size,), bias[1:], residual, in_ffn=True)
 
@@ -188,7 +213,7 @@ class GraphBuilder:
         Instead of modules there may be sources of their weights, and of biases. As matrices, or neuron by neuron where
         the weights are stored so.
         """
-        c = self.config
+        c, size = self.config, self.config.ffn_size(self.layer or 0)
         gate, up, down = (module if isinstance(module, Source) else module + ".weight" for module in modules)
         biases = bias if isinstance(bias, tuple) else tuple(f"{module}.bias" for module in modules if bias)
         if self._ffn_type(name).layout != "neuron":
@@ -202,35 +227,46 @@ class GraphBuilder:
         x = self._as_input(x, self._types[weight.name])
         inner = outer = None
         if bias:
-            inner = self._vector(name + "gate_up_bias", biases[:2], (c.intermediate_size,) * 2)
+            inner = self._vector(name + "gate_up_bias", biases[:2], (size,) * 2)
             outer = self._vector(name + "down_bias", biases[2:], (c.hidden_size,))
-        f = self._op(NeuronGated(out=self._tensor("f", c.intermediate_size), x=x, weight=weight, bias=inner,
+        f = self._op(NeuronGated(out=self._tensor("f", size), x=x, weight=weight, bias=inner,
                                  activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
         return self._op(NeuronDown(out=self._after(residual), f=f, residual=residual, weight=weight, bias=outer,
                                    activation=c.hidden_act, layer=self.layer))
 
     def rope_store(self, qkv: Tensor, q_norm: str | Source = "", k_norm: str | Source = "") -> Tensor:
-        """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks."""
-        c, turn = self.config, self.config.turns(self.layer or 0)
-        norms = [self._vector(f"layers.{self.layer}.{name}", (source,), (c.head_dim,))
-                 for name, source in (("q_norm", q_norm), ("k_norm", k_norm)) if source]
-        q, k = norms or (None, None)
-        return self._op(RopeStore(out=self._after(qkv), qkv=qkv, heads=c.num_attention_heads,
-                                  kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-                                  rotary=c.rope_dim if turn else 0, table=max(turn - 1, 0), layer=self.layer,
-                                  q_norm=q, k_norm=k))
+        """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks.
+
+        A layer that reads another's K and V has queries alone.
+        """
+        c, i = self.config, self.layer or 0
+        q, k = (self._vector(f"layers.{i}.{name}", (source,), (c.head_size(i),)) if source else None
+                for name, source in (("q_norm", q_norm), ("k_norm", k_norm)))
+        if c.kv_layer(i) != i:
+            return self._op(RotateQueries(out=self._after(qkv), q=qkv, q_norm=q, **self._rotated(i)))
+        return self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
+                                  keys_as_values=i in c.keys_as_values, **self._rotated(i)))
+
+    def _rotated(self, i: int) -> dict[str, Any]:
+        """Heads of a layer, and how they turn."""
+        c, turn = self.config, self.config.turns(i)
+        rope = c.rotations[turn - 1] if turn and c.rotations else None
+        return {"heads": c.num_attention_heads, "kv_heads": c.kv_count(i), "head_dim": c.head_size(i),
+                "eps": c.rms_norm_eps, "rotary": c.turned(rope) if rope else 0, "apart": rope.span // 2 if rope else 0,
+                "table": max(turn - 1, 0), "layer": i}
 
     def attention(self, qkv: Tensor, sinks: str | Source = "") -> Tensor:
         """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences.
 
         `sinks` names a logit for each query head that takes part in its softmax and has no value.
         """
-        c = self.config
-        logits = self._vector(f"layers.{self.layer}.sinks", (sinks,), (c.num_attention_heads,)) if sinks else None
-        return self._op(Attention(out=self._tensor("a", c.query_width), qkv=qkv, heads=c.num_attention_heads,
-                                  kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
-                                  scale=c.attention_scale or c.head_dim**-0.5, window=c.window(self.layer or 0),
-                                  cap=c.attention_softcap, sinks=logits, layer=self.layer))
+        c, i = self.config, self.layer or 0
+        n, of = c.head_size(i), c.kv_layer(i)
+        logits = self._vector(f"layers.{i}.sinks", (sinks,), (c.num_attention_heads,)) if sinks else None
+        return self._op(Attention(out=self._tensor("a", c.num_attention_heads * n), qkv=qkv, head_dim=n,
+                                  heads=c.num_attention_heads, kv_heads=c.kv_count(i), layer=self.layer,
+                                  scale=c.attention_scale or n**-0.5, window=c.window(i), cap=c.attention_softcap,
+                                  sinks=logits, kv_layer=None if of == i else of))
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:
@@ -350,10 +386,10 @@ class GraphBuilder:
         return replace(x, name=self._tensor(x.name.rsplit(".", 1)[0], x.width).name)
 
     def _ffn_weight(self, name: str, sources: tuple[str | Source, ...] = ()) -> Weight:
-        c = self.config
-        shapes = ((c.intermediate_size, c.hidden_size),) * 2 + ((c.hidden_size, c.intermediate_size),)
+        c, size = self.config, self.config.ffn_size(self.layer or 0)
+        shapes = ((size, c.hidden_size),) * 2 + ((c.hidden_size, size),)
         parts = tuple(as_source(source, shape, name + "ffn") for source, shape in zip(sources, shapes, strict=False))
-        return Weight(name + "ffn", (c.intermediate_size, 3, c.hidden_size), "ffn", parts, "neurons")
+        return Weight(name + "ffn", (size, 3, c.hidden_size), "ffn", parts, "neurons")
 
     def _ffn_type(self, name: str) -> WeightType:
         return self._type_of(self._ffn_weight(name))

@@ -14,7 +14,7 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies."""
     kind: str = "default"
-    """default, linear, llama3, yarn or longrope."""
+    """default, linear, llama3, yarn, longrope or proportional."""
     factor: float = 1.0
     """Stretch of the context."""
     original_max_position_embeddings: int = 0
@@ -37,6 +37,11 @@ class RopeConfig:
     that of the training (arXiv 2402.13753)."""
     long_factors: tuple[float, ...] = ()
     """longrope: the same in runs of a longer one."""
+    dims: int = 0
+    """Dimensions of a head that turn, where they are not the model's `rope_dim`."""
+    span: int = 0
+    """proportional: dimensions over which the frequencies spread, of which only the first `dims` turn; the other of a
+    pair is half of them away."""
 
     @property
     def uses_training_context(self) -> bool:
@@ -154,10 +159,47 @@ class ModelConfig:
     """Where layers have experts."""
     latent: LatentConfig | None = None
     """Where attention is that over latents."""
+    head_dims: tuple[int, ...] = ()
+    """Per layer: elements of a head. Empty: `head_dim` in all layers."""
+    kv_heads: tuple[int, ...] = ()
+    """Per layer: key-value heads. Empty: `num_key_value_heads` in all layers."""
+    kv_layers: tuple[int, ...] = ()
+    """Per layer: the layer whose K and V its attention reads, itself or one before it (cross-layer attention, arXiv
+    2405.12981); those of another are all that it has. Empty: each its own."""
+    ffn_sizes: tuple[int, ...] = ()
+    """Per layer: intermediate size. Empty: `intermediate_size` in all layers."""
+    value_norm: bool = False
+    """v heads are normed, without a weight."""
+    keys_as_values: tuple[int, ...] = ()
+    """Layers that have no matrix for v, which is what k is before norm and rotation."""
+    layer_input: int = 0
+    """Elements of what each layer gets of a token's own row (per-layer embeddings, Gemma 3n); 0 = nothing."""
+    layer_input_vocab: int = 0
+    """Rows of that table."""
 
     def window(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all."""
         return self.windows[layer] if self.windows else 0
+
+    def head_size(self, layer: int) -> int:
+        """Elements of a head of this layer."""
+        return self.head_dims[layer] if self.head_dims else self.head_dim
+
+    def kv_count(self, layer: int) -> int:
+        """Key-value heads of this layer."""
+        return self.kv_heads[layer] if self.kv_heads else self.num_key_value_heads
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose K and V this layer's attention reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def ffn_size(self, layer: int) -> int:
+        """Intermediate size of this layer's FFN."""
+        return self.ffn_sizes[layer] if self.ffn_sizes else self.intermediate_size
+
+    def turned(self, rope: RopeConfig) -> int:
+        """Dimensions of a head that a rotation turns."""
+        return rope.dims or self.rope_dim
 
     def turns(self, layer: int) -> int:
         """Which rotation a layer has, as in `ropes`."""
@@ -174,11 +216,16 @@ class ModelConfig:
         return (self.rope, *([self.local_rope] if self.local_rope else [])) if self.rope_dim else ()
 
     @property
+    def longest_rotation(self) -> int:
+        """Dimensions that the rotation turns which turns most; 0 without any."""
+        return max(map(self.turned, self.rotations), default=0)
+
+    @property
     def query_width(self) -> int:
-        """Elements of all query heads of a token."""
+        """Elements of all query heads of a token, where all layers have heads of one size."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of all key (or value) heads of a token."""
+        """Elements of all key (or value) heads of a token, where all layers have heads of one size."""
         return self.num_key_value_heads * self.head_dim

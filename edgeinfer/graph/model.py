@@ -88,7 +88,7 @@ def _check(config: ModelConfig) -> None:
     """Refuse values for which there is no forward pass."""
     for prefix, rope in (("rope", config.rope), ("local_rope", config.local_rope)):
         if rope:
-            _check_rope(prefix, rope, config.rope_dim)
+            _check_rope(prefix, rope, config.turned(rope))
     positive = ("embedding_scale", "logits_scale")
     numbers = ("attention_scale", "attention_softcap", "logits_softcap", *positive)
     most = 2 if config.local_rope else 1
@@ -112,6 +112,10 @@ def _check_rope(prefix: str, rope: RopeConfig, rotary_dim: int) -> None:
     for name, good, want in [
         ("kind", rope.kind in KINDS, "one of " + ", ".join(KINDS)),
         ("theta", rope.theta > 1, "above 1"),
+        ("dims", rope.dims >= 0 and rope.dims % 2 == 0, "even, and no less than 0"),
+        ("span", rope.span % 2 == 0 and (rope.span >= max(rotary_dim, 1) if rope.kind == "proportional"
+                                         else rope.span == 0),
+         f"even, and no less than the {rotary_dim} dimensions that turn; 0 where the kind is not proportional"),
         ("factor", rope.factor > 0, "above 0"),
         ("original_max_position_embeddings", trained > 0 or not rope.uses_training_context, "above 0"),
         ("low_freq_factor", 0 < rope.low_freq_factor < rope.high_freq_factor, "above 0 and below high_freq_factor"),

@@ -33,6 +33,23 @@ class Embed(RowOp):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenRows(RowOp):
+    """Row of each token in a large table of which each row is a tile by itself (Weight.combine ``folded16``)."""
+
+    KERNELS = ("embed_{stored.suffix}",)
+    table: Weight
+
+    def reads(self, types: Types) -> tuple[Read, ...]:
+        """One row a token, and of a walk."""
+        row = types[self.table.name].tile_bytes(self.table.shape[1])
+        return (Read(self.table, row, row),)
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """The table's rows are the output's."""
+        yield from other_width("the table has rows of", self.table.sources[0].shape[1], self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RmsNorm(RowOp):
     """Root-mean-square norm (arXiv 1910.07467), quantised on the way out where its readers want that."""
 
@@ -81,12 +98,17 @@ class NormedSum(RowOp):
     h: Tensor
     x: Tensor
     weight: Weight
+    scalar: Weight | None = None
+    """A number by which the sum is multiplied (Gemma 4)."""
     eps: float
+    parts: int = 1
+    """Parts of a row that are normed one by one, all with the same weight."""
 
     def faults(self, types: Types) -> Iterator[str]:
-        """All rows are as wide as the weight."""
-        yield from other_width("the norm's weight has", self.weight.shape[0], self.h)
-        yield from other_width("the norm's weight has", self.weight.shape[0], self.out)
+        """All rows are as wide as the weight, once for each part."""
+        have = self.weight.shape[0] * self.parts
+        yield from other_width("the norm's weight has, for all parts,", have, self.h)
+        yield from other_width("the norm's weight has, for all parts,", have, self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +141,9 @@ class Activate(RowOp):
     factor: float = 0.0
     """What is multiplied by, or the cap."""
     in_ffn: bool = False
+    by: Tensor | None = None
+    """What the values are multiplied by afterwards: as many of each row, from `start` on."""
+    start: int = 0
 
     @property
     def ffn(self) -> bool:
@@ -129,6 +154,8 @@ class Activate(RowOp):
         """The function is known."""
         if self.function not in VALUE_FUNCTIONS:
             yield f"there is no function {self.function!r} of values"
+        if self.by and self.start + self.x.width > self.by.width:
+            yield f"the factors end at {self.start + self.x.width}, but {self.by} is {self.by.width} wide"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +236,14 @@ class RopeStore(RowOp):
     """Of the head norms."""
     rotary: int
     """Dimensions of a head that turn, the first ones; 0 = none."""
+    apart: int = 0
+    """Dimensions from one of a pair to the other, where that is not half of `rotary`."""
     table: int = 0
     """Which of the rotations the model has (ModelConfig.rotations)."""
+    value_norm: bool = False
+    """v heads are normed, without a weight."""
+    keys_as_values: bool = False
+    """v is what k is before norm and rotation; its columns are made here."""
 
     @property
     def kv(self) -> KvAccess | None:
@@ -220,6 +253,27 @@ class RopeStore(RowOp):
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values side by side."""
         yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateQueries(RowOp):
+    """What `RopeStore` does to queries, in a layer that has nothing else: it reads the K and V of another layer."""
+
+    KERNELS = ("rope_store_{kv}",)
+    OVER = "q"
+    q: Tensor
+    q_norm: Weight | None = None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rotary: int
+    apart: int = 0
+    table: int = 0
+
+    def faults(self, types: Types) -> Iterator[str]:
+        """Queries alone."""
+        yield from other_width("the query heads have", self.heads * self.head_dim, self.q)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +293,8 @@ class Attention(RowOp):
     """Scores become cap x tanh(score / cap); 0 = they stay as they are."""
     sinks: Weight | None = None
     """A logit for each query head that takes part in its softmax and has no value."""
+    kv_layer: int | None = None
+    """The layer whose K and V are read, where it is another; then queries alone come in."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """The sinks."""
@@ -248,7 +304,8 @@ class Attention(RowOp):
     def kv(self) -> KvAccess | None:
         """K and V of what its tokens see, and what a position costs."""
         width = self.heads * self.head_dim
-        return KvAccess(layer_of(self), self.kv_heads, self.head_dim, self.window, operations=4 * width)
+        layer = layer_of(self) if self.kv_layer is None else self.kv_layer
+        return KvAccess(layer, self.kv_heads, self.head_dim, self.window, operations=4 * width)
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """A tile of rows; partial results of all splits, shared."""
@@ -258,7 +315,8 @@ class Attention(RowOp):
 
     def faults(self, types: Types) -> Iterator[str]:
         """Queries, keys and values come in, a row for each query head goes out."""
-        yield from other_width("q, k and v have together", (self.heads + 2 * self.kv_heads) * self.head_dim, self.qkv)
+        heads = self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
+        yield from other_width("q, k and v have together", heads * self.head_dim, self.qkv)
         yield from other_width("the query heads have", self.heads * self.head_dim, self.out)
         if self.sinks and self.sinks.shape != (self.heads,):
             yield f"there are {self.heads} query heads, but sinks of shape {list(self.sinks.shape)}"

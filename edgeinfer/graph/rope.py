@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+READ_HERE = KINDS[:-1]
+"""Kinds that the plain section of a config may ask for."""
 SPELLINGS = {"su": "longrope"}
 """Older names of kinds."""
 DEFAULT_THETA = 10000.0
@@ -65,7 +67,7 @@ def read_section(r: ConfigReader, theta: float, outer_original: int | None, max_
     """RoPE of one section; see `read_rope`."""
     name = "rope_type" if r.has("rope_type") or not r.has("type") else "type"
     given = r.get(name) or "default"
-    kind = r.choice(name, SPELLINGS.get(given, given) if isinstance(given, str) else given, KINDS)
+    kind = r.choice(name, SPELLINGS.get(given, given) if isinstance(given, str) else given, READ_HERE)
     r.get("type")  # older files carry both spellings
     theta = r.number("rope_theta", theta, above=1.0)
     original = r.integer("original_max_position_embeddings", max_positions)
@@ -123,7 +125,8 @@ def rope_tables(
     """Cosines and sines for positions 0 to n_positions - 1.
 
     Element i of a row belongs to the pair of dimensions (i, i + rotary_dim / 2), the "rotate half" order of Hugging
-    Face's checkpoints. Computed in float64, so that far positions do not inherit the rounding of the frequencies.
+    Face's checkpoints; of a proportional rotation to (i, i + span / 2). Computed in float64, so that far positions do
+    not inherit the rounding of the frequencies.
 
     Returns
     -------
@@ -155,8 +158,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, n_positions: int = 0)
     """Radians per position of each pair of dimensions: float64 array of shape (rotary_dim // 2,)."""
     import numpy as np
 
-    plain = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    if rope.kind == "linear":
+    plain = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / (rope.span or rotary_dim))
+    if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)

@@ -16,8 +16,8 @@ class Shape:
 
     name: str
     source: str
-    """Its id on the hub; Gemma 3's figures are those of the text model alone, GLM's those without the
-    layer that guesses a further token."""
+    """Its id on the hub; figures of Gemma 3 and 4 are those of the text model alone, GLM's those without the layer that
+    guesses a further token."""
     parameters: int
     """As published with the weights; tied matrices count once."""
     config: dict[str, Any]

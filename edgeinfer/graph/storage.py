@@ -49,7 +49,8 @@ def requested_types(
                          "choose one, or tile16.")
     types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
     types["ffn"], types["part"] = replace(types["matrix"], layout=ffn_layout), ABSENT
-    types |= {"experts": types["matrix"], "router": ROUTER}
+    types |= {"experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"],
+              "router": ROUTER}
     return lambda weight: types[weight.kind]
 
 

@@ -231,14 +231,17 @@ class Weight:
     hidden_size) for an FFN."""
     kind: str
     """``matrix`` (the layers' linear weights), ``experts`` (those of all experts), ``router`` (what chooses them, f32),
-    ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``, ``head`` or ``vector`` (norms and biases, f32).
+    ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``, ``head``, ``rows`` (a table of which a token
+    reads a row, which stays in the file), ``inputs`` (small matrices around it, stored as the embedding is) or
+    ``vector`` (norms and biases, f32).
     """
     sources: tuple[Source, ...] = ()
     combine: str = "concat"
     """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
     ``neurons``: a row of each of the first two sources, then a column of the third; ``stacked16`` and
     ``stacked_pairs16``: items of stacks one behind the other, padded to 16 rows, those of two stacks alternating by
-    tile of 16."""
+    tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
+    short or empty."""
 
     @property
     def source_shapes(self) -> tuple[Sizes, ...]:

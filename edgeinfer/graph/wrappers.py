@@ -1,4 +1,4 @@
-"""Models that also see pictures: what of their config is that of the text model inside."""
+"""Models that also see or hear: what of their config is that of the text model inside."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 from .reader import ConfigReader
 
 WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mistral3": "mistral",
-            "gemma3": "gemma3_text"}
+            "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 """model_type of the whole, and of the text model."""
 ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """How the inner config may call the text model."""
 PICTURES = frozenset(
     """vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index boi_token_index eoi_token_index mm_tokens_per_image multimodal_projector_bias
-    projector_hidden_act spatial_merge_size vision_feature_layer audio_config
+    projector_hidden_act spatial_merge_size vision_feature_layer audio_config boi_token_id eoi_token_id audio_token_id
+    boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
     """.split())
 """Fields of the outer config that say how pictures come in."""
 _OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, fill_rope_tables
-from edgeinfer.memory_planner import MemoryPlan, Placement
-from edgeinfer.sizes import round_up
+from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement
 
-from .memory import Progress, copy_in, lock, read_in
+from .memory import Progress, copy_in, lock, read_in, read_seldom
 from .planning import offsets_of
 
 Regions = dict[str, NDArray[np.uint8]]
@@ -30,12 +29,28 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
                               graph.types[weight.name].nbytes(weight.shape))
     copy_in(parts, bundle.weights_path, loading)
     load_parts(bundle, graph.weights, plan, regions)
-    if any(region.name == "weights" for region in plan.regions):
+    spans = _read_at_once(plan, bundle.weights_bytes)
+    if spans or plan.filed:
         regions["weights"] = bundle.weights
-        read_in(bundle.weights, bundle.weights_path, loading)
-    for home in ("weights", "resident") if mlock else ():
-        if home in regions:
-            lock(regions[home])
+        for name in plan.filed:
+            read_seldom(bundle.weights[plan.places[name].offset :][: plan.places[name].nbytes])
+        read_in(bundle.weights, bundle.weights_path, loading, spans)
+    if mlock:
+        for start, stop in spans:
+            lock(bundle.weights[start:stop])
+        if "resident" in regions:
+            lock(regions["resident"])
+
+
+def _read_at_once(plan: MemoryPlan, nbytes: int) -> list[tuple[int, int]]:
+    """Parts of the mapped file that every token needs, from whole pages on: all but tables that stay there."""
+    if not any(region.name == "weights" for region in plan.regions):
+        return []
+    spans, start = [], 0
+    for place in sorted((plan.places[name] for name in plan.filed), key=lambda place: place.offset):
+        spans.append((start, place.offset))
+        start = (place.offset + place.nbytes) // PAGE_BYTES * PAGE_BYTES
+    return [(first, end) for first, end in (*spans, (start, nbytes)) if first < end]
 
 
 def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regions: Regions) -> None:
@@ -65,8 +80,8 @@ def _sources(region: NDArray[np.uint8], place: Placement, offset: int,
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:
     """Cosines and sines per position of each rotation, each padded to vectors of 16."""
-    half = model.rope_dim // 2
     nbytes = plan.request.ctx * plan.rope_row_bytes
     for i, rope in enumerate(model.rotations):
-        table = region[i * nbytes : (i + 1) * nbytes].view(np.float32).reshape(-1, 2, round_up(half, 16))
-        fill_rope_tables(rope, model.rope_dim, table[:, 0, :half], table[:, 1, :half])
+        half = model.turned(rope) // 2
+        table = region[i * nbytes : (i + 1) * nbytes].view(np.float32).reshape(-1, 2, plan.rope_row_bytes // 8)
+        fill_rope_tables(rope, 2 * half, table[:, 0, :half], table[:, 1, :half])

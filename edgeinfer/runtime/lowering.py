@@ -18,6 +18,7 @@ from edgeinfer.graph import (
     NeuronGated,
     Product,
     RopeStore,
+    RotateQueries,
     ScoreMask,
     Screen,
     ScreenedHead,
@@ -192,7 +193,7 @@ def _(op: Screen | ScreenedHead, at: Lowering) -> list[Record]:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
+def _heads(op: RopeStore | RotateQueries | Attention, at: Lowering) -> dict[str, int]:
     """Parameters of heads and KV blocks."""
     latent = {"values": op.values, "turned": op.turned} if isinstance(op, LatentAttention) else {}
     return {**latent, "heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "blocks": at.plan.kv_blocks,
@@ -213,15 +214,21 @@ def _blocks(op: RopeStore | Attention, at: Lowering) -> Operand:
     return Operand(layer.region, layer.offset, layer.nbytes)
 
 
-@lower.register
-def _(op: RopeStore, at: Lowering) -> list[Record]:
+@lower.register(RopeStore)
+@lower.register(RotateQueries)
+def _(op: RopeStore | RotateQueries, at: Lowering) -> list[Record]:
     plan = at.plan
     parameters = fill(ROPE, stride=at.stride(op.out), table_stride=plan.rope_row_bytes, eps=op.eps,
-                      rotary=op.rotary, **_heads(op, at))
+                      rotary=op.rotary, apart=op.apart or op.rotary // 2, **_heads(op, at))
     nbytes = plan.request.ctx * plan.rope_row_bytes
     table = Operand("constants", op.table * nbytes, nbytes) if op.rotary else NOTHING
-    operands = [at.at(op.out), table, _blocks(op, at), at.at(op.q_norm), at.at(op.k_norm)]
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_HEAD_NORM if op.q_norm else 0)]
+    operands, flags = [at.at(op.out), table, NOTHING, at.at(op.q_norm)], abi.FLAG_HEAD_NORM if op.q_norm else 0
+    if isinstance(op, RotateQueries):
+        flags |= abi.FLAG_QUERIES
+    else:
+        operands[2:] = [_blocks(op, at), at.at(op.q_norm), at.at(op.k_norm)]
+        flags |= (abi.FLAG_VALUE_NORM if op.value_norm else 0) | (abi.FLAG_KEYS_AS_VALUES if op.keys_as_values else 0)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
 def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequence[str], operands: Sequence[Operand],

@@ -99,8 +99,8 @@ class Lowering:
         return self.plan.request.tokens * self.stride(tensor)
 
     def layer(self, op: RopeStore | StoreLatent | Attention) -> Placement:
-        """K and V of the operation's layer."""
-        return self.plan.kv_layers[op.layer or 0]
+        """K and V that the operation stores or reads: of its layer, or of another."""
+        return self.plan.kv_layers[op.kv.layer if op.kv else 0]
 
     def cold(self, offset: int, nbytes: int) -> Operand:
         """Return a part of the region of cold neurons."""

@@ -15,10 +15,11 @@ from edgeinfer.graph import (
     Quantize,
     RmsNorm,
     Tensor,
+    TokenRows,
 )
 from edgeinfer.kernels import DRAW, POSITIONS, ROWS, VALUE_FUNCTIONS, VALUES, abi, fill
 
-from .lowering_base import Lowering, Operand, lower, rows
+from .lowering_base import NOTHING, Lowering, Operand, lower, rows
 from .program import Record
 
 
@@ -40,6 +41,13 @@ def _(op: Embed, at: Lowering) -> list[Record]:
 
 
 @lower.register
+def _(op: TokenRows, at: Lowering) -> list[Record]:
+    piece = op.table.shape[1]
+    return _rows(op, at, op.out, [at.at(op.table), at.at(op.out)], piece=piece,
+                 tile_bytes=at.types[op.table.name].tile_bytes(piece))
+
+
+@lower.register
 def _(op: RmsNorm, at: Lowering) -> list[Record]:
     operands = [at.at(op.x), at.at(op.out), at.at(op.weight), at.scratch]
     return _rows(op, at, op.x, operands, eps=op.eps, scratch=at.plan.thread_scratch_bytes)
@@ -54,7 +62,11 @@ def _(op: LayerNorm, at: Lowering) -> list[Record]:
 
 @lower.register
 def _(op: NormedSum, at: Lowering) -> list[Record]:
-    return _rows(op, at, op.h, [at.at(op.h), at.at(op.out), at.at(op.weight)], abi.FLAG_RESIDUAL, eps=op.eps)
+    parameters = fill(ROWS, width=op.weight.shape[0], in_stride=at.stride(op.h), out_stride=at.stride(op.out),
+                      rows=rows(op.out), eps=op.eps, parts=op.parts)
+    operands = [at.at(op.h), at.at(op.out), at.at(op.weight), NOTHING, NOTHING, at.at(op.scalar)]
+    flags = abi.FLAG_RESIDUAL | (abi.FLAG_SCALED if op.scalar else 0)
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
 @lower.register
@@ -68,8 +80,11 @@ def _(op: NormPart, at: Lowering) -> list[Record]:
 @lower.register
 def _(op: Activate, at: Lowering) -> list[Record]:
     parameters = fill(VALUES, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out),
-                      function=VALUE_FUNCTIONS[op.function], factor=op.factor)
-    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out)], parameters)]
+                      function=VALUE_FUNCTIONS[op.function], factor=op.factor,
+                      by_stride=at.stride(op.by) if op.by else 0)
+    by = at.at(op.by).behind(4 * op.start) if op.by else NOTHING
+    return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), by], parameters,
+                      abi.FLAG_TIMES if op.by else 0)]
 
 
 @lower.register

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,13 @@ def allocate(nbytes: int, touched: bool = True, huge: bool = True) -> NDArray[np
     if touched:
         view[:: mmap.PAGESIZE] = 0  # taken now, not while tokens flow
     return view
+
+
+def read_seldom(weights: NDArray[np.uint8]) -> None:
+    """Tell the system that a part of a mapped file is read a few pages at a time, wherever: it reads nothing ahead."""
+    if sys.platform.startswith("linux"):
+        skipped = -weights.ctypes.data % mmap.PAGESIZE
+        _madvise()(weights.ctypes.data + skipped, max(0, weights.nbytes - skipped), mmap.MADV_RANDOM)
 
 
 def lock(weights: NDArray[np.uint8]) -> None:
@@ -130,7 +138,8 @@ class Prefaulter:
                 return
 
 
-def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = None) -> None:
+def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = None,
+            spans: Sequence[tuple[int, int]] | None = None) -> None:
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
     Page faults read a cold file 5-8 times slower than the disk can (llama.cpp issue 9244), and one by one they cost
@@ -145,21 +154,25 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = 
         The file behind it.
     progress : callable, optional
         Called with (bytes done, bytes in all, file name) if there are PROGRESS_BYTES or more.
+    spans : of (first byte, byte behind the last), optional
+        Parts that are wanted, from whole pages on; by default all.
     """
-    size = weights.nbytes
+    spans = [(0, weights.nbytes)] if spans is None else spans
+    size, done = sum(stop - start for start, stop in spans), 0
     tell = progress if progress and size >= PROGRESS_BYTES else lambda done, total, name: None
     tell(0, size, path.name)
     buffer, mapping = bytearray(0), True
     with open_plain(path) as file:
-        for at in range(0, size, READ_BYTES):
-            n = min(READ_BYTES, size - at)
+        for at, end in ((at, stop) for start, stop in spans for at in range(start, stop, READ_BYTES)):
+            n = min(READ_BYTES, end - at)
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), at, min(2 * READ_BYTES, size - at), os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(file.fileno(), at, min(2 * READ_BYTES, end - at), os.POSIX_FADV_WILLNEED)
             mapping = mapping and _populate(weights[at : at + n], _POPULATE_READ)
             if not mapping:
                 buffer = buffer or bytearray(min(READ_BYTES // 8, size))
                 _read_through(file, at, n, buffer)
-            tell(at + n, size, path.name)
+            done += n
+            tell(done, size, path.name)
 
 
 def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress: Progress | None = None) -> None:
@@ -196,14 +209,19 @@ def _populate(memory: NDArray[np.uint8], advice: int) -> bool:
     """Map all pages of a page-aligned array; False where the system cannot. A signal ends the call: it is repeated."""
     if not sys.platform.startswith("linux"):
         return False
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise = _madvise()
     for _ in range(POPULATE_TRIES):
         if madvise(memory.ctypes.data, memory.nbytes, advice) == 0:
             return True
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             return False
     return False
+
+
+def _madvise() -> Any:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 def _read_through(file: io.BufferedReader, at: int, n: int, buffer: bytearray) -> None:

@@ -237,6 +237,9 @@ def _sinks(session: Session, attention: Attention) -> NDArray[np.float64]:
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:
     """The one tensor that a token needs at the boundaries of what was computed before."""
+    if graph.config.kv_layers:
+        raise UnsupportedModelError("Layers of this model read the K and V of others, of which a token that is left "
+                                    "behind has more than they; its prompts cannot be pruned, so leave --lazy out.")
     homes = graph.homes()
     found = set()
     for layer in schedule.layers:

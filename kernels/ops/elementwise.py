@@ -210,7 +210,7 @@ def gather_outputs(rec, ctx, tid, n_threads):
     return 0
 
 
-# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line) --------------------------------------
+# -- embedding lookup: one row out of a tile16 table (a row is 1/16 of each line, or a tile by itself) -----------------
 
 
 @inline
@@ -327,9 +327,16 @@ def _register_embed(name, row):
         table, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
         t = claim(ctx)
         while t < rows:
-            number = token(ctx, t, TOKEN_ID)
-            tile = table + (number >> 4) * parameter(rec, ROWS.tile_bytes)
-            row(tile, number & 15, out + t * parameter(rec, ROWS.out_stride), parameter(rec, ROWS.width))
+            number, target = token(ctx, t, TOKEN_ID), out + t * parameter(rec, ROWS.out_stride)
+            left, piece = parameter(rec, ROWS.width), parameter(rec, ROWS.piece)
+            tile, lane = number >> 4, number & 15
+            if piece > 0:
+                tile, lane = number, 0
+            else:
+                piece = left
+            while left > 0:
+                row(table + tile * parameter(rec, ROWS.tile_bytes), lane, target, min(piece, left))
+                target, left, lane = target + 4 * piece, left - piece, lane + 1
             t = claim(ctx)
         return 0
 

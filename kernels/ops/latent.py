@@ -27,7 +27,7 @@ def _turned(source, target, table, n, table_stride):
     """Copy n elements and rotate them."""
     for i in range(0, n, 16):
         store_first(target + 4 * i, load_f32x16(source + 4 * i), min(16, n - i))
-    rotate(target, table, n, table_stride)
+    rotate(target, table, n, n >> 1, table_stride)
 
 
 @inline

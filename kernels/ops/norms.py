@@ -3,21 +3,23 @@
 In files of their own because only some architectures want them; the RMS norm that a product may do itself, of a single
 token, is in elementwise.py.
 
-Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias. Parameters: parameters.ROWS. Flags: FLAG_CENTRED, FLAG_BIAS,
-FLAG_RESIDUAL. Twins: reference/norms.py.
+Operands: 0 source, 1 out, 2 weight, 3 scratch, 4 bias, 5 scalar. Parameters: parameters.ROWS. Flags: FLAG_CENTRED,
+FLAG_BIAS, FLAG_RESIDUAL, FLAG_SCALED. Twins: reference/norms.py.
 """
 
 from __future__ import annotations
 
-from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL
+from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL, FLAG_SCALED
 from ..parameters import ROWS
 from ..registry import kernel
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ..vector.simd import (
     div_f32,
+    div_i64,
     f32_of,
     first_lane,
     keep_first,
+    load_f32,
     load_f32x16,
     splat_f32,
     sqrt_f32,
@@ -50,7 +52,7 @@ def _scale(x, width, mean, eps):
 
 @outlined
 def _norm_row(rec, ctx, x, out, whole):
-    """One row: (x - mean) * scale * weight + bias; added to `out` with FLAG_RESIDUAL.
+    """One row: (x - mean) * scale * weight + bias; added to `out` with FLAG_RESIDUAL, then times a number.
 
     `whole` rows are written to the end of the last vector, zeros behind their width; else nothing is behind it.
     """
@@ -65,6 +67,8 @@ def _norm_row(rec, ctx, x, out, whole):
             v = v + load_f32x16(bias + 4 * i)
         if bits & FLAG_RESIDUAL:
             v = v + load_f32x16(out + 4 * i)
+        if bits & FLAG_SCALED:
+            v = v * splat_f32(load_f32(operand(rec, ctx, 5)))
         if whole:
             store_f32x16(out + 4 * i, keep_first(v, width - i))
         else:
@@ -73,12 +77,18 @@ def _norm_row(rec, ctx, x, out, whole):
 
 @kernel("norm_f32")
 def norm_f32(rec, ctx, tid, n_threads):
-    """Norm of f32 rows: out = norm(x), in place where out is x, out + norm(x) with FLAG_RESIDUAL."""
-    x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
-    t = claim(ctx)
-    while t < rows:
-        _norm_row(rec, ctx, x + t * parameter(rec, ROWS.in_stride), out + t * parameter(rec, ROWS.out_stride), x != out)
-        t = claim(ctx)
+    """Norm of f32 rows, or of each part of them: out = norm(x), in place where out is x, out + norm(x) with
+    FLAG_RESIDUAL.
+    """
+    x, out, parts = operand(rec, ctx, 0), operand(rec, ctx, 1), max(parameter(rec, ROWS.parts), 1)
+    whole, units = x != out and parts == 1, count(ctx, parameter(rec, ROWS.rows)) * parts
+    unit = claim(ctx)
+    while unit < units:
+        t = div_i64(unit, parts)
+        at = 4 * (unit - t * parts) * parameter(rec, ROWS.width)
+        _norm_row(rec, ctx, x + t * parameter(rec, ROWS.in_stride) + at, out + t * parameter(rec, ROWS.out_stride) + at,
+                  whole)
+        unit = claim(ctx)
     return 0
 
 

@@ -10,7 +10,15 @@ Twin: reference/rope.py.
 
 from __future__ import annotations
 
-from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, TOKEN_POSITION, TOKEN_SLOT
+from ..abi import (
+    BLOCK_TOKENS,
+    FLAG_HEAD_NORM,
+    FLAG_KEYS_AS_VALUES,
+    FLAG_QUERIES,
+    FLAG_VALUE_NORM,
+    TOKEN_POSITION,
+    TOKEN_SLOT,
+)
 from ..parameters import ROPE
 from ..registry import kernel
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
@@ -39,10 +47,10 @@ from .elementwise import norm_scale
 
 
 @inline
-def rotate(head, table, n, table_stride):
-    """Rotate pairs (x[i], x[i + n/2]) of n elements in place; the table row holds cos, then sin half a row later."""
+def rotate(head, table, n, apart, table_stride):
+    """Rotate pairs (x[i], x[i + apart]) of n elements in place; the table row holds cos, then sin half a row later."""
     middle = n >> 1
-    second = head + 4 * middle
+    second = head + 4 * apart
     for i in range(0, middle, 16):
         cos, sin = load_f32x16(table + 4 * i), load_f32x16(table + (table_stride >> 1) + 4 * i)
         a, b = load_f32x16(head + 4 * i), load_f32x16(second + 4 * i)
@@ -56,6 +64,16 @@ def norm_head(head, weight, n, eps):
     scale = splat_f32(norm_scale(head, n, eps))
     for i in range(0, n, 16):
         store_first(head + 4 * i, load_f32x16(head + 4 * i) * scale * load_f32x16(weight + 4 * i), min(16, n - i))
+
+
+@inline
+def make_value(v, source, n, eps, normed):
+    """Write a head of v: what it is made of, by RMS norm without a weight where it is `normed` (Gemma 4)."""
+    scale = splat_f32(1.0)
+    if normed:
+        scale = splat_f32(norm_scale(source, n, eps))
+    for i in range(0, n, 16):
+        store_first(v + 4 * i, load_f32x16(source + 4 * i) * scale, min(16, n - i))
 
 
 @inline
@@ -123,8 +141,8 @@ def _register(kv, store):
     def rope_store(rec, ctx, tid, n_threads):
         heads, kv_heads, n = parameter(rec, ROPE.heads), parameter(rec, ROPE.kv_heads), parameter(rec, ROPE.head_dim)
         group, stride, eps = div_i64(heads, kv_heads), parameter(rec, ROPE.table_stride), float_parameter(rec, ROPE.eps)
-        rotary = parameter(rec, ROPE.rotary)
-        norm, units = flags(rec) & FLAG_HEAD_NORM, count(ctx, parameter(rec, ROPE.rows)) * kv_heads
+        rotary, apart, bits = parameter(rec, ROPE.rotary), parameter(rec, ROPE.apart), flags(rec)
+        norm, units = bits & FLAG_HEAD_NORM, count(ctx, parameter(rec, ROPE.rows)) * kv_heads
         unit = claim(ctx)
         while unit < units:
             t = div_i64(unit, kv_heads)
@@ -134,15 +152,20 @@ def _register(kv, store):
             for q in range(h * group, (h + 1) * group):
                 if norm:
                     norm_head(row + 4 * n * q, operand(rec, ctx, 3), n, eps)
-                rotate(row + 4 * n * q, table, rotary, stride)
-            k, v = row + 4 * n * (heads + h), row + 4 * n * (heads + kv_heads + h)
-            if norm:
-                norm_head(k, operand(rec, ctx, 4), n, eps)
-            rotate(k, table, rotary, stride)
-            slot = token(ctx, t, TOKEN_SLOT)
-            n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
-            parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
-            store(k, v, parts, slot & 15, n)
+                rotate(row + 4 * n * q, table, rotary, apart, stride)
+            if bits & FLAG_QUERIES == 0:
+                k, v = row + 4 * n * (heads + h), row + 4 * n * (heads + kv_heads + h)
+                if bits & FLAG_KEYS_AS_VALUES:
+                    make_value(v, k, n, eps, bits & FLAG_VALUE_NORM)
+                elif bits & FLAG_VALUE_NORM:
+                    make_value(v, v, n, eps, True)
+                if norm:
+                    norm_head(k, operand(rec, ctx, 4), n, eps)
+                rotate(k, table, rotary, apart, stride)
+                slot = token(ctx, t, TOKEN_SLOT)
+                n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
+                parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
+                store(k, v, parts, slot & 15, n)
             unit = claim(ctx)
         return 0
 

@@ -1,16 +1,16 @@
 """Operations on single values of rows: activations without a gate, scales, soft caps; and learned positions.
 
-Operands of `activate`: 0 rows, in place. Parameters: parameters.VALUES. Of `add_positions`: 0 rows, in place, 1 table;
-parameters.POSITIONS. Twins: reference/values.py.
+Operands of `activate`: 0 rows, in place, 1 what they are multiplied by (FLAG_TIMES). Parameters: parameters.VALUES. Of
+`add_positions`: 0 rows, in place, 1 table; parameters.POSITIONS. Twins: reference/values.py.
 """
 
 from __future__ import annotations
 
-from ..abi import TOKEN_POSITION, VALUES_OF_A_UNIT
+from ..abi import FLAG_TIMES, TOKEN_POSITION, VALUES_OF_A_UNIT
 from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
 from ..registry import kernel
-from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
-from ..vector.simd import div_i64, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, token
+from ..vector.simd import div_i64, keep_first, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16
 from ..vector.vecmath import activate, soft_cap
 
 SCALE, SOFT_CAP = VALUE_FUNCTIONS["scale"], VALUE_FUNCTIONS["soft_cap"]
@@ -33,9 +33,20 @@ def _some(x, end, kind, factor):
         x += 64
 
 
+@outlined
+def _times(x, end, by, width):
+    """Multiply whole vectors by the values at another address, of which there are `width`, and by 0 behind them."""
+    while x < end:
+        store_f32x16(x, load_f32x16(x) * keep_first(load_f32x16(by), width))
+        x, by, width = x + 64, by + 64, width - 16
+
+
 @kernel("activate")
 def activate_rows(rec, ctx, tid, n_threads):
-    """A function of each value of f32 rows, in place; a unit is a part of a row, for there may be one long row."""
+    """A function of each value of f32 rows, in place, perhaps times that of another tensor.
+
+    A unit is a part of a row, for there may be one long row.
+    """
     x, stride = operand(rec, ctx, 0), parameter(rec, VALUES.stride)
     kind, factor = parameter(rec, VALUES.function), float_parameter(rec, VALUES.factor)
     nbytes = (4 * parameter(rec, VALUES.width) + 63) & -64
@@ -45,7 +56,11 @@ def activate_rows(rec, ctx, tid, n_threads):
     while unit < units:
         t = div_i64(unit, parts)
         row, begin = x + t * stride, (unit - t * parts) * 4 * VALUES_OF_A_UNIT
-        _some(row + begin, row + min(begin + 4 * VALUES_OF_A_UNIT, nbytes), kind, factor)
+        end = row + min(begin + 4 * VALUES_OF_A_UNIT, nbytes)
+        _some(row + begin, end, kind, factor)
+        if flags(rec) & FLAG_TIMES:
+            by = operand(rec, ctx, 1) + t * parameter(rec, VALUES.by_stride) + begin
+            _times(row + begin, end, by, parameter(rec, VALUES.width) - (begin >> 2))
         unit = claim(ctx)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL
+from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL, FLAG_SCALED
 from ..parameters import ROWS
 from .elementwise import quantised_rows
 from .expected import Expected
@@ -45,6 +45,8 @@ def _normed(view: RecordView) -> tuple[Doubles, Doubles]:
 def norm_f32_twin(view: RecordView) -> list[Expected]:
     """The twin of ``norm_f32``; rows that are not normed in place end in zeros up to a whole vector."""
     p = view.parameters(ROWS)
+    if p.parts > 1:
+        return _norm_parts(view)
     y, tolerance = _normed(view)
     in_place = view.address(0) == view.address(1)
     width = p.width if in_place else -(-p.width // 16) * 16
@@ -55,7 +57,22 @@ def norm_f32_twin(view: RecordView) -> list[Expected]:
         before = out[:, : p.width].astype(np.float64)
         whole[:, : p.width] += before
         slack[:, : p.width] += 1e-7 * np.abs(before)
+    if view.flags & FLAG_SCALED:
+        number = float(view.array(5, np.float32, (1,))[0])
+        whole, slack = whole * number, (slack + 1e-7 * np.abs(whole)) * abs(number)
     return [Expected("out", out, whole, exact=False, tolerance=slack + TINY)]
+
+
+def _norm_parts(view: RecordView) -> list[Expected]:
+    """Rows whose parts are normed one by one, added to what is there with FLAG_RESIDUAL."""
+    p, n = view.parameters(ROWS), view.count(view.parameters(ROWS).rows)
+    shape, step = (n, p.parts, p.width), 4 * p.width
+    source = view.array(0, np.float32, shape, (p.in_stride, step, 4))
+    out = view.array(1, np.float32, shape, (p.out_stride, step, 4))
+    y, slack = norm(source, view.array(2, np.float32, (p.width,)), 0.0, float_of(p.eps), False)
+    if view.flags & FLAG_RESIDUAL:
+        y, slack = y + out, slack + 1e-7 * np.abs(out)
+    return [Expected("out", out, y, exact=False, tolerance=slack + TINY)]
 
 
 def norm_q8_twin(view: RecordView) -> list[Expected]:

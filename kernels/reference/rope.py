@@ -12,7 +12,17 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..abi import (
+    BLOCK_TOKENS,
+    FLAG_HEAD_NORM,
+    FLAG_KEYS_AS_VALUES,
+    FLAG_QUERIES,
+    FLAG_VALUE_NORM,
+    KV_ELEMENT_BYTES,
+    TOKEN_POSITION,
+    TOKEN_SLOT,
+    padded_head_dim,
+)
 from ..parameters import ROPE
 from .elementwise import rms_norm
 from .expected import Expected
@@ -97,8 +107,9 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         p = view.parameters(ROPE)
         n_tokens = view.count(p.rows)
         positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.tokens(TOKEN_SLOT)[:n_tokens]
-        half, n_rotated = p.rotary // 2, p.heads + p.kv_heads
-        rows = view.array(0, np.float32, (n_tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
+        half, n_keys = p.rotary // 2, 0 if view.flags & FLAG_QUERIES else p.kv_heads
+        n_rotated = p.heads + n_keys
+        rows = view.array(0, np.float32, (n_tokens, n_rotated + n_keys, p.head_dim), (p.stride, 4 * p.head_dim, 4))
         shape, strides = (int(positions.max(initial=-1)) + 1, 2, half), (p.table_stride, p.table_stride // 2, 4)
         table = view.array(1, np.float32, shape, strides)
         cos, sin = table[positions].astype(np.float64).transpose(1, 0, 2)
@@ -106,20 +117,31 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         x = live.astype(np.float64)
         if view.flags & FLAG_HEAD_NORM:
             eps = float_of(p.eps)
-            q_norm, k_norm = (view.array(i, np.float32, (p.head_dim,)) for i in (3, 4))
-            x = np.concatenate([rms_norm(x[:, : p.heads], q_norm, eps), rms_norm(x[:, p.heads :], k_norm, eps)], axis=1)
+            x[:, : p.heads] = rms_norm(x[:, : p.heads], view.array(3, np.float32, (p.head_dim,)), eps)
+            if n_keys:
+                x[:, p.heads :] = rms_norm(x[:, p.heads :], view.array(4, np.float32, (p.head_dim,)), eps)
         turned, sizes = x.copy(), np.abs(x)
-        turned[..., : p.rotary] = rotate(x[..., : p.rotary], cos, sin)
-        sizes[..., : p.rotary] = sizes_of_pairs(x[..., : p.rotary], cos, sin)
+        pairs = np.r_[0:half, p.apart : p.apart + half]
+        turned[..., pairs] = rotate(x[..., pairs], cos, sin)
+        sizes[..., pairs] = sizes_of_pairs(x[..., pairs], cos, sin)
         relative = TOLERANCES["rope"] + (TOLERANCES["rms_norm"] if view.flags & FLAG_HEAD_NORM else 0)
         slack = relative * sizes + TINY
         out = [Expected("q and k", live, turned, exact=False, tolerance=slack)]
+        if view.flags & FLAG_QUERIES:
+            return out
+        loose = np.zeros_like(v)
+        if view.flags & (FLAG_VALUE_NORM | FLAG_KEYS_AS_VALUES):
+            v = rows[:, p.heads : n_rotated].astype(np.float64) if view.flags & FLAG_KEYS_AS_VALUES else v
+            if view.flags & FLAG_VALUE_NORM:
+                v = rms_norm(v, np.ones(p.head_dim), float_of(p.eps))
+            loose = TOLERANCES["rms_norm"] * np.abs(v) + TINY
+            out.append(Expected("v", rows[:, n_rotated:], v, exact=False, tolerance=loose))
         for t, slot in enumerate(slots):
             k_at, v_at, k_scales, v_scales = head_views(
                 view, kv, p.head_dim, p.block_bytes, p.blocks, p.kv_heads, int(slot)
             )
             out += stored_rows(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
-            out += stored_rows(f"V of token {t}", v_at, v_scales, v[t], np.zeros_like(v[t]))
+            out += stored_rows(f"V of token {t}", v_at, v_scales, v[t], loose[t])
         return out
 
     return twin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import TOKEN_POSITION
+from ..abi import FLAG_TIMES, TOKEN_POSITION
 from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
 from .expected import Expected
 from .linear import ACTIVATION_FUNCTIONS
@@ -21,7 +21,18 @@ def soft_cap(x: Doubles, cap: float) -> Doubles:
 
 
 def activate_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``activate``; whole vectors are written."""
+    """The twin of ``activate``; whole vectors are written, zeros behind rows that are multiplied by others."""
+    if not view.flags & FLAG_TIMES:
+        return _activated(view)
+    p, (made,) = view.parameters(VALUES), _activated(view)
+    by = np.zeros(made.where.shape)
+    by[:, : p.width] = view.array(1, np.float32, (len(by), p.width), (p.by_stride, 4))
+    values = np.asarray(made.values, np.float64)
+    slack = (0.0 if made.tolerance is None else made.tolerance) * np.abs(by)
+    return [Expected("rows", made.where, values * by, exact=False, tolerance=slack + 1e-7 * np.abs(values * by) + TINY)]
+
+
+def _activated(view: RecordView) -> list[Expected]:
     p = view.parameters(VALUES)
     name = {number: name for name, number in VALUE_FUNCTIONS.items()}[p.function]
     where = view.array(0, np.float32, (view.count(p.rows), -(-p.width // 16) * 16), (p.stride, 4))

@@ -1,0 +1,190 @@
+"""Gemma 4's text models: heads by kind of layer, KV that layers share, a further row of each token for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+from ...errors import CheckpointError
+from ..builder import GraphBuilder
+from ..common import LAYER_TYPES
+from ..config import ModelConfig, RopeConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..rope import read_section
+from ..types import Tensor
+from ..weights import Source
+from . import gemma
+
+FULL, SLIDING = LAYER_TYPES
+LONGEST = 131072
+DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": LONGEST, "vocab_size": 262144,
+            "num_attention_heads": 8}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """The last layers read the K and V of the last one before them that is of their kind, and may have wider FFNs."""
+    c = _without_mixture(c)
+    layers, kinds = c.integer("num_hidden_layers", high=2**12), _kinds(c)
+    window = c.integer("sliding_window", 512)
+    head_dims, kv_heads = _heads(c, kinds)
+    kv_layers = _kv_layers(c, kinds)
+    wide, size = c.flag("use_double_wide_mlp"), c.integer("intermediate_size", high=2**20)
+    sizes = tuple(size * (2 if wide and of != i else 1) for i, of in enumerate(kv_layers))
+    full, local = _rotations(c, dict(zip(kinds, head_dims, strict=True)))
+    windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
+    some = any(windows)
+    width = 0 if c.is_null("hidden_size_per_layer_input") else c.integer("hidden_size_per_layer_input", 256, low=0,
+                                                                         high=2**14)
+    rows = c.integer("vocab_size_per_layer_input", 262144, high=2**22)
+    config = gemma.read_gemma(
+        c.instead(rope_parameters=None), DEFAULTS, windows=windows if some else (), rope=full, attention_scale=1.0,
+        local_rope=local if some else None, ropes=tuple(2 if w else 1 for w in windows) if some else (),
+        rotary_dim=None, value_norm=True, logits_softcap=c.number("final_logit_softcapping", None) or 0.0,
+        head_dims=head_dims, kv_heads=kv_heads, kv_layers=kv_layers if kv_layers != tuple(range(layers)) else (),
+        ffn_sizes=sizes if len(set(sizes)) > 1 else (), layer_input=width,
+        layer_input_vocab=rows if width else 0,
+        keys_as_values=tuple(i for i in range(layers) if kinds[i] == FULL and kv_layers[i] == i)
+        if c.flag("attention_k_eq_v") else ())
+    if config.attention_bias:
+        raise c.unsupported("attention_bias", True, "published models of the family have none")
+    if width and config.layer_input_vocab < config.vocab_size:
+        raise CheckpointError(f"{c.where}: vocab_size_per_layer_input is {config.layer_input_vocab}; it must be at "
+                              f"least vocab_size, {config.vocab_size}.")
+    return config
+
+
+def _without_mixture(c: ConfigReader) -> ConfigReader:
+    """The config of a dense model, whose text is causal whatever pictures are."""
+    if c.flag("enable_moe_block"):
+        raise c.unsupported("enable_moe_block", True, "of Gemma 4 the dense models run")
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        c.get(name)  # which mean nothing without
+    return c.instead(use_bidirectional_attention=None) if c.get("use_bidirectional_attention") == "vision" else c
+
+
+def _kinds(c: ConfigReader) -> list[str]:
+    """Which kind each layer is; the last one sees all whatever the config says."""
+    layers, types = c.integer("num_hidden_layers", high=2**12), c.get("layer_types")
+    if types is None:
+        types = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"{c.where}: layer_types is {types!r:.60}; it must list {layers} types.")
+    return [*(c.choice("layer_types", kind, LAYER_TYPES) for kind in types[:-1]), FULL]
+
+
+def _heads(c: ConfigReader, kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and numbers of heads of each layer; transformers 5 writes those of layers without a window one by one."""
+    plain = {"head_dim": c.integer("head_dim", 256, high=2**12),
+             "num_key_value_heads": c.integer("num_key_value_heads", 4, high=2**12)}
+    wide = c.integer("global_head_dim", 512, high=2**12)
+    few = c.integer("num_global_key_value_heads", None)
+    few = few if c.flag("attention_k_eq_v") else None
+    own: dict[str, Any] = {"head_dim": wide, **({"num_key_value_heads": few} if few else {})}
+    listed = c.section("per_layer_config")
+    found = []
+    for i, kind in enumerate(kinds):
+        section = listed.section(str(i)) if listed else None
+        if section:
+            found.append({name: section.integer(name, value, high=2**12) for name, value in plain.items()})
+            section.refuse_unread()
+        else:
+            found.append({**plain, **own} if kind == FULL and not listed else plain)
+    if listed:
+        listed.refuse_unread()
+    dims, counts = (tuple(layer[name] for layer in found) for name in plain)
+    heads = c.integer("num_attention_heads", 8, high=2**12)
+    if bad := [n for n in counts if heads % n]:
+        raise CheckpointError(f"{c.where}: num_attention_heads is {heads}; it must be a multiple of the key-value "
+                              f"heads of every layer, and one has {bad[0]}.")
+    if len(set(zip(kinds, dims, strict=True))) > len(set(kinds)) or any(n % 2 for n in dims):
+        raise c.unsupported("head_dim", sorted(set(dims)), "layers of one kind have heads of one, even size")
+    return dims, counts
+
+
+def _kv_layers(c: ConfigReader, kinds: list[str]) -> tuple[int, ...]:
+    """The layer whose K and V each layer reads."""
+    shared = c.integer("num_kv_shared_layers", 0, low=0)
+    first = len(kinds) - shared
+    own = {kind: i for i, kind in enumerate(kinds[: max(first, 0)])}
+    if missing := set(kinds[max(first, 0):]) - set(own):
+        raise CheckpointError(f"{c.where}: num_kv_shared_layers is {shared}, but no {missing.pop()} layer before the "
+                              "last ones has K and V for them to share.")
+    return tuple(i if i < first else own[kind] for i, kind in enumerate(kinds))
+
+
+def _rotations(c: ConfigReader, head_dims: dict[str, int]) -> tuple[RopeConfig, RopeConfig]:
+    """Those of layers without a window, and of the others; `head_dims` are sizes of heads by kind."""
+    both = c.section("rope_parameters") or ConfigReader({})
+    full, sliding = (both.section(kind) for kind in (FULL, SLIDING))
+    both.refuse_unread()
+    local = read_section(sliding, 10000.0, None, LONGEST) if sliding else RopeConfig(10000.0)
+    if local.kind != "default":
+        raise c.unsupported("rope_type of layers with a window", local.kind, "it must be default")
+    full = full or ConfigReader({"rope_type": "proportional", "partial_rotary_factor": 0.25})
+    n, theta = head_dims[FULL], full.number("rope_theta", 1e6, above=1.0)
+    if full.get("rope_type", "default") == "default":
+        return replace(read_section(full, theta, None, LONGEST), dims=n), local
+    full.choice("rope_type", full.get("rope_type"), ("default", "proportional"))
+    dims = 2 * int(full.number("partial_rotary_factor", 1.0, high=1.0) * n // 2)
+    rope = RopeConfig(theta, "proportional", full.number("factor", 1.0), dims=dims, span=n)
+    full.refuse_unread()
+    if not dims:
+        raise c.unsupported("partial_rotary_factor", full.get("partial_rotary_factor"), "two dimensions turn at least")
+    return rope, local
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    inputs = _layer_inputs(g, c, x) if c.layer_input else None
+    for i in range(c.num_hidden_layers):
+        x = _layer(g, c, x, i, inputs)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def _layer_inputs(g: GraphBuilder, c: ModelConfig, x: Tensor) -> Tensor:
+    """What layers get of a token: its own row plus norm(x W^T), part by part.
+
+    The model multiplies the row by sqrt(width), x W^T by 1 / sqrt(hidden_size) and the sum by 1 / sqrt(2). Here the row
+    is as it is stored: the norm's weight is divided by the first, its eps by the square of the second; what the layers
+    make of the sum is normed, with an eps that accounts for the rest.
+    """
+    layers, width = c.num_hidden_layers, c.layer_input
+    rows = g.token_rows("layer_rows", "model.embed_tokens_per_layer.weight", c.layer_input_vocab, layers * width)
+    made = g.linear(x, "layer_projection", ("model.per_layer_model_projection.weight",), (layers * width,),
+                    kind="inputs")
+    norm = Source("model.per_layer_projection_norm.weight", (width,)).scaled(1 / sqrt(width))
+    return g.normed_sum(rows, made, "layer_projection_norm", norm, parts=layers, eps_times=c.hidden_size)
+
+
+def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | None) -> Tensor:
+    """One block: attention and FFN between norms, then what the token's own row adds; all of it times a number."""
+    g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
+    mlp, scalar = hf + "mlp.", hf + "layer_scalar"
+    x = _attended(g, c, x, i, hf, name)
+    h = g.rms_norm(x, name + "ffn_norm", hf + "pre_feedforward_layernorm.weight", feeds=g.ffn_input(name))
+    h = g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
+    x = g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight",
+                     scalar="" if inputs else scalar)
+    if not inputs:
+        return x
+    h = g.linear(x, name + "input_gate", (hf + "per_layer_input_gate.weight",), (c.layer_input,), kind="inputs")
+    h = g.activate(h, c.hidden_act, c.hidden_act_limit, by=inputs, start=i * c.layer_input)
+    h = g.linear(h, name + "input_out", (hf + "per_layer_projection.weight",), (d,), kind="inputs")
+    return g.normed_sum(x, h, name + "input_norm", hf + "post_per_layer_input_norm.weight", scalar=scalar,
+                        eps_times=2 / c.layer_input)
+
+
+def _attended(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, hf: str, name: str) -> Tensor:
+    """The first half of a block; where layers share K and V it has queries alone, and where k is v no matrix for v."""
+    attn, n = hf + "self_attn.", c.head_size(i)
+    own, same = c.kv_layer(i) == i, i in c.keys_as_values
+    heads = (c.num_attention_heads * n, *((c.kv_count(i) * n,) * (2 - same) if own else ()))
+    parts = tuple(attn + p + ".weight" for p in ("q_proj", "k_proj", "v_proj")[: len(heads)])
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
+    h = g.linear(h, name + "qkv", parts, heads, room=heads[1] if own and same else 0)
+    h = g.attention(g.rope_store(h, attn + "q_norm.weight", attn + "k_norm.weight" if own else ""))
+    h = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,))
+    return g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
