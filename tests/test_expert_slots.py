@@ -21,6 +21,7 @@ from edgeinfer.offload import ALIKE, SKEWED, from_flash, keep_experts, placer
 from edgeinfer.runtime import Session, plan_run
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens, write_model
+from tests.test_gpt_oss import MIXTURE as BIASED
 from tests.test_streaming import Pread, cancelled_twice, decoded_after_errors, host, real, watched  # noqa: F401
 
 MIXTURE = replace(TINY, model_type="qwen3_moe", num_hidden_layers=4, experts=ExpertsConfig(9, 3, 40))
@@ -28,6 +29,9 @@ LARGER = replace(TINY, model_type="qwen2_moe", hidden_size=128, num_hidden_layer
                  num_key_value_heads=2, head_dim=32, attention_bias=True,
                  experts=ExpertsConfig(6, 2, 130, normalise=False, shared_size=50, dense_layers=(1,)))
 """Matrices of more than a page, a layer without experts, a shared expert."""
+EARLY = replace(TINY, model_type="smallthinker", num_hidden_layers=3, hidden_act="relu",
+                experts=ExpertsConfig(7, 3, 44, scores="sigmoid"))
+"""The router stands before the attention, so reads go on meanwhile."""
 IDS = tokens(70)
 
 
@@ -59,8 +63,10 @@ def resident(path: Path, **options: Any) -> np.ndarray:
         return logits_of(opened, IDS, 12)
 
 
-@pytest.mark.parametrize(("config", "weights", "n"), [(MIXTURE, "q4", 9), (MIXTURE, "f16", 20), (LARGER, "q4", 7),
-                                                      (LARGER, "int8", 12)], ids=["9", "20", "shared", "all"])
+@pytest.mark.parametrize(("config", "weights", "n"), [
+    (MIXTURE, "q4", 9), (MIXTURE, "f16", 20), (LARGER, "q4", 7), (LARGER, "int8", 12), (EARLY, "q4", 8),
+    (BIASED, "q4", 12),
+], ids=["9", "20", "shared", "all", "early", "biased"])
 def test_the_bits_of_the_model_in_memory(config: Any, weights: str, n: int, models: Path) -> None:
     path = write_model(models, config, weights)
     want = resident(path)
