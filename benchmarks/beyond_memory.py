@@ -59,6 +59,11 @@ class Side:
         self.name, self.limited = name, group is not None
         self._worker = stack.enter_context(Worker(name, [python, str(HERE / script)], join=group and group.join))
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._worker.pid
+
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         return self._worker.ask(do, **arguments)
 

@@ -34,6 +34,7 @@ from edgeinfer.quant import layouts
 
 from .checkpoint import quantisation_of
 from .conversion import BLOCK_WEIGHTS, graph_bytes
+from .random_experts import Routing
 from .random_neurons import APART, Neurons, Sparsity, random_codes
 
 SHAPES: dict[str, ModelConfig] = {
@@ -53,6 +54,7 @@ def write_random_bundle(
     *,
     ffn_layout: str = "tile16",
     sparsity: Sparsity | None = None,
+    routing: float | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -72,6 +74,9 @@ def write_random_bundle(
         As for `convert`.
     sparsity : Sparsity, optional
         How many neurons fire, and a predictor of them; the model then has a ReLU, biases in its FFN, layout neuron.
+    routing : float, optional
+        Of a mixture, the share of a token's choices that the busier half of a layer's experts takes
+        (random_experts.py).
     overwrite : bool
         Replace an existing bundle.
     progress : callable, optional
@@ -88,14 +93,19 @@ def write_random_bundle(
     type_of = requested_types(weights, group_size, ffn_layout=ffn_layout)
     graph = build_graph(config, type_of)
     rng, entries = np.random.default_rng(seed), []
-    neurons = Neurons(rng, config, sparsity)
+    neurons, routers = Neurons(rng, config, sparsity), None
+    if routing is not None:
+        if config.experts is None:
+            raise UsageError(f"The model has no experts, so routing ({routing:g}) makes no sense; leave it out.")
+        routers = Routing(rng, config.experts.total, config.experts.active, routing)
     total, done = graph_bytes(graph), 0
     asked = quantisation_of(type_of, weights, group_size)
     with BundleWriter(destination, config, asked, overwrite=overwrite, source=f"random weights, seed {seed}") as writer:
         writer.reserve(total)
         for weight in graph.weights:
             stored = graph.types[weight.name]
-            entries.append(writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored, neurons)))
+            entries.append(writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored, neurons,
+                                                                                        routers)))
             done += entries[-1].nbytes
             if progress:
                 progress(done, total, weight.name)
@@ -111,7 +121,7 @@ def write_random_bundle(
 
 
 def random_bytes(
-    rng: np.random.Generator, weight: Weight, stored: WeightType, neurons: Neurons
+    rng: np.random.Generator, weight: Weight, stored: WeightType, neurons: Neurons, routers: Routing | None = None
 ) -> Iterator[NDArray[np.uint8]]:
     """Stored bytes of a random weight: norms near 1, biases near 0, matrices that keep the size of their input."""
     if neurons.sparse and weight.name.endswith(".gate_up_bias"):
@@ -130,11 +140,13 @@ def random_bytes(
         shape = (min(step, n_rows - start), cols)
         if stored.quantised:
             codes, scales = random_codes(rng, shape, stored)
-            if neurons.sparse and weight.kind == "embedding":
+            if (neurons.sparse or routers) and weight.kind == "embedding":
                 scales *= np.float16(APART * np.sqrt(cols))
             yield layouts.pack_tile16(codes, stored.dtype, stored.group_size, scales)
         else:
             values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))
+            if routers and weight.name.endswith(".router"):  # which is one block
+                values *= routers.factors()[:, None]
             yield layouts.pack_tile16(values, stored.dtype)
 
 
@@ -195,6 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
     sparse.add_argument("--predictor", choices=("lowrank", "sign"), default="")
     sparse.add_argument("--rank", type=int, default=0, help="of a lowrank predictor")
     sparse.add_argument("--mask", type=float, help="share of the neurons that the predictor chooses (the density)")
+    parser.add_argument("--routing", type=float, help="mixtures of experts: share of a token's choices that the busier "
+                        "half of a layer's experts takes, from 0.5")
     parser.add_argument("--overwrite", action="store_true")
     given = parser.parse_args(arguments)
     config = SHAPES[given.shape]
@@ -207,7 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
         sparsity = None if given.density is None else \
             Sparsity(given.density, given.skew, given.predictor, given.rank, given.mask)
         write_random_bundle(config, given.destination, given.weights, given.group_size, given.seed,
-                            ffn_layout=given.ffn_layout, sparsity=sparsity, overwrite=given.overwrite)
+                            ffn_layout=given.ffn_layout, sparsity=sparsity, routing=given.routing,
+                            overwrite=given.overwrite)
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code

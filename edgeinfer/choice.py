@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
 """Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
 MAX_BYTES = 1 << 16
-RESIDENT, SPARSE, FLASH, STREAMED = "resident", "sparse", "sparse from flash", "streamed"
+RESIDENT, SPARSE, FLASH, EXPERTS, STREAMED = "resident", "sparse", "sparse from flash", "experts from flash", "streamed"
 REFUSED = "refused"
 
 
@@ -40,7 +40,7 @@ class Way(NamedTuple):
     """One way to run a model, and what is predicted of it."""
 
     name: str
-    """resident, sparse, sparse from flash, or streamed."""
+    """resident, sparse, sparse from flash, experts from flash, or streamed."""
     config: RuntimeConfig
     plan: MemoryPlan
     tok_per_s: float
@@ -169,7 +169,7 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: 
 
     from .describe import describe
     from .devices import estimate
-    from .offload import placer, predict
+    from .offload import from_flash, placer, predict
     from .runtime import plan_run
 
     planned = plan_run(bundle, config, placer(bundle), beside)
@@ -181,6 +181,9 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: 
     if plan.cold and reads:
         cost = predict(plan.cold, _statistics(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
         name, waiting, read_bytes = FLASH, cost.seconds, cost.flash_bytes
+    if plan.experts and profile.storage_sequential_gbs:
+        name, read_bytes = EXPERTS, from_flash(plan.experts).nbytes
+        waiting = read_bytes / profile.storage_sequential_gbs / 1e9
 
     def at_depth(depth: int) -> float:
         return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ATTENTION,
         DRAW,
         EXPERTS_INPUT,
+        EXPERTS_RESOLVE,
         LATENT,
         LINEAR,
         NEURON_DOWN,
@@ -44,17 +45,19 @@ if TYPE_CHECKING:
     from .toolchain.objects import cache_directory, package_directory
     from .toolchain.provide import find_set
 
-__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "LADDER", "LATENT", "LINEAR", "NEURON_DOWN",
-           "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE", "ROUTE", "ROWS",
-           "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available", "cache_directory", "catalogue",
-           "choose", "extend", "fill", "find_set", "machine", "package_directory", "parameters", "reference", "routes",
+__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LADDER", "LATENT", "LINEAR",
+           "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
+           "ROUTE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "Isa", "Kernels", "abi", "available",
+           "cache_directory", "catalogue", "choose", "extend", "fill", "find_set", "machine", "package_directory",
+           "parameters", "reference", "routes",
            "sampling", "twin_of"]
 __getattr__ = lazily(__name__, {
     "isa": "Isa available choose machine LADDER",
     "toolchain.objects": "cache_directory package_directory", "toolchain.link": "Kernels",
     "toolchain.provide": "find_set",
-    "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT LINEAR NEURON_DOWN NEURON_GATED NEURON_MASK NEURON_RESOLVE "
-                  "LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES VALUE_FUNCTIONS fill parameters",
+    "parameters": "ACTIVATIONS ATTENTION DRAW EXPERTS_INPUT EXPERTS_RESOLVE LINEAR NEURON_DOWN NEURON_GATED "
+                  "NEURON_MASK NEURON_RESOLVE LATENT PAIRED RELEASE POSITIONS ROPE ROUTE ROWS SCREEN VALUES "
+                  "VALUE_FUNCTIONS fill parameters",
     "abi": "abi", "catalogue": "catalogue extend twin_of", "reference": "reference", "routes": "routes",
     "sampling": "sampling",
 })

@@ -67,11 +67,12 @@ FUSED_QUANTISE, FUSED_NORM = 1, 2
 """What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
-REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold")
+REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",
+           "experts")
 """Memory that operands point into; the index is the region's number. Weights lie in `weights` (the mapped file),
 `resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when
-they are wanted, in slots of `cold`; `state` is what recurrent layers keep of a sequence. A second program, such as a
-draft model's, brings regions of its own (HEAD_BYTES)."""
+they are wanted, in slots of `cold`, experts likewise in `experts`; `state` is what recurrent layers keep of a sequence.
+A second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""
 
 # -- ctx: byte offsets -------------------------------------------------------------------------------------------------
 CTX_REGIONS = 0

@@ -53,6 +53,10 @@ class _Linear(NamedTuple):
     """Heads: bytes from one head's x to the next's."""
     head_gap: int
     """Heads: bytes of an output row between what one head writes and what the next does."""
+    since: int
+    """Experts with FLAG_SLOTS: the first one that the record computes."""
+    until: int
+    """The one behind the last."""
 
 
 class _Rows(NamedTuple):
@@ -400,12 +404,42 @@ class _ExpertsInput(NamedTuple):
     token_tiles: int
 
 
+class _ExpertsResolve(NamedTuple):
+    experts: int
+    active: int
+    """Experts that a token goes through."""
+    in_stride: int
+    """Bytes from one token's entries to the next."""
+    rows: int
+    """Which count gives the tokens."""
+    slots: int
+    slot_bytes: int
+    down: int
+    """Where the columns lie in a slot; in front of them are gates and ups."""
+    base: int
+    """Number of the layer's first expert among those of all layers."""
+    gate_up_bytes: int
+    """Of one expert."""
+    down_bytes: int
+    gate_up_unit: int
+    """Where those of the layer begin in the file, in units of routes.LINE."""
+    down_unit: int
+    ticket: int
+    """Number of the layer's first ticket, of 2 EXPERT_PARTS; 0 in the first layer with experts."""
+    span: int
+    """Experts of a part."""
+    most: int
+    """Bytes that are read at a time: whole pages."""
+    total: int
+    """Experts of all layers."""
+
+
 class _Release(NamedTuple):
     part: int
     """Number of the part whose buffer is free."""
 
 
-LINEAR = _Linear(*range(22))
+LINEAR = _Linear(*range(24))
 ROWS = _Rows(*range(15))
 ROPE = _Rope(*range(11))
 ATTENTION = _Attention(*range(19))
@@ -420,6 +454,7 @@ VALUES = _Values(*range(6))
 POSITIONS = _Positions(*range(5))
 ROUTE = _Route(*range(12))
 EXPERTS_INPUT = _ExpertsInput(*range(10))
+EXPERTS_RESOLVE = _ExpertsResolve(*range(16))
 RELEASE = _Release(*range(1))
 
 ACTIVATIONS = {"relu": 0, "silu": 1, "relu2": 2, "gelu": 3, "gelu_tanh": 4, "drelu": 5, "fatrelu": 6,

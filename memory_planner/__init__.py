@@ -1,9 +1,22 @@
 """Where every byte lives: regions, lifetimes, budgets and the pool of KV blocks. Nothing here allocates."""
 
-from .alternatives import Alternative, Place, alternatives, cold, fit, fits, largest_ctx, refusal, streaming, without
+from .alternatives import (
+    Alternative,
+    Place,
+    alternatives,
+    cold,
+    fit,
+    fits,
+    kept_experts,
+    largest_ctx,
+    refusal,
+    streaming,
+    without,
+)
 from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
+from .expert_slots import ExpertsOfLayer, ExpertsPlan, mixtures
 from .lifetimes import Placement, place_activations
 from .plan import (
     DEVICE,
@@ -24,8 +37,8 @@ from .request import beside_draft, default_ctx, draft_config, resolve, to_reques
 from .stream_layers import stream
 
 __all__ = ["DEVICE", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
-           "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan",
-           "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
-           "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits", "largest_ctx",
-           "masked", "place_activations", "process_budget", "refusal", "resolve", "scratch", "shared_blocks",
-           "sizes_of", "stream", "streaming", "to_request", "without"]
+           "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsOfLayer",
+           "ExpertsPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives",
+           "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits",
+           "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations", "process_budget", "refusal",
+           "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streaming", "to_request", "without"]

@@ -25,7 +25,7 @@ Rebuild = Callable[[TypeOf], Graph]
 """Gives the model's graph with weights stored in another way."""
 Place = Callable[[Planner, Request, int], MemoryPlan | None]
 """Finds a plan within a budget where all weights in memory exceed it; None where it has none."""
-BLOCK, STREAMED, COLD = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons"
+BLOCK, STREAMED, COLD, EXPERTS = abi.BLOCK_TOKENS, "streamed_layers", "cold_neurons", "kept_experts"
 _BY_SIZE = sorted((WeightType.of(name) for name in requestable()), key=lambda stored: -stored.bits_per_weight)
 LIGHTEST = _BY_SIZE[-1]
 STORAGES = (*_BY_SIZE[1:], *(replace(LIGHTEST, group_size=group) for group in LIGHTEST.storage.groups[1:]))
@@ -39,7 +39,8 @@ class Alternative:
     options: Options
     """What to change, by the name of the option: ctx, kv, weights, group_size, samples; ``draft`` is ``none`` for the
     run without its draft model, ``speculate`` is ``off`` for the one that does not guess with a part of the model.
-    ``streamed_layers`` and ``cold_neurons`` are no options: run reads as many from storage by itself."""
+    ``streamed_layers``, ``cold_neurons`` and ``kept_experts`` are no options: run reads as many from storage by
+    itself, or keeps so many experts in memory."""
     total_bytes: int
     """Of the plan with these options."""
     streamed_bytes: int = 0
@@ -58,12 +59,15 @@ class Alternative:
 
     def __str__(self) -> str:
         changes = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()
-                   if name not in (STREAMED, COLD, DRAFT)]
+                   if name not in (STREAMED, COLD, EXPERTS, DRAFT)]
         if DRAFT in self.options:
             changes.append("the run without --draft")
         if COLD in self.options:
             changes.append(f"{self.options[COLD]} neurons read from storage when a token wants them, as run does by "
                            "itself")
+        if EXPERTS in self.options:
+            changes.append(f"{self.options[EXPERTS]} experts in memory and the others read from storage when a token "
+                           "wants them, as run does by itself")
         if STREAMED in self.options:
             changes.append(f"{self.options[STREAMED]} layers streamed from storage, as run does by itself")
         return " ".join(changes)
@@ -128,6 +132,11 @@ def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
     """The same request as a plan with cold neurons has it, of which a token reads so many bytes."""
     neurons = plan.cold.cold_bytes // plan.cold.neuron_bytes if plan.cold else 0
     return Alternative({COLD: neurons}, plan.total_bytes, round(read_bytes))
+
+
+def kept_experts(plan: MemoryPlan, read_bytes: float) -> Alternative:
+    """The same request as a plan with slots for experts has it, of which a token reads so many bytes."""
+    return Alternative({EXPERTS: plan.experts.slots if plan.experts else 0}, plan.total_bytes, round(read_bytes))
 
 
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:

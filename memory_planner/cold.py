@@ -76,12 +76,17 @@ class ColdPlan:
     @property
     def owners(self) -> int:
         """Where the clusters in slots lie, 4 bytes each."""
-        return self.table + round_up(4 * len(self.hot) * self.clusters, 64)
+        return self.table + round_up(4 * self.table_words, 64)
 
     @property
     def uses(self) -> int:
         """Where the uses of slots lie, 4 bytes each."""
         return self.owners + round_up(4 * self.slots, 64)
+
+    @property
+    def cleared(self) -> int:
+        """From where on, up to `words`, there are zeros in an empty cache."""
+        return self.uses
 
     @property
     def stamps(self) -> int:
@@ -99,9 +104,29 @@ class ColdPlan:
         return self.words + abi.COLD_BYTES + 64
 
     @property
+    def table_words(self) -> int:
+        """Slots of clusters."""
+        return len(self.hot) * self.clusters
+
+    @property
+    def slot_bytes(self) -> int:
+        """A cluster's."""
+        return self.cluster_bytes
+
+    @property
+    def tickets(self) -> int:
+        """Of all layers."""
+        return abi.COLD_PARTS * len(self.hot)
+
+    @property
+    def pieces(self) -> int:
+        """Reads that may be under way."""
+        return self.slots
+
+    @property
     def queue_bytes(self) -> int:
         """Of what readers are told: pieces, of which no more are under way than there are slots, and parts."""
-        return abi.PIECE_BYTES * self.slots + abi.PART_BYTES * abi.COLD_PARTS * len(self.hot)
+        return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.tickets
 
 
 def masked(graph: Graph) -> list[NeuronGated]:

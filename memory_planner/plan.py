@@ -16,6 +16,7 @@ from edgeinfer.sizes import format_size, round_up
 
 from .blocks import shared_blocks
 from .cold import ColdPlan, masked
+from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement, place_activations, row_stride
 
 PYTHON_RESERVE_BYTES = 118_000_000
@@ -48,6 +49,8 @@ class Request:
     """Resident neurons of each layer's FFN, where masks leave others to be read when they are wanted; none: all."""
     slots: int = 0
     """Clusters of other neurons that are kept."""
+    expert_slots: int = 0
+    """Experts that are kept, where all are read when a token wants them; 0: they lie where other weights do."""
     own_tokens: int | None = None
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
     lazy: Schedule | None = None
@@ -78,8 +81,6 @@ PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reser
 such pages locked into memory; set aside for what others allocate; in the memory of another device than this process."""
 STREAM_BUFFERS = 2
 """Parts of streamed weights (layers) that are in memory at once: the one in work and the one that is read ahead."""
-PAGE_BYTES, READ_BYTES = 4096, 1 << 20
-"""Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time (docs/streaming.md)."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ class MemoryPlan:
     i % STREAM_BUFFERS."""
     cold: ColdPlan | None = None
     """Neurons that are read when they are wanted, where there are any."""
+    experts: ExpertsPlan | None = None
+    """Experts that are read when they are wanted, where there are any."""
     holes: Placement | None = None
     """With a schedule of pruning: which tokens of a block each stage but the first lacks (abi.FLAG_HOLES); the stages
     one after the other, `stride` bytes each."""
@@ -139,13 +142,14 @@ class MemoryPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Weights that are not in memory from the start: streamed ones and cold neurons."""
-        return self.streamed_bytes + (self.cold.cold_bytes if self.cold else 0)
+        """Weights that are not in memory from the start: streamed ones, cold neurons, and experts."""
+        cold, experts = self.cold.cold_bytes if self.cold else 0, self.experts.stored_bytes if self.experts else 0
+        return self.streamed_bytes + cold + experts
 
     @property
     def unstreamed_bytes(self) -> int:
         """What `total_bytes` would be with all weights in memory."""
-        instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold"))
+        instead = sum(r.nbytes for r in self.regions if r.name in ("streamed", "cold", "experts"))
         return self.total_bytes + self.stored_bytes - instead
 
     @property
@@ -221,6 +225,7 @@ class _Weights:
     buffer_bytes: int
     """Of one part of the streamed ones."""
     cold: ColdPlan | None
+    experts: ExpertsPlan | None
     filed: tuple[str, ...]
     """Tables that stay in their file, of which a token reads a row."""
 
@@ -235,7 +240,8 @@ class _Weights:
         pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
         streamed = len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
         records = (2 + abi.COLD_PARTS) * abi.RECORD_BYTES
-        return streamed + (self.cold.queue_bytes + records * len(self.cold.hot) if self.cold else 0)
+        cold = self.cold.queue_bytes + records * len(self.cold.hot) if self.cold else 0
+        return streamed + cold + (self.experts.queue_bytes if self.experts else 0)
 
 
 class Planner:
@@ -285,7 +291,7 @@ class Planner:
         if rows not in self._activations:  # whatever the context
             self._activations[rows] = place_activations(graph, *rows)
         placements, arena = self._activations[rows]
-        homes = (request.homes, request.hot, request.slots)
+        homes = (request.homes, request.hot, request.slots, request.expert_slots)
         if homes not in self._weights:
             self._weights[homes] = self._place_weights(request)
         weights = self._weights[homes]
@@ -330,7 +336,7 @@ class Planner:
         made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, holes, weights.filed)
+                          weights.cold, weights.experts, holes, weights.filed)
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -341,11 +347,14 @@ class Planner:
         parts: dict[int | None, list[str]] = {}
         resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
         hot = {op.weight.name: cold.hot[op.layer or 0] for op in masked(graph)} if cold else {}
+        experts = ExpertsPlan.of(graph, offsets, request.expert_slots) if request.expert_slots else None
         for weight in graph.weights:
             name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
             if cold and name in hot:
                 nbytes = hot[name] * cold.neuron_bytes
             home = homes.get(name, homes.get("*", "weights")) if weight.kind != "predictor" else "resident"
+            if experts and weight.kind == "experts":
+                home = "experts"
             places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
             if home == "resident":
                 resident = round_up(resident + nbytes, 64)
@@ -365,7 +374,7 @@ class Planner:
                 at = places[name].offset + number % STREAM_BUFFERS * buffer
                 places[name] = replace(places[name], offset=at)
         filed = tuple(w.name for w in graph.weights if w.kind == "rows" and places[w.name].region == "weights")
-        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer, cold, filed)
+        return _Weights(places, tuple(map(tuple, parts.values())), resident, buffer, cold, experts, filed)
 
     def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
         def stored(home: str) -> str:
@@ -386,6 +395,9 @@ class Planner:
         if cold := weights.cold:
             yield Region("cold", cold.nbytes, f"{cold.slots} slots of {cold.cluster_bytes} bytes for neurons that are "
                                               "read when they are wanted")
+        if experts := weights.experts:
+            yield Region("experts", experts.nbytes, f"{experts.slots} slots of {experts.slot_bytes} bytes for "
+                                                    f"{experts.total} experts that are read when they are wanted")
 
     def _rows(self, request: Request, weights: _Weights) -> Region:
         """Pages of tables that stay in their file: as many as the contexts' tokens have rows on."""

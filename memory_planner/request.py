@@ -66,7 +66,8 @@ def to_draft_request(request: Request) -> Request:
     """What to plan for the draft model of a run: it walks the same texts, and draws one token of each at a time."""
     homes = tuple(home for home in request.homes if home[0] == "*")
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
-    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, own_tokens=own, lazy=None)
+    return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, expert_slots=0,
+                   own_tokens=own, lazy=None)
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:

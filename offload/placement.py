@@ -21,7 +21,9 @@ from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import NeuronGated
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
 
-Floats = NDArray[np.float64]
+from .experts import keep_experts
+from .prediction import Floats
+
 TOKENS_KEPT = 2
 """Tokens whose cold neurons the cache holds, beside what a prompt needs: with less than one it holds nothing when a
 layer's turn comes again, and beyond two the same bytes save more as resident neurons (docs/offload.md)."""
@@ -110,11 +112,13 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
 
 
 def placer(bundle: Bundle) -> Place | None:
-    """Return what finds hot and cold neurons for a bundle, or None where it has no neurons by themselves.
+    """Return what finds hot and cold neurons for a bundle, or slots for its experts; None where it has neither.
 
-    It is for `Session`, and finds nothing for graphs without masks in every FFN by neuron: dense and exact runs
+    It is for `Session`, and finds no neurons for graphs without masks in every FFN by neuron: dense and exact runs
     compute the gates of all neurons, so streaming reads no more than they need.
     """
+    if bundle.config.experts:
+        return keep_experts
     if not any(entry.part == "cold" for entry in bundle.header.files):
         return None
     return partial(_place, bundle)

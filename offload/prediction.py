@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.bundle import Statistics
 from edgeinfer.memory_planner import ColdPlan
 
-from .placement import Floats
-
+Floats = NDArray[np.float64]
 LONGEST = 1e12
 """Tokens after which a cache that is not full by then never will be: its other clusters are not wanted."""
 

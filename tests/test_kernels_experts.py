@@ -190,8 +190,12 @@ class Layer:
         return 4 * (-(-width // 16) * 16), 0, 0
 
     def run(self, isa: str, tokens: slice = slice(None), threads: int = 1, chunk: int = 3,
-            activation: str = "silu", limit: float = 0.0) -> np.ndarray:
-        """The layer's output for some of the tokens, record by record, each against its twin."""
+            activation: str = "silu", limit: float = 0.0,
+            in_slots: bool = False) -> np.ndarray:
+        """The layer's output for some of the tokens, record by record, each against its twin.
+
+        With `in_slots` matrices lie in no order, and each product is two records.
+        """
         bench, mix, x = Bench(), self.mix.of(tokens), self.x[tokens]
         n, active = mix.ids.shape
         several, pairs = n > 1, n * active
@@ -232,7 +236,15 @@ class Layer:
             x_place = inputs[step] if self.group or step == 0 else given
             places = [bench.put("weights", weights), x_place, to, bench.put("constants", bias), scratch, given, rows,
                       listed]
-            bench.run(isa, name + suffix, places, values, abi.FLAG_BIAS * self.bias, threads, keep=True)
+            flags = abi.FLAG_BIAS * self.bias
+            if not in_slots:
+                bench.run(isa, name + suffix, places, values, flags, threads, keep=True)
+                return
+            slots, table = scattered(weights, mix.experts, routes.PLACE_DOWN if step else routes.PLACE_GATE_UP)
+            places = [bench.put("weights", slots), *places[1:], bench.put("constants", table)]
+            for since, until in ((0, mix.experts // 2), (mix.experts // 2, mix.experts)):
+                values[LINEAR.since], values[LINEAR.until] = since, until
+                bench.run(isa, name + suffix, places, values, flags | routes.FLAG_SLOTS, threads, keep=True)
 
         if several:
             lay(0, source, 4 * x.shape[1], 1)
@@ -279,6 +291,28 @@ def test_clamped_gates_of_experts(dtype: str, group: int) -> None:
         for isa in ISAS:
             outs = [layer.run(isa, activation="swiglu_oai", limit=limit) for limit in (0.5, 1e30)]
             assert np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+def scattered(weights: np.ndarray, experts: int, field: int) -> tuple[np.ndarray, np.ndarray]:
+    """The experts' matrices in another order with gaps, and the table that says where."""
+    own = weights.reshape(-1).view(np.uint8).reshape(experts, -1)
+    room = own.shape[1] + 3 * routes.LINE
+    slots, table = np.full((experts, room), 0xFF, np.uint8), np.full((experts, routes.PLACE_BYTES // 4), -1, np.int32)
+    for e, slot in enumerate(np.random.default_rng(0).permutation(experts)):
+        slots[slot, : own.shape[1]] = own[e]
+        table[e, field // 4] = slot * room // routes.LINE
+    return slots, table
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f32", 0)])
+def test_matrices_in_slots_give_the_bits_of_those_in_order(dtype: str, group: int, isa: str) -> None:
+    rng = np.random.default_rng(7)
+    layer = Layer(rng, dtype, group, mixture(rng, 20, 7, 3, 0.5), 65, 38, bias=True)
+    for tokens in (slice(None), slice(3, 4), slice(0, 2)):
+        whole = layer.run(isa, tokens)
+        for threads in (1, 3):
+            np.testing.assert_array_equal(layer.run(isa, tokens, threads, in_slots=True), whole)
 
 
 @pytest.mark.parametrize("isa", ISAS)

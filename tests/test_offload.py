@@ -212,7 +212,7 @@ def test_ranges_of_records_begin_before_what_they_need(q4: Path) -> None:
         got = [opened.decode([sequence], [token])[0].copy() for token in IDS[58:]]
         assert (np.stack(got) == want[1:]).all()
         opened.reserve(sequence, 1)
-        with pytest.raises(EdgeInferError, match=f"Record {found + 1} computes with neurons that an earlier one"):
+        with pytest.raises(EdgeInferError, match=f"Record {found + 1} computes with weights that an earlier one"):
             opened.walk_range(Segment(sequence, IDS[:1]), found + 1, n)
 
 

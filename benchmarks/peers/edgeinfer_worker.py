@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
 from guessing import Model, guess  # noqa: E402
-from serving import Runner, peak_rss_bytes, process_age_ms, serve, token_ids  # noqa: E402
+from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids  # noqa: E402
 
 MOST_CHECKED = 16
 """Tokens whose logits are all computed; more are a prompt."""
@@ -48,7 +48,7 @@ class EdgeInfer:
         began = time.perf_counter()
         bundle = Bundle.open(self._path)
         config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget, outputs=outputs,
-                               recipe=Recipe().sparse(sparse))
+                               recipe=Recipe().sparse(sparse) if sparse else Recipe())
         session = Session(bundle, config, place=placer(bundle))
         load_ms = 1000 * (time.perf_counter() - began)
         sequence = session.new_sequence()
@@ -61,7 +61,9 @@ class EdgeInfer:
 
         self._session, self._sequence = session, sequence
         self._runner = Runner(session.model.vocab_size, process, lambda n: session.truncate(sequence, n))
-        return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes}
+        experts = session.plan.experts
+        return {"isa": session.isa, "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
+                "slots": experts and experts.slots}
 
     def draft(self, path: str, ctx: int) -> dict[str, Any]:
         """Open a model that guesses, on the threads of the one that checks."""
@@ -86,7 +88,8 @@ class EdgeInfer:
         return {**self._runner.run(kind, tokens, depth), "bytes_per_token": bytes_per_token(self._session, case),
                 "operations_per_token": operations_per_token(self._session, case)}
 
-    def decode(self, tokens: int, empty: bool = False, repeats: float = 0.0) -> dict[str, Any]:
+    def decode(self, tokens: int, empty: bool = False, repeats: float = 0.0,
+               seed: int | None = None) -> dict[str, Any]:
         """Take the time of decoding tokens in no order, a new sequence for each call, after one that does not count.
 
         Parameters
@@ -96,18 +99,33 @@ class EdgeInfer:
             Empty the cache of cold neurons before each token.
         repeats : float
             Share of the tokens that are the one before again: these want the same neurons.
+        seed : int, optional
+            Which tokens; by default they go on from call to call.
         """
         session, times, token = self._session, [], 0
         session.truncate(self._sequence, 0)
+        ids = None if seed is None else random_ids(seed, session.model.vocab_size, tokens + 1)
+        before = getattr(session.reader, "hits", None)
         for i in range(tokens + 1):
-            if not i or self._random.random() >= repeats:
+            if ids:
+                token = ids[i]
+            elif not i or self._random.random() >= repeats:
                 token = int(self._random.integers(3, session.model.vocab_size))
             if empty:
                 session.executor.stream.forget()
             began = time.perf_counter()
             session.decode([self._sequence], [token])
             times.append(time.perf_counter() - began)
-        return {"seconds": times[1:]}
+        found = before and [now - then for now, then in zip(session.reader.hits, before, strict=True)]
+        return {"seconds": times[1:], "hit_rate": found and found[1] / max(1, found[1] + found[2])}
+
+    def prompt(self, tokens: int, seed: int) -> dict[str, Any]:
+        """Take the time of a prompt of tokens in no order."""
+        self._session.truncate(self._sequence, 0)
+        ids = random_ids(seed, self._session.model.vocab_size, tokens)
+        began = time.perf_counter()
+        self._session.prefill(self._sequence, ids)
+        return {"seconds": [time.perf_counter() - began]}
 
     def run_for(self, kind: str, tokens: int, at: float, seconds: float) -> dict[str, Any]:
         return self._runner.run_for(kind, tokens, at, seconds)
@@ -151,5 +169,6 @@ def as_model(session: Any) -> Model:
 
 if __name__ == "__main__":
     worker = EdgeInfer()
-    names = ("load", "context", "run", "decode", "run_for", "memory", "first_token", "probe", "draft", "guess")
+    names = ("load", "context", "run", "decode", "prompt", "run_for", "memory", "first_token", "probe", "draft",
+             "guess")
     serve({name: getattr(worker, name) for name in names})

@@ -83,7 +83,9 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
     return out.reshape(rows, columns // weights * nbytes)
 
 
-MIXTURES = {"olmoe": "olmoe", "mixtral": "llama"}
+APART = 8.0
+"""Root mean square of an embedding's values in mixtures, as in converters/random_experts.py."""
+MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 """Mixtures of experts that can be written, and what llama.cpp calls them."""
 
 
@@ -93,9 +95,10 @@ def vectors(shape: dict) -> list[tuple[str, tuple[int, ...]]]:
     found = [(f"blk.{i}.{name}.weight", (hidden,)) for i in range(layers) for name in ("attn_norm", "ffn_norm")]
     if experts:
         found += [(f"blk.{i}.ffn_gate_inp.weight", (experts["total"], hidden)) for i in range(layers)]
-    if shape["model_type"] == "olmoe":
-        for name, heads in (("attn_q_norm", "num_attention_heads"), ("attn_k_norm", "num_key_value_heads")):
-            found += [(f"blk.{i}.{name}.weight", (shape[heads] * shape["head_dim"],)) for i in range(layers)]
+    for name, heads in (("attn_q_norm", "num_attention_heads"), ("attn_k_norm", "num_key_value_heads")):
+        if shape["model_type"] in ("olmoe", "qwen3_moe"):
+            n = shape[heads] if shape["model_type"] == "olmoe" else 1
+            found += [(f"blk.{i}.{name}.weight", (n * shape["head_dim"],)) for i in range(layers)]
     return [*found, ("output_norm.weight", (hidden,))]
 
 
@@ -114,6 +117,9 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
     if experts := shape.get("experts"):
         writer.add_expert_count(experts["total"])
         writer.add_expert_used_count(experts["active"])
+        writer.add_expert_feed_forward_length(experts["intermediate_size"])
+        writer.add_key_length(shape["head_dim"])
+        writer.add_value_length(shape["head_dim"])
     kinds = gguf.TokenType
     tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
@@ -127,8 +133,11 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
     writer.add_unk_token_id(0)
 
 
-def write(shape: dict, mixture: str, path: str) -> int:
-    """Write a file; returns the bytes of the matrices that a token reads (the table is read only if it is the head)."""
+def write(shape: dict, mixture: str, path: str, spread: float | None = None) -> int:
+    """Write a file; returns the bytes of the matrices that a token reads (the table is read only if it is the head).
+
+    With a `spread` rows of routers have factors from 1 to 1 + spread, and tokens stay apart.
+    """
     experts = shape.get("experts")
     writer = gguf.GGUFWriter(path, MIXTURES[shape["model_type"]] if experts else "llama")
     rng = np.random.default_rng(0)
@@ -148,11 +157,16 @@ def write(shape: dict, mixture: str, path: str) -> int:
     read = 0
     for name, rows, columns, kind in table:
         data = random_blocks(rng, rows, columns, kind)
+        if spread is not None and name == "token_embd":
+            scales = data.reshape(-1, BLOCKS[kind][1])[:, :2].view("<f2")
+            scales *= np.float16(APART * np.sqrt(columns))
         share = experts["active"] / experts["total"] if name.endswith("_exps") else 1
         read += 0 if name == "token_embd" and not shape["tie_word_embeddings"] else round(data.nbytes * share)
         writer.write_tensor_data(data)
     for _, shape_of in floats:
         router = rng.standard_normal(shape_of, np.float32) / np.sqrt(shape_of[-1], dtype=np.float32)
+        if spread is not None and len(shape_of) == 2:
+            router *= rng.permutation(1 + spread * np.linspace(0, 1, shape_of[0])).astype(np.float32)[:, None]
         writer.write_tensor_data(router if len(shape_of) == 2 else np.ones(shape_of, np.float32))
     writer.close()
     return read + sum(4 * prod(shape_of) for _, shape_of in floats)
@@ -162,9 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--format", choices=("q4_0", "q4_k_m"), required=True)
+    parser.add_argument("--spread", type=float, help="of a mixture's routing (converters/random_experts.py)")
     parser.add_argument("--output", required=True)
     given = parser.parse_args()
-    print(json.dumps({"bytes_read": write(given.shape, given.format, given.output)}))
+    print(json.dumps({"bytes_read": write(given.shape, given.format, given.output, given.spread)}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from guessing import Model, guess
-from serving import Runner, peak_rss_bytes, process_age_ms, serve, token_ids
+from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids
 
 UBATCH = 512
 """llama.cpp's own default, and that of llama-bench."""
@@ -86,15 +86,26 @@ class LlamaCpp:
     def run(self, kind: str, tokens: int, depth: int) -> dict[str, Any]:
         return self._runner.run(kind, tokens, depth)
 
-    def decode(self, tokens: int) -> dict[str, Any]:
-        """Take the time of decoding tokens in a new sequence, after one that does not count."""
+    def decode(self, tokens: int, seed: int | None = None) -> dict[str, Any]:
+        """Take the time of decoding tokens in a new sequence, after one that does not count; a seed gives others."""
         self._truncate(0)
         times = []
-        for token in token_ids(self._vocab_size, tokens + 1):
+        ids = token_ids(self._vocab_size, tokens + 1)
+        if seed is not None:
+            ids = random_ids(seed, self._vocab_size, tokens + 1)
+        for token in ids:
             began = time.perf_counter()
             self._process([token])
             times.append(time.perf_counter() - began)
         return {"seconds": times[1:]}
+
+    def prompt(self, tokens: int, seed: int) -> dict[str, Any]:
+        """Take the time of a prompt of tokens in no order."""
+        self._truncate(0)
+        ids = random_ids(seed, self._vocab_size, tokens)
+        began = time.perf_counter()
+        self._process(ids)
+        return {"seconds": [time.perf_counter() - began]}
 
     def draft(self, path: str, ctx: int, mapped: bool = False) -> dict[str, Any]:
         """Open a model that guesses, with a context and threads like those of the one that checks."""
@@ -146,5 +157,5 @@ class LlamaCpp:
 
 if __name__ == "__main__":
     worker = LlamaCpp()
-    names = ("load", "context", "run", "decode", "run_for", "memory", "first_token", "draft", "guess")
+    names = ("load", "context", "run", "decode", "prompt", "run_for", "memory", "first_token", "draft", "guess")
     serve({name: getattr(worker, name) for name in names})

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 
@@ -49,6 +50,12 @@ def process_age_ms() -> float | None:
 def token_ids(vocab_size: int, n_tokens: int) -> list[int]:
     """The same ids for every peer; none is a special token."""
     return [3 + (7919 * i + 12345) % (vocab_size - 3) for i in range(n_tokens)]
+
+
+def random_ids(seed: int, vocab_size: int, n_tokens: int) -> list[int]:
+    """Tokens in no order, the same for every peer; none is a special token."""
+    random = Random(seed)
+    return [random.randrange(3, vocab_size) for _ in range(n_tokens)]
 
 
 class Runner:

@@ -45,6 +45,7 @@ from .options import (
 from .output import print_json, say
 from .prediction import bench_estimate, learn_from_bench, make_predictor
 from .progress import ProgressLine
+from .streaming import Usage
 
 if TYPE_CHECKING:
     from ..backends import Provider
@@ -73,6 +74,8 @@ JSON_FIELDS = {
         "peak_rss_bytes": "most memory that the process held, without the probe's; null where the system does not say",
         "streamed_bytes": "weights that are read from storage for each token; 0 where all are in memory",
         "cold_bytes": "neurons that are read from storage when a token wants them; 0 where all are in memory",
+        "expert_bytes": "experts that are read from storage when a token wants them; 0 where all are in memory",
+        "offload": "what the tests read from storage, as in `run`; null where all weights are in memory",
         "decision": FIELD + "; bench measures that way",
         "quality": "where that approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`; else null",
         "probe_bytes": "memory read to measure the bandwidth",
@@ -187,7 +190,7 @@ def bench(
                 None if shape else draft, draft if shape else None, None, None, progress)
             report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
                                                max(case.depth for case in tests), repetitions, accept, progress)
-    stored = report["streamed_bytes"] + report["cold_bytes"]
+    stored = report["streamed_bytes"] + report["cold_bytes"] + report["expert_bytes"]
     predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
     if json:
@@ -320,12 +323,15 @@ def run_tests(
         try:
             cost = approximation(session, config != asked)
             announce(session, choice, cost, max_kld)
+            usage = Usage(session)
             measured = measure(session, probe, tests, repetitions, profile, partial(progress, "measure"))
             peak = peak_rss_bytes()
             return config, {
                 "load_ms": load_ms, "planned_bytes": session.plan.total_bytes,
                 "streamed_bytes": session.plan.streamed_bytes,
                 "cold_bytes": session.plan.cold.cold_bytes if session.plan.cold else 0,
+                "expert_bytes": session.plan.experts.stored_bytes if session.plan.experts else 0,
+                "offload": usage.report(),
                 "decision": choice and choice.report(), "quality": cost,
                 "peak_rss_bytes": None if peak is None else peak - probe.read_bytes, "probe_bytes": probe.read_bytes,
                 "device": provider.device if provider else CPU, "device_bytes": session.plan.device_bytes,

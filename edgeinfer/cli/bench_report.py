@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..quant import WeightType
 from ..sizes import format_size
+from . import streaming
 from .output import print_table, table
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def print_report(out: dict[str, Any], measured: Measurement) -> None:
     print_table(rows, right=[1, 2, 3, 4])
     print()
     print_table(_figures(out))
+    if read := streaming.line(out.get("offload")):
+        print(read)
     for line in _estimate_lines(out.get("estimate")):
         print(line)
     for line in _speculation_lines(out.get("speculation")):

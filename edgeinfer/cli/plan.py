@@ -229,8 +229,9 @@ class _Planned:
         fits = plan.total_bytes <= self.budget
         options = [] if fits else [*filter(None, [without(self.planner, config, self.budget)]),
                                    *alternatives(self.planner, config, self.budget, model.rebuild)]
-        options += [] if fits else self._cold()
-        if not fits and (streamed := streaming(self.planner, config, self.budget)):
+        options += [] if fits else [*self._cold(), *self._experts()]
+        by_expert = any("kept_experts" in option.options for option in options)
+        if not fits and not by_expert and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)
         report: dict[str, Any] = {
             "model": model.name, "source": model.source, "fits": fits,
@@ -265,6 +266,39 @@ class _Planned:
 
         return [cold(way.plan, way.read_bytes) for way in self._flash()]
 
+    def _kept(self) -> MemoryPlan | None:
+        """The plan that keeps some experts in memory, where `run` has one."""
+        from ..memory_planner import mixtures, to_request
+        from ..offload import keep_experts
+
+        if not mixtures(self.planner.graph):
+            return None
+        return keep_experts(self.planner, to_request(self.config), self.budget)
+
+    def _experts(self) -> list[Alternative]:
+        from ..memory_planner import kept_experts
+        from ..offload import from_flash
+
+        plan = self._kept()
+        return [kept_experts(plan, from_flash(plan.experts).nbytes)] if plan and plan.experts else []
+
+    def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
+        """Return what tokens read of experts, and how fast they come where storage was measured."""
+        from ..devices import estimate
+        from ..offload import ALIKE, SKEWED, from_flash
+
+        plan, found = self._kept(), {}
+        assert plan and plan.experts
+        for name, half in (("alike", ALIKE), ("skewed", SKEWED)):
+            expected, speed = from_flash(plan.experts, half), None
+            if self.profile is not None and self.profile.storage_sequential_gbs:
+                traffic = replace(self.model.traffic(self.config.kv), flash_bytes=expected.nbytes)
+                speed = estimate(self.profile, traffic, self.config.ctx or 0).decode_tok_per_s
+            found[name] = {"busier_half": half, "hit_rate": expected.hit_rate, "streamed_bytes": round(expected.nbytes),
+                           "decode_tok_per_s": speed}
+        return {"experts": plan.experts.total, "streamed_bytes": option.streamed_bytes, "routing": found,
+                "decode_tok_per_s": found["alike"]["decode_tok_per_s"]}
+
     def _alternative(self, option: Alternative) -> dict[str, Any]:
         """Return an alternative as a JSON object; how fast reading from storage is, where storage was measured."""
         from ..devices import estimate
@@ -274,6 +308,8 @@ class _Planned:
             speed = next(way.at_depth(self.config.ctx or 0) for way in self._flash())
             return {**out, "streamed_bytes": option.streamed_bytes,
                     "decode_tok_per_s": speed if self.choice and self.choice.probed else None}
+        if "kept_experts" in option.options:
+            return {**out, **self._read_of_experts(option)}
         if "streamed_layers" not in option.options:
             return out
         if self.profile is not None and self.profile.storage_sequential_gbs:

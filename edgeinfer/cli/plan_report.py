@@ -43,7 +43,9 @@ JSON_FIELDS = {
         "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
         "order in which to try them, each checked to fit. The last may be "
         "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
-        "each token and `decode_tok_per_s`, null where storage was not measured",
+        "each token and `decode_tok_per_s`, null where storage was not measured; or `kept_experts`, likewise, with "
+        "`experts` in all and `routing`: what is expected where choices are `alike` and `skewed`, each `busier_half` "
+        "(the share that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, "
         "and as in `estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
@@ -155,7 +157,13 @@ def _streaming(option: dict[str, Any]) -> str:
         return ""
     fast = option["decode_tok_per_s"]
     how = "how fast, nobody measured here" if fast is None else f"{speed(fast)} tok/s"
-    return f", {format_size(option['streamed_bytes'])} from storage for each token: {how}"
+    skewed = ""
+    if routing := option.get("routing"):
+        other = routing["skewed"]
+        skewed = (f" where all experts are chosen alike ({routing['alike']['hit_rate']:.0%} are there), "
+                  f"{format_size(other['streamed_bytes'])} where half of them take {other['busier_half']:.0%} "
+                  f"({other['hit_rate']:.0%})")
+    return f", {format_size(option['streamed_bytes'])} from storage for each token{skewed}: {how}"
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:

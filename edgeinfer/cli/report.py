@@ -39,11 +39,11 @@ JSON_FIELDS = {
         "estimate": "after a probe: `decode` and `prompt`, each with `t_per_s`, `low`, `high` as predicted and "
         "`measured` (of decoding with guesses: what it would have been without, by `gain` of `speculation`), `miss`; "
         "`basis`, `error`, `error_source`; else null",
-        "offload": "where weights do not fit and are read from storage: `decision` (streamed, or sparse from flash), "
-        "`walks`, `flash_bytes` read in them, `flash_bytes_per_token` (streamed: of a walk, which guesses and samples "
-        "share; else of a token that was walked, a guess or not), `io_wait_ms`, `direct` (past the page cache); "
-        "`layers` that are streamed, or `hot_share` of the neurons, which is in memory, and `hit_rate` of the cache of "
-        "the others; else null",
+        "offload": "where weights do not fit and are read from storage: `decision` (streamed, sparse from flash, or "
+        "experts from flash), `walks`, `flash_bytes` read in them, `flash_bytes_per_token` (streamed: of a walk, which "
+        "guesses and samples share; else of a token that was walked, a guess or not), `io_wait_ms`, `direct` (past the "
+        "page cache); `layers` that are streamed; or `hot_share` of the neurons, which is in memory, and `hit_rate` of "
+        "the cache of the others; or `kept_share` of the experts, which the cache holds, and its `hit_rate`; else null",
         "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
         "whether nobody asked for it; else null",
         "decision": decision.FIELD,

@@ -22,6 +22,10 @@ def notice(runner: Runner) -> str | None:
         line = (f"{_hot(plan.cold):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "
                 f"token wants them, {format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are "
                 "kept")
+    elif experts := plan.experts:
+        line = (f"{experts.slots} of {experts.total} experts are kept in memory ({experts.slots / experts.total:.0%}); "
+                f"others are read from storage when a token goes through them, "
+                f"{format_size(round(experts.expert_bytes))} each")
     else:
         stream: Stream = reader  # type: ignore[assignment]
         line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
@@ -52,7 +56,7 @@ class Usage:
             return ()
         session: Session = self._runner  # type: ignore[assignment]
         found: Slots = session.reader  # type: ignore[assignment]
-        hits = found.hits if session.plan.cold else ()
+        hits = found.hits if session.plan.cold or session.plan.experts else ()
         return found.walks, found.bytes_read, session.executor.waited_ns, *hits
 
     def report(self) -> dict[str, Any] | None:
@@ -67,6 +71,11 @@ class Usage:
             own = {"decision": "sparse from flash", "hot_share": _hot(plan.cold),
                    "hit_rate": hits / max(hits + misses, 1),
                    "flash_bytes_per_token": misses * plan.cold.cluster_bytes / max(tokens, 1)}
+        elif plan.experts:
+            tokens, hits, misses = found
+            own = {"decision": "experts from flash", "kept_share": plan.experts.slots / plan.experts.total,
+                   "hit_rate": hits / max(hits + misses, 1),
+                   "flash_bytes_per_token": misses * plan.experts.expert_bytes / max(tokens, 1)}
         else:
             stream: Stream = reader
             own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": stream.bytes_per_walk}

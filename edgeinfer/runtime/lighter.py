@@ -81,7 +81,7 @@ class Lighter(NamedTuple):
 
     def planned(self, host: MemoryPlan) -> Planned | None:
         """Plan the first way that goes together with a session's plan; None where weights are read from storage."""
-        if host.parts or host.cold:
+        if host.parts or host.cold or host.experts:
             return None
         for planner in self.planners:
             own = [weight.name for weight in planner.graph.weights if weight.name not in host.places]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
-from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROUTE, ROWS, abi, fill
+from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, EXPERTS_RESOLVE, LINEAR, ROUTE, ROWS, abi, fill, routes
+from edgeinfer.memory_planner import READ_BYTES
 
-from .lowering_base import CHUNK_BYTES, Lowering, lower, rows
+from .lowering_base import CHUNK_BYTES, Lowering, Operand, lower, rows
 from .program import Record
+from .slots import EXPERTS_KERNEL
 
 
 @lower.register
@@ -16,7 +18,44 @@ def _(op: Route, at: Lowering) -> list[Record]:
                       normalise=int(op.normalise), scale=float(op.scale), groups=op.groups,
                       active_groups=op.active_groups, group_best=op.group_best, scratch=at.plan.thread_scratch_bytes)
     operands = [at.at(op.logits), at.at(op.out), at.at(op.bias), at.scratch]
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+    found = [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+    return [*found, _resolve(op, at)] if at.plan.experts else found
+
+
+def _resolve(op: Route, at: Lowering) -> Record:
+    """The record that finds the experts that were chosen, and has those read that are missing."""
+    plan = at.plan.experts
+    assert plan
+    number = plan.number(op.layer or 0)
+    own = plan.layers[number]
+    parameters = fill(
+        EXPERTS_RESOLVE, experts=op.experts, active=op.active, in_stride=at.stride(op.out), rows=rows(op.out),
+        slots=plan.slots, slot_bytes=plan.slot_bytes, down=plan.down_at, base=number * plan.experts,
+        gate_up_bytes=own.gate_up_bytes, down_bytes=own.down_bytes, gate_up_unit=own.gate_up // routes.LINE,
+        down_unit=own.down // routes.LINE, ticket=2 * routes.EXPERT_PARTS * number, span=plan.span, most=READ_BYTES,
+        total=plan.total)
+    operands = [at.at(op.out), _places(number, at), _slots(at), _in_region(plan.owners, 4 * plan.slots),
+                _in_region(plan.counts + 4 * number * plan.experts, 4 * (plan.total - number * plan.experts)),
+                _in_region(plan.stamps, 8 * plan.slots),
+                _in_region(plan.words, abi.COLD_BYTES), _in_region(plan.wanted, 4 * plan.experts)]
+    return at.record(op, EXPERTS_KERNEL, operands, parameters, step=1, label=f"find experts of layer {op.layer or 0}")
+
+
+def _in_region(offset: int, nbytes: int) -> Operand:
+    return Operand("experts", offset, nbytes)
+
+
+def _slots(at: Lowering) -> Operand:
+    assert at.plan.experts
+    return _in_region(0, at.plan.experts.slots * at.plan.experts.slot_bytes)
+
+
+def _places(number: int, at: Lowering) -> Operand:
+    """Where the experts of one of the layers lie."""
+    plan = at.plan.experts
+    assert plan
+    nbytes = routes.PLACE_BYTES * plan.experts
+    return _in_region(plan.table + number * nbytes, nbytes)
 
 
 @lower.register
@@ -69,4 +108,24 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
         source_stride=0 if op.source.times == 1 else at.stride(op.source), **more)
     operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.routes), at.at(op.listed)]
-    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+    kernel, flags = op.kernels(at.types, at.kv)[0], abi.FLAG_BIAS if op.bias else 0
+    if at.plan.experts:
+        return _from_slots(op, at, kernel, operands, parameters, flags)
+    return [at.record(op, kernel, operands, parameters, flags)]
+
+
+def _from_slots(op: ExpertsGated | ExpertsDown, at: Lowering, kernel: str, operands: list[Operand],
+                parameters: list[int], flags: int) -> list[Record]:
+    """A record for each part of the experts, which waits until they are there."""
+    plan = at.plan.experts
+    assert plan
+    number = plan.number(op.layer or 0)
+    ticket = routes.EXPERT_PARTS * (2 * number + isinstance(op, ExpertsDown))
+    found = []
+    for part, since in enumerate(range(0, plan.experts, plan.span)):
+        own = parameters.copy()
+        own[LINEAR.since], own[LINEAR.until] = since, min(since + plan.span, plan.experts)
+        found.append(at.record(op, kernel, [_slots(at), *operands[1:], _places(number, at)], own,
+                               flags | routes.FLAG_SLOTS, step=part, ticket=ticket + part,
+                               label=f"{op.label}, experts {since} to {own[LINEAR.until] - 1}"))
+    return found

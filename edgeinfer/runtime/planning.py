@@ -58,7 +58,7 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
         recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe), beside)
     rebuild = partial(_rebuilt, bundle, recipe)
     plan, budget = fit(planner, config, rebuild, place)
-    whole = not plan.parts and plan.cold is None
+    whole = not plan.parts and plan.cold is None and plan.experts is None
     instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
     return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
 

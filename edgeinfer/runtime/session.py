@@ -18,7 +18,7 @@ from edgeinfer.bundle import Bundle, Cold, read_cold
 from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, NeuronDown, SelectedAttention, approximates
+from edgeinfer.graph import ExpertsDown, ModelConfig, NeuronDown, SelectedAttention, approximates
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import (
@@ -42,7 +42,7 @@ from .planning import offsets_of, plan_run
 from .program import Program
 from .readers import Readers
 from .sequence import KVCache
-from .slots import RESOLVE_KERNEL, Slots
+from .slots import EXPERTS_KERNEL, RESOLVE_KERNEL, Slots
 from .stages import Stages
 from .stream import RELEASE_KERNEL, Stream
 from .tables import Tables
@@ -124,6 +124,8 @@ class Session(Runner):
                 self._stream(regions["streamed"])
             if cold:
                 self._read_cold(regions["cold"], cold)
+            if self.plan.experts:
+                self._read_experts(regions["experts"])
             if self.config.lazy:
                 self.stages = Stages(self)
             opened.pop_all()
@@ -360,6 +362,19 @@ class Session(Runner):
                   for i in found]
         executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
                                  executor.kernels, executor.pool.words))
+
+    def _read_experts(self, region: NDArray[np.uint8]) -> None:
+        """Start the threads that read experts when a token wants them."""
+        executor, state, records = self.executor, self.bundle.weights_state, self.program.records
+        assert self.plan.experts
+        ranges = []
+        for i, record in enumerate(records):
+            if record.kernel == EXPERTS_KERNEL:
+                last = max(j for j, other in enumerate(records)
+                           if isinstance(other.op, ExpertsDown) and record.op and other.op.layer == record.op.layer)
+                ranges.append((i + 1, last + 1))
+        executor.read_with(Slots(self.plan.experts, None, region, File.open(self.bundle.weights_path, state), state,
+                                 ranges, executor.tickets, executor.kernels, executor.pool.words))
 
     def _identity(self, decoded: bool) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.

@@ -1,6 +1,7 @@
-"""Neurons that are read when a token wants them: the cache of their clusters, and the threads that read.
+"""Neurons and experts that are read when a token wants them: their cache, and the threads that read.
 
-The inner half is kernels/ops/neuron_resolve.py, which fills the cache, and kernels/ops/stream.py, which reads.
+The inner half is kernels/ops/neuron_resolve.py or experts_resolve.py, which fills the cache, and kernels/ops/stream.py,
+which reads.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Cold
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.kernels import Kernels, abi
-from edgeinfer.memory_planner import ColdPlan
+from edgeinfer.memory_planner import ColdPlan, ExpertsPlan
 
 from .direct import File
 from .readers import NAP_SECONDS, Readers
 
-RESOLVE_KERNEL = "neuron_resolve"
+RESOLVE_KERNEL, EXPERTS_KERNEL = "neuron_resolve", "experts_resolve"
 READERS = 8
 """Threads that read: a disk answers scattered reads of a few KiB faster where it has several at a time."""
 _EARLY, _LEFT = abi.COLD_EARLY >> 3, abi.PART_LEFT >> 3
@@ -34,9 +35,9 @@ class Hits(NamedTuple):
     tokens: int
 
     hits: int
-    """Clusters that were wanted and in the cache."""
+    """Clusters, or experts, that were wanted and in the cache."""
     misses: int
-    """Clusters that had to be read."""
+    """Those that had to be read."""
 
 
 class Slots(Readers):
@@ -44,33 +45,32 @@ class Slots(Readers):
 
     Parameters
     ----------
-    plan : ColdPlan
-    cold : Cold
-        Where clusters lie in the file.
+    plan : ColdPlan or ExpertsPlan
+    cold : Cold or None
+        Where clusters of neurons lie in the file.
     region : uint8 array
-        Memory of the region ``cold``.
+        Memory of the region ``cold`` or ``experts``.
     file : File
-        That of `cold`, open.
     state : os.stat_result
         Of the file, when its contents were checked.
     ranges : sequence of (int, int)
-        Numbers of the records that use what `neuron_resolve` has found: from the one behind it up to `neuron_down`.
+        Numbers of the records that use what was found: from behind the one that looks up to the layer's last one.
     tickets, kernels, ctx : as for `Readers`
     """
 
-    def __init__(self, plan: ColdPlan, cold: Cold, region: NDArray[np.uint8], file: File, state: os.stat_result,
-                 ranges: Sequence[tuple[int, int]], tickets: NDArray[np.int64], kernels: Kernels,
-                 ctx: NDArray[np.int64]):
+    def __init__(self, plan: ColdPlan | ExpertsPlan, cold: Cold | None, region: NDArray[np.uint8], file: File,
+                 state: os.stat_result, ranges: Sequence[tuple[int, int]], tickets: NDArray[np.int64],
+                 kernels: Kernels, ctx: NDArray[np.int64]):
         self.plan, self._cold, self._region, self._ranges = plan, cold, region, ranges
         self._stop = self._stopped = -1
         self._decoded, self._counts = 0, ctx
-        self._slots = region[: plan.slots * plan.cluster_bytes].reshape(plan.slots, -1)
-        self._table = self._at(plan.table, len(plan.hot) * plan.clusters, np.int32)
+        self._slots = region[: plan.slots * plan.slot_bytes].reshape(plan.slots, -1)
+        self._table = self._at(plan.table, plan.table_words, np.int32)
         self._owners = self._at(plan.owners, plan.slots, np.int32)
         self._stamps = self._at(plan.stamps, plan.slots, np.int64)
         self._own = self._at(plan.words, abi.COLD_BYTES // 8, np.int64)
-        parts = np.zeros((abi.COLD_PARTS * len(plan.hot), abi.PART_BYTES // 8), np.int64)
-        super().__init__(READERS, file, state, np.zeros((plan.slots, abi.PIECE_BYTES // 8), np.int64), parts, tickets,
+        parts = np.zeros((plan.tickets, abi.PART_BYTES // 8), np.int64)
+        super().__init__(READERS, file, state, np.zeros((plan.pieces, abi.PIECE_BYTES // 8), np.int64), parts, tickets,
                          region, kernels, ctx, queue=True)
         self._forget()
 
@@ -88,12 +88,12 @@ class Slots(Readers):
         """Wait for reads that a walk has left which was cancelled; after one that failed, forget all slots, but for a
         walk that goes on within an FFN: it ends where it wants what did not come.
 
-        Raises `EdgeInferError` where the walk begins within an FFN whose neurons it has not asked for.
+        Raises `EdgeInferError` where the walk begins within an FFN whose weights it has not asked for.
         """
         self.walks += 1
         continues, inside = first == self._stopped, any(begin <= first < end for begin, end in self._ranges)
         if inside and not continues:
-            raise EdgeInferError(f"Record {first} computes with neurons that an earlier one has read; let the walk "
+            raise EdgeInferError(f"Record {first} computes with weights that an earlier one has read; let the walk "
                                  f"begin before that one, or where the last one has ended ({self._stopped}).")
         self._stop, self._stopped = stop, -1
         self._decoded += 0 if first else int(self._counts[(abi.CTX_COUNTS >> 3) + abi.COUNT_DECODED])
@@ -109,6 +109,8 @@ class Slots(Readers):
     def came(self, ticket: int) -> None:
         """Compare the checksums of all clusters of a part that the last record has found; raises `BundleError`."""
         epoch, plan = self._own[abi.COLD_EPOCH >> 3], self.plan
+        if self._cold is None or not isinstance(plan, ColdPlan):  # of experts there are no sums one by one
+            return
         for slot in np.flatnonzero((self._stamps == epoch) & (self._owners >= 0)):
             layer, cluster = divmod(int(self._owners[slot]), plan.clusters)
             part = max(0, (cluster << plan.shift) - plan.hot[layer]) // plan.part_neurons(layer)
@@ -137,7 +139,7 @@ class Slots(Readers):
     def _forget(self) -> None:
         """Begin with empty slots; called while all readers are parked."""
         self._table[:] = self._owners[:] = -1
-        self._region[self.plan.uses : self.plan.words] = 0
+        self._region[self.plan.cleared : self.plan.words] = 0
         self._parts[:] = 0
         self._tickets[: len(self._parts)] = 1
         self._own[_EARLY] = 0

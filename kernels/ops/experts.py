@@ -9,8 +9,12 @@ goes with them through all experts, so it alone adds to them, by expert: which t
 there are and where chunks end changes no bit. A walk of one token reads the row of `route` itself as the list, and its
 threads quantise its rows themselves.
 
-Operands: 0 weights, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of `route`, 7 the
-list of `sort_routes`. Parameters: parameters.LINEAR. Twins: reference/experts.py.
+With FLAG_SLOTS matrices lie where `experts_resolve` has put them, and a record computes some of the experts: then the
+records of a product follow each other, by experts, and give the bits of the one.
+
+Operands: 0 weights, or slots, 1 x (rows in the order of the list), 2 out, 3 bias, 4 scratch, 5 source, 6 rows of
+`route`, 7 the list of `sort_routes`, 8 PLACE_* of the layer's experts. Parameters: parameters.LINEAR. Twins:
+reference/experts.py.
 """
 
 from __future__ import annotations
@@ -21,6 +25,11 @@ from ..abi import COUNT_SEVERAL, FLAG_BIAS, FUSED_QUANTISE, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
 from ..routes import (
+    FLAG_SLOTS,
+    LINE,
+    PLACE_BYTES,
+    PLACE_DOWN,
+    PLACE_GATE_UP,
     ROUTE_BYTES,
     ROUTE_EXPERT,
     ROUTE_SEGMENTS,
@@ -31,7 +40,7 @@ from ..routes import (
     SEGMENT_FIRST,
 )
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
-from ..vector.simd import load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
+from ..vector.simd import div_i64, load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
 from ..vector.targets import fma
 from ..vector.tiles import add_block, store_block
 from .elementwise import fused_input
@@ -93,6 +102,26 @@ def segment(work, s):
 
 
 @inline
+def place_of(rec, ctx, expert, field, nbytes):
+    """Where an expert's matrices lie from operand 0 on; all together they would lie there one behind the other."""
+    if flags(rec) & FLAG_SLOTS:
+        return LINE * load_i32(operand(rec, ctx, 8) + PLACE_BYTES * expert + field)
+    return expert * nbytes
+
+
+@inline
+def part_of(rec, work):
+    """The first of the segments that the record computes, and the one behind the last."""
+    first, stop = 0, work.segments
+    if flags(rec) & FLAG_SLOTS:
+        while first < stop and expert_of(work, first) < parameter(rec, LINEAR.since):
+            first += 1
+        while stop > first and expert_of(work, stop - 1) >= parameter(rec, LINEAR.until):
+            stop -= 1
+    return first, stop
+
+
+@inline
 def expert_of(work, s):
     """Expert of segment s."""
     expert, _, _ = segment(work, s)
@@ -106,16 +135,19 @@ def _register_gated(name, chunk_of):
         work = work_of(rec, ctx, scratch)
         units, chunk = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
         chunks, stride = (units + chunk - 1) // chunk, parameter(rec, LINEAR.out_stride)
-        number = claim(ctx)
-        while number < work.segments * chunks:
-            after = claim(ctx)
+        size = 2 * parameter(rec, LINEAR.tile_bytes)
+        since, stop = part_of(rec, work)
+        number = since * chunks + claim(ctx)
+        while number < stop * chunks:
+            after = since * chunks + claim(ctx)
             s = number // chunks
             expert, first, n = segment(work, s)
             base, start = expert * units, (number - s * chunks) * chunk
-            following = base + start
-            if after < work.segments * chunks:
-                following = expert_of(work, after // chunks) * units + after % chunks * chunk
-            at = Place(rec, operand(rec, ctx, 0), work.x + first * work.stride,
+            place, following = place_of(rec, ctx, expert, PLACE_GATE_UP, units * size), base + start
+            if after < stop * chunks:
+                there = place_of(rec, ctx, expert_of(work, after // chunks), PLACE_GATE_UP, units * size)
+                following = base + div_i64(there, size) - div_i64(place, size) + after % chunks * chunk
+            at = Place(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
                        operand(rec, ctx, 2) + first * stride - 64 * base, operand(rec, ctx, 3), scratch)
             chunk_of(at, base + start, base + min(start + chunk, units), following, n)
             number = after
@@ -164,19 +196,23 @@ def _register_down(name, chunk_of):
     def run(rec, ctx, tid, n_threads):
         scratch = operand(rec, ctx, 4) + tid * parameter(rec, LINEAR.scratch)
         work = work_of(rec, ctx, scratch)
-        tiles, chunk = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk)
+        tiles, chunk, size = parameter(rec, LINEAR.tiles), parameter(rec, LINEAR.chunk), \
+            parameter(rec, LINEAR.tile_bytes)
+        since, stop = part_of(rec, work)
         start = claim(ctx) * chunk
         while start < tiles:
             after = claim(ctx) * chunk
-            for s in range(work.segments):
+            for s in range(since, stop):
                 expert, first, n = segment(work, s)
-                base, following = expert * tiles, expert * tiles + start
-                if s + 1 < work.segments:
-                    following = expert_of(work, s + 1) * tiles + start
-                elif after < tiles:
-                    following = expert_of(work, 0) * tiles + after
-                at = Part(rec, operand(rec, ctx, 0), work.x + first * work.stride, operand(rec, ctx, 2) - 64 * base,
-                          operand(rec, ctx, 3), scratch, work.entries + ROUTE_BYTES * first)
+                base, next_s, next_start = expert * tiles, s + 1, start
+                if s + 1 == stop:
+                    next_s, next_start = (since, after) if after < tiles else (s, start)
+                place = place_of(rec, ctx, expert, PLACE_DOWN, tiles * size)
+                there = place_of(rec, ctx, expert_of(work, next_s), PLACE_DOWN, tiles * size)
+                following = base + div_i64(there, size) - div_i64(place, size) + next_start
+                at = Part(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
+                          operand(rec, ctx, 2) - 64 * base, operand(rec, ctx, 3), scratch,
+                          work.entries + ROUTE_BYTES * first)
                 chunk_of(at, base + start, base + min(start + chunk, tiles), following, n)
             start = after
         return 0

@@ -47,29 +47,15 @@ from ..abi import (
     COUNT_DECODED,
     CTX_STREAM,
     FLAG_EARLY,
-    PART_BYTES,
-    PART_LEFT,
-    PIECE_BYTES,
-    PIECE_LEAST,
-    PIECE_LENGTH,
-    PIECE_OFFSET,
-    PIECE_PART,
-    PIECE_TO,
-    STREAM_FAILED,
     STREAM_GATE,
-    STREAM_N_PIECES,
-    STREAM_PARTS,
-    STREAM_PIECES,
-    STREAM_RELEASED,
-    STREAM_TICKETS,
     STREAM_UNIT,
 )
 from ..parameters import NEURON_RESOLVE
 from ..registry import kernel
 from ..vector.record import count, flags, inline, operand, outlined, parameter
 from ..vector.simd import div_i64, load_i32, load_i64, store_i32, store_i64, trailing_zeros
-from ..vector.targets import atomic_add, atomic_load, atomic_store
-from .stream import redeem
+from ..vector.targets import atomic_load
+from .slots import hold, let_go, post_piece
 from .walk import change
 
 NO_SLOT = 3
@@ -154,16 +140,9 @@ def part_of(rec, cluster):
 @inline
 def post(rec, ctx, stream, cluster, slot, n):
     """Let readers bring n clusters, which follow each other, into as many slots."""
-    nbytes, part = parameter(rec, NEURON_RESOLVE.cluster_bytes), part_of(rec, cluster)
-    posted = load_i64(stream + STREAM_RELEASED)
-    piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (posted % load_i64(stream + STREAM_N_PIECES))
-    store_i64(piece + PIECE_OFFSET, parameter(rec, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes)
-    store_i64(piece + PIECE_LENGTH, n * nbytes)
-    store_i64(piece + PIECE_LEAST, n * nbytes)
-    store_i64(piece + PIECE_TO, operand(rec, ctx, 2) + slot * nbytes)
-    store_i64(piece + PIECE_PART, part)
-    atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
-    atomic_store(stream + STREAM_RELEASED, posted + 1)
+    nbytes = parameter(rec, NEURON_RESOLVE.cluster_bytes)
+    post_piece(stream, part_of(rec, cluster), parameter(rec, NEURON_RESOLVE.unit) * STREAM_UNIT + cluster * nbytes,
+               n * nbytes, n * nbytes, operand(rec, ctx, 2) + slot * nbytes)
 
 
 @outlined
@@ -193,25 +172,6 @@ def fill(rec, ctx, stream, masks, tokens, epoch):
     return True
 
 
-@inline
-def hold(rec, stream):
-    """Let no reader redeem the layer's tickets from now on."""
-    for part in range(parameter(rec, NEURON_RESOLVE.part), parameter(rec, NEURON_RESOLVE.part) + COLD_PARTS):
-        atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
-        atomic_store(load_i64(stream + STREAM_TICKETS) + 8 * part, 0)
-
-
-@inline
-def let_go(rec, ctx, stream):
-    """Redeem the tickets of parts of which nothing is under way; after a read that failed nothing will come."""
-    for part in range(parameter(rec, NEURON_RESOLVE.part), parameter(rec, NEURON_RESOLVE.part) + COLD_PARTS):
-        ticket = load_i64(stream + STREAM_TICKETS) + 8 * part
-        if atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, -1) == 1:
-            redeem(ctx, ticket, 1)
-        if atomic_load(stream + STREAM_FAILED):
-            redeem(ctx, ticket, -1)
-
-
 @kernel("neuron_resolve")
 def neuron_resolve(rec, ctx, tid, n_threads):
     """Find the clusters that this walk wants of a layer, and have those read that are missing."""
@@ -225,7 +185,7 @@ def neuron_resolve(rec, ctx, tid, n_threads):
     store_i64(words + COLD_EPOCH, epoch)
     store_i64(words + COLD_EARLY, layer if early else 0)
     if held != layer:
-        hold(rec, stream)
+        hold(stream, layer - 1, COLD_PARTS)
     hits, missing = pin(rec, ctx, masks, tokens, epoch)
     status = 0
     if missing:
@@ -235,5 +195,5 @@ def neuron_resolve(rec, ctx, tid, n_threads):
         store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)
         store_i64(words + COLD_MISSES, load_i64(words + COLD_MISSES) + missing)
     if early == 0:
-        let_go(rec, ctx, stream)
+        let_go(ctx, stream, layer - 1, COLD_PARTS)
     return status

@@ -32,6 +32,7 @@ from .experts import (
     experts_input_q8_twin,
     sigmoid_gate_twin,
 )
+from .experts_resolve import experts_resolve_twin
 from .latent import store_latent_twin
 from .linear import ACTIVATION_FUNCTIONS, gated_reference, gated_twin, linear_reference, linear_twin
 from .neuron import neuron_down_twin, neuron_gated_twin
@@ -62,6 +63,7 @@ TWINS: dict[str, Twin] = {
     "sort_routes": sort_routes_twin,
     "experts_input_q8": experts_input_q8_twin,
     "experts_input_f32": experts_input_f32_twin,
+    "experts_resolve": experts_resolve_twin,
     "sigmoid_gate": sigmoid_gate_twin,
     "attention_merge": merge_twin,
     "attention_select": select_twin,

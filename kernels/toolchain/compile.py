@@ -54,6 +54,7 @@ def load_kernels(isa: Isa, extension: str = "") -> dict[str, Any]:
             elementwise,
             experts,
             experts_input,
+            experts_resolve,
             latent,
             linear,
             neuron_down,

@@ -1,0 +1,205 @@
+"""Experts that are not in memory: which of them a walk wants, where they lie in slots, reads of those missing.
+
+`experts_resolve` stands right behind `route`. It looks up the experts that the walk's tokens go through, takes a slot
+for each that is missing, and posts the reads, gates and ups first: what lies between the router and the experts,
+attention where the router stands in front of it, runs meanwhile. The experts are computed by EXPERT_PARTS records for
+each of the two products, which wait for tickets of their own, so that the first are computed while the last are read.
+One thread does it: a layer has a hundred or so experts.
+
+Replacement goes by frequency: of each expert, in memory or not, there is a count of how often it was chosen, which
+halves every COUNTED tokens, and who has been chosen least gives way; of equal ones who was wanted longest ago. A prompt
+counts as COUNTED tokens. That also keeps what decoding has gathered from a prompt, which goes through nearly all
+experts, layer by layer: what is chosen seldom gives way to what else is chosen seldom, where the oldest would always be
+what comes next (docs/experts.md has hit rates).
+
+Why nothing is computed with an expert that is not there, and none is overwritten while it is used, is what
+neuron_resolve.py says of neurons, without its early records: a slot that carries the epoch of this record is not
+taken, and the next epoch begins in the next layer, behind the last record that uses it.
+
+Operands: 0 rows of `route`; 1 PLACE_* of each of the layer's experts; 2 slots; 3 of each slot the expert that it holds,
+or -1; 4 counts of the layer's experts; 5 stamps of slots; 6 words COLD_*, of which COLD_HAND counts tokens; 7 room for
+a word for each expert. Parameters: parameters.EXPERTS_RESOLVE. Twin: reference/experts_resolve.py.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    COLD_EPOCH,
+    COLD_HAND,
+    COLD_HITS,
+    COLD_MISSES,
+    COUNT_DECODED,
+    CTX_STREAM,
+    STREAM_GATE,
+)
+from ..parameters import EXPERTS_RESOLVE
+from ..registry import kernel
+from ..routes import (
+    EXPERT_PARTS,
+    LINE,
+    PLACE_BYTES,
+    PLACE_DOWN,
+    PLACE_GATE_UP,
+    PLACE_SLOT,
+    ROUTE_BYTES,
+    ROUTE_EXPERT,
+)
+from ..vector.record import count, inline, operand, outlined, parameter
+from ..vector.simd import div_i64, load_i32, load_i64, store_i32, store_i64
+from ..vector.targets import atomic_load
+from .slots import hold, let_go, post_piece
+from .walk import change
+
+NO_SLOT = 3
+"""Status of a record that finds no slot: the plan has fewer than a layer has experts."""
+PAGE = 4096
+COUNTED, STEP = 64, 256
+"""Decoded walks after which counts halve; what a choice adds to a count."""
+MOST = 1 << 26
+"""Largest count: 36 bits are left for the stamp behind it."""
+MISSING = -1
+"""In place of the number of tokens that want an expert, where it has to be read."""
+
+
+@outlined
+def halve(rec, ctx):
+    """Halve the counts of all experts where it is time; the record of the first layer looks."""
+    words, all_counts = operand(rec, ctx, 6), operand(rec, ctx, 4)
+    walks = load_i64(words + COLD_HAND) + 1
+    if walks == COUNTED:
+        for e in range(parameter(rec, EXPERTS_RESOLVE.total)):
+            store_i32(all_counts + 4 * e, load_i32(all_counts + 4 * e) >> 1)
+        walks = 0
+    store_i64(words + COLD_HAND, walks)
+
+
+@outlined
+def pin(rec, ctx, decoded, epoch):
+    """Count what is wanted, and stamp the slots of what is there; return how much is, and how much is missing."""
+    places, wanted, experts = operand(rec, ctx, 1), operand(rec, ctx, 7), parameter(rec, EXPERTS_RESOLVE.experts)
+    counts, stamps = operand(rec, ctx, 4), operand(rec, ctx, 5)
+    routes, stride = operand(rec, ctx, 0), parameter(rec, EXPERTS_RESOLVE.in_stride)
+    tokens, hits, missing = count(ctx, parameter(rec, EXPERTS_RESOLVE.rows)), 0, 0
+    for e in range(experts):
+        store_i32(wanted + 4 * e, 0)
+    for t in range(tokens):
+        for k in range(parameter(rec, EXPERTS_RESOLVE.active)):
+            at = wanted + 4 * load_i32(routes + t * stride + ROUTE_BYTES * k + ROUTE_EXPERT)
+            store_i32(at, load_i32(at) + 1)
+    for e in range(experts):
+        n, before = load_i32(wanted + 4 * e), load_i32(counts + 4 * e)
+        after = before + STEP * n if decoded else (before >> 1) + div_i64(COUNTED * STEP * n, tokens)
+        store_i32(counts + 4 * e, min(after, MOST))
+        if n:
+            slot = load_i32(places + PLACE_BYTES * e + PLACE_SLOT)
+            if slot < 0:
+                missing += 1
+            else:
+                hits += 1
+                store_i64(stamps + 8 * slot, epoch)
+    return hits, missing
+
+
+@inline
+def victim(rec, ctx, epoch):
+    """Return an empty slot, or the one whose expert was chosen least; -1 where all are stamped with this epoch."""
+    owners, counts, stamps = operand(rec, ctx, 3), operand(rec, ctx, 4), operand(rec, ctx, 5)
+    base, slot, found, least = parameter(rec, EXPERTS_RESOLVE.base), 0, -1, 0
+    while slot < parameter(rec, EXPERTS_RESOLVE.slots):
+        owner, stamp = load_i32(owners + 4 * slot), load_i64(stamps + 8 * slot)
+        if owner < 0:
+            return slot
+        key = (load_i32(counts + 4 * (owner - base)) << 36) + stamp
+        if stamp < epoch and (found < 0 or key < least):
+            found, least = slot, key
+        slot += 1
+    return found
+
+
+@inline
+def lead(unit, nbytes, e):
+    """Bytes between the beginning of a page of the file and expert e's matrices."""
+    return (unit * LINE + e * nbytes) & (PAGE - 1)
+
+
+@inline
+def replace(rec, ctx, e, slot, epoch):
+    """Give a missing expert a slot, which another one may lose."""
+    places, owners, base = operand(rec, ctx, 1), operand(rec, ctx, 3), parameter(rec, EXPERTS_RESOLVE.base)
+    owner = load_i32(owners + 4 * slot)
+    if owner >= 0:
+        store_i32(places + PLACE_BYTES * (owner - base) + PLACE_SLOT, -1)  # in whichever layer
+    store_i32(owners + 4 * slot, base + e)
+    store_i64(operand(rec, ctx, 5) + 8 * slot, epoch)
+    place, at = places + PLACE_BYTES * e, slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes)
+    gate_up = lead(parameter(rec, EXPERTS_RESOLVE.gate_up_unit), parameter(rec, EXPERTS_RESOLVE.gate_up_bytes), e)
+    down = lead(parameter(rec, EXPERTS_RESOLVE.down_unit), parameter(rec, EXPERTS_RESOLVE.down_bytes), e)
+    store_i32(place + PLACE_SLOT, slot)
+    store_i32(place + PLACE_GATE_UP, div_i64(at + gate_up, LINE))
+    store_i32(place + PLACE_DOWN, div_i64(at + parameter(rec, EXPERTS_RESOLVE.down) + down, LINE))
+
+
+@outlined
+def place_missing(rec, ctx, epoch):
+    """Give all missing experts slots and mark them; return whether there were enough."""
+    wanted, places = operand(rec, ctx, 7), operand(rec, ctx, 1)
+    for e in range(parameter(rec, EXPERTS_RESOLVE.experts)):
+        if load_i32(wanted + 4 * e) and load_i32(places + PLACE_BYTES * e + PLACE_SLOT) < 0:
+            slot = victim(rec, ctx, epoch)
+            if slot < 0:
+                return False
+            replace(rec, ctx, e, slot, epoch)
+            store_i32(wanted + 4 * e, MISSING)
+    return True
+
+
+@inline
+def post(rec, stream, to, part, unit, nbytes, e):
+    """Let readers bring the pages around one matrix of expert e, or its two."""
+    most, before = parameter(rec, EXPERTS_RESOLVE.most), lead(unit, nbytes, e)
+    offset, left = unit * LINE + e * nbytes - before, nbytes + before
+    while left > 0:
+        least = min(left, most)
+        post_piece(stream, part, offset, (least + PAGE - 1) & -PAGE, least, to)
+        offset, to, left = offset + least, to + least, left - least
+
+
+@outlined
+def post_missing(rec, ctx, stream):
+    """Post the reads of all experts that have just been given slots: gates and ups of all, then the columns."""
+    wanted, places, slots = operand(rec, ctx, 7), operand(rec, ctx, 1), operand(rec, ctx, 2)
+    first, span = parameter(rec, EXPERTS_RESOLVE.ticket), parameter(rec, EXPERTS_RESOLVE.span)
+    for down in range(2):
+        unit = parameter(rec, EXPERTS_RESOLVE.gate_up_unit + down)
+        nbytes = parameter(rec, EXPERTS_RESOLVE.gate_up_bytes + down)
+        for e in range(parameter(rec, EXPERTS_RESOLVE.experts)):
+            if load_i32(wanted + 4 * e) == MISSING:
+                slot = load_i32(places + PLACE_BYTES * e + PLACE_SLOT)
+                to = slots + slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes)
+                post(rec, stream, to + down * parameter(rec, EXPERTS_RESOLVE.down),
+                     first + down * EXPERT_PARTS + div_i64(e, span), unit, nbytes, e)
+
+
+@kernel("experts_resolve")
+def experts_resolve(rec, ctx, tid, n_threads):
+    """Find the experts that this walk wants of a layer, and have those read that are missing."""
+    if tid:
+        return 0
+    decoded = count(ctx, COUNT_DECODED) == count(ctx, parameter(rec, EXPERTS_RESOLVE.rows))
+    words, stream = operand(rec, ctx, 6), load_i64(ctx + CTX_STREAM)
+    first, status = parameter(rec, EXPERTS_RESOLVE.ticket), 0
+    epoch = load_i64(words + COLD_EPOCH) + 1
+    store_i64(words + COLD_EPOCH, epoch)
+    hold(stream, first, 2 * EXPERT_PARTS)
+    if first == 0 and decoded:
+        halve(rec, ctx)
+    hits, missing = pin(rec, ctx, decoded, epoch)
+    if missing:
+        status = 0 if place_missing(rec, ctx, epoch) else NO_SLOT
+        post_missing(rec, ctx, stream)
+        change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
+    if decoded:
+        store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)
+        store_i64(words + COLD_MISSES, load_i64(words + COLD_MISSES) + missing)
+    let_go(ctx, stream, first, 2 * EXPERT_PARTS)
+    return status

@@ -1,0 +1,61 @@
+"""What records share that find in slots of memory what a walk wants, and have the rest read: neurons and experts.
+
+Reads are posted to the readers of stream.py, and what waits for them waits for tickets; neuron_resolve.py says why that
+is safe.
+"""
+
+from __future__ import annotations
+
+from ..abi import (
+    PART_BYTES,
+    PART_LEFT,
+    PIECE_BYTES,
+    PIECE_LEAST,
+    PIECE_LENGTH,
+    PIECE_OFFSET,
+    PIECE_PART,
+    PIECE_TO,
+    STREAM_FAILED,
+    STREAM_N_PIECES,
+    STREAM_PARTS,
+    STREAM_PIECES,
+    STREAM_RELEASED,
+    STREAM_TICKETS,
+)
+from ..vector.record import inline
+from ..vector.simd import load_i64, store_i64
+from ..vector.targets import atomic_add, atomic_load, atomic_store
+from .stream import redeem
+
+
+@inline
+def post_piece(stream, part, offset, length, least, to):
+    """Let a reader bring so many bytes of the file, of which `least` must be there."""
+    posted = load_i64(stream + STREAM_RELEASED)
+    piece = load_i64(stream + STREAM_PIECES) + PIECE_BYTES * (posted % load_i64(stream + STREAM_N_PIECES))
+    store_i64(piece + PIECE_OFFSET, offset)
+    store_i64(piece + PIECE_LENGTH, length)
+    store_i64(piece + PIECE_LEAST, least)
+    store_i64(piece + PIECE_TO, to)
+    store_i64(piece + PIECE_PART, part)
+    atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
+    atomic_store(stream + STREAM_RELEASED, posted + 1)
+
+
+@inline
+def hold(stream, first, n):
+    """Let no reader redeem these n tickets from now on."""
+    for part in range(first, first + n):
+        atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, 1)
+        atomic_store(load_i64(stream + STREAM_TICKETS) + 8 * part, 0)
+
+
+@inline
+def let_go(ctx, stream, first, n):
+    """Redeem those of n tickets of which nothing is under way; after a read that failed nothing will come."""
+    for part in range(first, first + n):
+        ticket = load_i64(stream + STREAM_TICKETS) + 8 * part
+        if atomic_add(load_i64(stream + STREAM_PARTS) + PART_BYTES * part + PART_LEFT, -1) == 1:
+            redeem(ctx, ticket, 1)
+        if atomic_load(stream + STREAM_FAILED):
+            redeem(ctx, ticket, -1)

@@ -1,0 +1,93 @@
+"""Mixtures whose weights do not fit: which part of the experts the cache holds, and what a token reads from storage.
+
+All that a token needs whatever it chooses stays in memory; the rest of the budget is slots for experts. Every expert
+may take any of them, so no layer is chosen: what stays is what tokens want (kernels/ops/experts_resolve.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from edgeinfer.memory_planner import ExpertsPlan, MemoryPlan, Planner, Request, mixtures
+
+from .prediction import Floats
+
+ALIKE, SKEWED = 0.5, 0.75
+"""Share of a token's choices that the busier half of a layer's experts takes: where all are alike, and where routing is
+said to be skewed."""
+
+
+def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan with as many slots for experts as fit; None where not even those of a layer do.
+
+    Parameters
+    ----------
+    planner : Planner
+        Of a graph with experts.
+    request : Request
+    budget : int
+        Bytes of the whole process.
+    """
+    def planned(slots: int) -> MemoryPlan:
+        return planner.plan(replace(request, homes=(("*", "resident"),), expert_slots=slots))
+
+    least = mixtures(planner.graph)[0].experts
+    first = planned(least)
+    if first.total_bytes > budget or first.experts is None:
+        return None
+    one = planned(least + 1).total_bytes - first.total_bytes
+    more = min((budget - first.total_bytes) // (one + 64), first.experts.total - least)
+    return planned(least + more)
+
+
+class FromFlash(NamedTuple):
+    """What a decoded token is expected to read."""
+
+    hit_rate: float
+    """Share of the experts that it goes through that are in memory."""
+    nbytes: float
+
+
+def routing(experts: int, active: int, half: float) -> Floats:
+    """Return the share of tokens that go through each expert of a layer, by a power of its rank.
+
+    The busier half of the experts takes the share `half` of all choices, as far as that can be: no token goes through
+    an expert twice.
+    """
+    if half <= ALIKE:
+        return np.full(experts, active / experts)
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        rates = _by_rank(experts, active, middle)
+        low, high = (middle, high) if rates[: experts // 2].sum() < half * active else (low, middle)
+    return _by_rank(experts, active, low)
+
+
+def _by_rank(experts: int, active: int, power: float) -> Floats:
+    """Rates that fall with the rank; what exceeds 1 goes to the others."""
+    weights: Floats = np.asarray((1.0 + np.arange(experts)) ** -power, np.float64)
+    for full in range(active + 1):  # the first ones, which every token takes
+        rates: Floats = np.asarray(weights * (active - full) / (weights[full:].sum() or 1.0), np.float64)
+        rates[:full] = 1.0
+        if full == experts or rates[full] <= 1.0:
+            return rates
+    return rates.clip(max=1.0)
+
+
+def from_flash(plan: ExpertsPlan, half: float = ALIKE) -> FromFlash:
+    """Return what a token reads where experts are taken as `routing` says.
+
+    The cache is taken to hold those that are chosen most, which replacement by counts comes close to; where tokens
+    share more with those before them than their rates say, as in real texts, it holds more than that.
+    """
+    return expected(plan, np.tile(routing(plan.experts, plan.active, half), len(plan.layers)))
+
+
+def expected(plan: ExpertsPlan, rates: Floats) -> FromFlash:
+    """Return what a token reads that goes through each expert of all layers at these rates."""
+    rate = float(np.sort(rates)[::-1][: plan.slots].sum() / rates.sum())
+    return FromFlash(rate, (1 - rate) * float(rates.sum()) * plan.expert_bytes)
