@@ -22,10 +22,11 @@ from .plan import (
 )
 from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
+from .windows import MARGIN_TOKENS, Windowed
 
-__all__ = ["DEVICE", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
+__all__ = ["DEVICE", "MARGIN_TOKENS", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan",
            "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives", "available_bytes",
            "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits", "largest_ctx",
            "masked", "place_activations", "process_budget", "refusal", "resolve", "scratch", "shared_blocks",
-           "sizes_of", "stream", "streaming", "to_request", "without"]
+           "sizes_of", "stream", "streaming", "to_request", "without", "Windowed"]

@@ -17,6 +17,7 @@ from edgeinfer.sizes import round_up
 from .blocks import shared_blocks
 from .cold import ColdPlan, masked
 from .lifetimes import Placement, place_activations, row_stride
+from .windows import Windowed
 
 PYTHON_RESERVE_BYTES = 118_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
@@ -124,6 +125,8 @@ class MemoryPlan:
     holes: Placement | None = None
     """With a schedule of pruning: which tokens of a block each stage but the first lacks (abi.FLAG_HOLES); the stages
     one after the other, `stride` bytes each."""
+    windowed: Windowed | None = None
+    """Layers whose blocks are of a smaller pool, where there are any: they keep what their window sees."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -180,6 +183,16 @@ class MemoryPlan:
     def kv_block_bytes(self) -> int:
         """Bytes of one block in one layer, in the layer that needs most."""
         return max((layer.stride for layer in self.kv_layers.values()), default=0)
+
+    def kv_pool(self, layer: int) -> int:
+        """Blocks of the pool that a layer's K and V are in."""
+        return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
+
+    @property
+    def window_saved_bytes(self) -> int:
+        """What K and V would take more, did all layers keep whole contexts."""
+        return sum(self.kv_layers[layer].stride * (self.kv_blocks - self.windowed.blocks)
+                   for layer in self.windowed.layers) if self.windowed else 0
 
     def region(self, name: str) -> Region:
         """The region of that name."""
@@ -277,7 +290,7 @@ class Planner:
         weights = self._weights[homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         kv_blocks = request.kv_blocks
-        kv_layers, kv_bytes = place_kv(self._stores, request.kv, kv_blocks)
+        windowed, kv_layers, kv_bytes = self._place_kv(request)
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
         holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
@@ -291,7 +304,8 @@ class Planner:
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]
-        tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + 4 * per_sequence)
+        listed = 4 * per_sequence * (2 if windowed else 1)
+        tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
         tables += weights.table_bytes
         several = request.sequences > 1 and request.own_tokens is not None
         held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
@@ -299,7 +313,7 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {kv_blocks} blocks{held} x {len(kv_layers)} layers x {block} bytes"
+                   f"{request.kv}, {kv_blocks} blocks{held} x {_layers(kv_layers, windowed)} x {block} bytes"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -316,7 +330,18 @@ class Planner:
         made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, holes)
+                          weights.cold, holes, windowed)
+
+    def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
+        """Lay out K and V: layers that keep all, then those that keep what their window sees."""
+        windowed = Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
+        if not windowed:
+            return None, *place_kv(self._stores, request.kv, request.kv_blocks)
+        whole = [access for access in self._stores if access.layer not in windowed.layers]
+        recent = [access for access in self._stores if access.layer in windowed.layers]
+        layers, end = place_kv(whole, request.kv, request.kv_blocks)
+        others, end = place_kv(recent, request.kv, windowed.blocks, end)
+        return windowed, {**layers, **others}, end
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -398,17 +423,25 @@ def one_of_each(graph: Graph) -> list[Op]:
     return list(found.values())
 
 
-def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int, Placement], int]:
-    """Lay out the K and V of all layers that store any; gives their places and the bytes of all.
+def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> tuple[dict[int, Placement], int]:
+    """Lay out the K and V of layers that store any, from byte `end` on; gives their places and where they end.
 
     Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
     """
-    layers, end = {}, 0
+    layers = {}
     for access in stores:
         stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
         layers[access.layer] = Placement("kv", end, blocks * stride, stride)
         end += round_up(blocks * stride, 64)
     return layers, end
+
+
+def _layers(layers: Mapping[int, Placement], windowed: Windowed | None) -> str:
+    """Say how many layers have the pool's blocks, and how many others a smaller pool."""
+    if not windowed:
+        return f"{len(layers)} layers"
+    return (f"{len(layers) - len(windowed.layers)} layers, {windowed.blocks} x {len(windowed.layers)} with a window of "
+            f"{windowed.window}")
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:

@@ -164,7 +164,7 @@ class Bench:
         for i, region in enumerate(abi.REGIONS):
             words[abi.CTX_REGIONS // 8 + i] = self.regions[region].ctypes.data
         words[abi.CTX_COUNTS // 8 :][:16] = self.counts
-        self._entries = np.array([[table.ctypes.data, 16 * len(table)] for table in self._tables], np.int64)
+        self._entries = np.array([2 * [table.ctypes.data] for table in self._tables], np.int64)
         words[abi.CTX_TOKENS // 8] = self._tokens.ctypes.data
         words[abi.CTX_SEQUENCES // 8] = self._entries.ctypes.data
         words[abi.CTX_OUTPUTS // 8] = self.outputs.ctypes.data

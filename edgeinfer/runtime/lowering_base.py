@@ -102,6 +102,10 @@ class Lowering:
         """K and V of the operation's layer."""
         return self.plan.kv_layers[op.layer or 0]
 
+    def recent(self, op: Op) -> int:
+        """Which of a sequence's block tables the operation's layer has (abi.SEQUENCE_BLOCKS)."""
+        return int(self.plan.windowed is not None and op.layer in self.plan.windowed.layers)
+
     def cold(self, offset: int, nbytes: int) -> Operand:
         """Return a part of the region of cold neurons."""
         return Operand("cold", offset, nbytes)

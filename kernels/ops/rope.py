@@ -10,7 +10,7 @@ Twin: reference/rope.py.
 
 from __future__ import annotations
 
-from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, TOKEN_POSITION, TOKEN_SLOT
+from ..abi import BLOCK_TOKENS, CTX_TOKENS, FLAG_HEAD_NORM, TOKEN_BYTES, TOKEN_POSITION, TOKEN_SLOT
 from ..parameters import ROPE
 from ..registry import kernel
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
@@ -21,6 +21,8 @@ from ..vector.simd import (
     first_lane,
     keep_first,
     load_f32x16,
+    load_i32,
+    load_i64,
     max_lanes,
     round_to_i32,
     scatter_f32,
@@ -83,6 +85,12 @@ def inverse_of(bits):
 
 
 @inline
+def slot_of(ctx, t, recent):
+    """Where K and V of token t are stored, by one of its sequence's block tables."""
+    return load_i32(load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * t + TOKEN_SLOT + 4 * recent)
+
+
+@inline
 def store_int8(k, v, parts, slot, n):
     """Quantise and store one token's head of K and V."""
     keys, values, scales = parts
@@ -139,7 +147,7 @@ def _register(kv, store):
             if norm:
                 norm_head(k, operand(rec, ctx, 4), n, eps)
             rotate(k, table, rotary, stride)
-            slot = token(ctx, t, TOKEN_SLOT)
+            slot = slot_of(ctx, t, parameter(rec, ROPE.recent))
             n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
             parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
             store(k, v, parts, slot & 15, n)

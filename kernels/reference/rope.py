@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..abi import BLOCK_TOKENS, FLAG_HEAD_NORM, KV_ELEMENT_BYTES, TOKEN_POSITION, padded_head_dim
 from ..parameters import ROPE
 from .elementwise import rms_norm
 from .expected import Expected
@@ -96,7 +96,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(ROPE)
         n_tokens = view.count(p.rows)
-        positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.tokens(TOKEN_SLOT)[:n_tokens]
+        positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.slots(p.recent)[:n_tokens]
         half, n_rotated = p.rotary // 2, p.heads + p.kv_heads
         rows = view.array(0, np.float32, (n_tokens, n_rotated + p.kv_heads, p.head_dim), (p.stride, 4 * p.head_dim, 4))
         shape, strides = (int(positions.max(initial=-1)) + 1, 2, half), (p.table_stride, p.table_stride // 2, 4)

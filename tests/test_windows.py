@@ -1,0 +1,191 @@
+"""Layers with a window keep what it sees: the bits of layers that keep all, less memory, and never a wrong cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.errors import BundleError, RequestError
+from edgeinfer.graph import build_graph, builtin_shapes
+from edgeinfer.kernels import abi
+from edgeinfer.memory_planner import MARGIN_TOKENS, Planner, Windowed, to_request
+from edgeinfer.pruning import Schedule
+from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
+from edgeinfer.runtime import Session
+from tests.sessions import TINY, session, tokens, write_model
+
+WINDOW = 40
+MODEL = replace(TINY, model_type="mistral", num_hidden_layers=3, windows=(WINDOW, 0, 17))
+"""Windows of two widths beside a layer that sees all."""
+CTX, CHUNK = 640, 32
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("windows"), MODEL)
+
+
+@contextmanager
+def keeping_all(path: Path, **options: Any) -> Iterator[Session]:
+    """A session of which all layers keep the K and V of all tokens."""
+    with mock.patch.object(Windowed, "of", return_value=None), session(path, **options) as opened:
+        assert opened.plan.windowed is None
+        yield opened
+
+
+def check_pools(opened: Session, alive: list[Sequence]) -> None:
+    """Who holds what is counted rightly, and no sequence holds more than it may."""
+    kv, recent = opened.kv, opened.kv.recent
+    assert recent
+    windowed = recent.windowed
+    for pool, lists in ((kv.pool, [s.blocks for s in alive]), (recent.pool, [s.recent.blocks for s in alive])):
+        held = np.bincount([b for blocks in lists for b in blocks if b != GONE], minlength=pool.n_blocks)
+        assert pool._holders == held.tolist() and pool.n_free == (held == 0).sum()
+    for one in alive:
+        blocks = one.recent.blocks
+        assert len(blocks) == len(one.blocks) == -(-len(one) // abi.BLOCK_TOKENS)
+        assert [block == GONE for block in blocks] == [i < one.recent.gone for i in range(len(blocks))]
+        assert len(blocks) - one.recent.gone <= windowed.sequence_blocks
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["int8", "f32"])
+@pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (64, 2), (512, 1)])
+def test_logits_have_the_bits_of_layers_that_keep_all(path: Path, kv: str, chunk: int, threads: int) -> None:
+    ids, options = tokens(900, seed=3), {"ctx": 1024, "kv": kv, "outputs": 5}
+    with keeping_all(path, prefill_chunk=64, **options) as whole:
+        sequence = whole.new_sequence()
+        expected = [whole.prefill(sequence, ids).tobytes()]
+        expected += [whole.decode([sequence], [token])[0].tobytes() for token in ids[:20]]
+        expected.append(whole.walk([Segment(sequence, ids[20:25], (2, 3, 4), DECODE)]).tobytes())
+    with session(path, prefill_chunk=chunk, threads=threads, **options) as opened:
+        assert opened.plan.windowed and opened.plan.windowed.layers == (0, 2)
+        sequence = opened.new_sequence()
+        found = [opened.prefill(sequence, ids).tobytes()]
+        found += [opened.decode([sequence], [token])[0].tobytes() for token in ids[:20]]
+        found.append(opened.walk([Segment(sequence, ids[20:25], (2, 3, 4), DECODE)]).tobytes())
+        assert sequence.recent and sequence.recent.gone
+        check_pools(opened, [sequence])
+    assert found == expected
+
+
+class _Pair:
+    """One sequence in a session that gives back and in one that keeps all."""
+
+    def __init__(self, opened: Session, whole: Session, pair: tuple[Sequence, Sequence] | None = None):
+        self.opened, self.whole = opened, whole
+        self.one, self.other = pair or (opened.new_sequence(), whole.new_sequence())
+        self.longest = 0
+        """Tokens that it had at most since it was empty."""
+
+    def walk(self, ids: list[int], role: int, parents: list[int] | None = None) -> None:
+        last = (0, len(ids) - 1) if len(ids) > 1 else (0,)
+        a, b = (runner.walk([Segment(sequence, ids, last, role, parents)]).tobytes()
+                for runner, sequence in ((self.opened, self.one), (self.whole, self.other)))
+        assert a == b
+        self.longest = max(self.longest, len(self.one))
+
+    def fork(self) -> _Pair:
+        copy = _Pair(self.opened, self.whole, (self.opened.fork(self.one), self.whole.fork(self.other)))
+        copy.longest = self.longest
+        return copy
+
+    def cut(self, n: int) -> bool:
+        """Cut both, where the one can be; says whether it was refused."""
+        if not self.opened.reach(self.one, n) and n:
+            with pytest.raises(RequestError, match=r"^A sequence of \d+ tokens cannot be cut to \d+: layers with a "):
+                self.opened.truncate(self.one, n)
+            self.opened.rewind(self.one, n)
+            refused = True
+        else:
+            self.opened.truncate(self.one, n)
+            refused = False
+        self.whole.truncate(self.other, n)
+        self.longest = n if refused or not n else self.longest
+        return refused
+
+    def keep(self, n_before: int, path: list[int]) -> None:
+        self.opened.keep(self.one, n_before, path)
+        self.whole.keep(self.other, n_before, path)
+
+    def release(self) -> None:
+        self.opened.release(self.one)
+        self.whole.release(self.other)
+
+    def reload(self, file: Path) -> None:
+        self.opened.save(self.one, file)
+        self.opened.release(self.one)
+        self.one = self.opened.load(file)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_operations_has_the_same_bits(path: Path, tmp_path: Path, seed: int) -> None:
+    """Four sequences in a pool for three, so that what need not be kept is asked back."""
+    rng, counts = np.random.default_rng(seed), {"refused": 0, "gone": 0, "full": 0}
+    options: dict[str, Any] = {"ctx": CTX, "prefill_chunk": CHUNK, "max_sequences": 3, "outputs": 4}
+    with session(path, **options) as opened, keeping_all(path, **options) as whole:
+        alive = [_Pair(opened, whole)]
+        for step in range(300):
+            pair = alive[rng.integers(len(alive))]
+            n = len(pair.one)
+            try:
+                match rng.integers(-6, 10):
+                    case -6 | -5 | -4 | -3 | -2 | -1 | 0 | 1 | 2 if n + CHUNK <= CTX:
+                        pair.walk(tokens(int(rng.integers(CHUNK // 2, CHUNK + 1)), seed=step), PROMPT)
+                    case 3 | 4 if n + 5 <= CTX:
+                        pair.walk(tokens(int(rng.integers(1, 6)), seed=step), DECODE)
+                    case 5 if n + 6 <= CTX:
+                        pair.walk(tokens(6, seed=step), DECODE, [-1, 0, 0, 1, 2, 4])
+                        pair.keep(n, [[0, 2, 4], [0, 1], [0, 2, 4, 5], []][rng.integers(4)])
+                    case 6 if len(alive) < 4:
+                        alive.insert(rng.integers(len(alive) + 1), pair.fork())
+                    case 7:
+                        back = int(rng.choice([1, 5, 15, 16, MARGIN_TOKENS, 130, 220]))
+                        counts["refused"] += pair.cut(max(0, n - back))
+                    case 8 if n:
+                        pair.reload(tmp_path / "cache")
+                    case 9 if len(alive) > 1 and rng.integers(2):
+                        alive.remove(pair)
+                        pair.release()
+            except RequestError as error:
+                assert "KV blocks of 16 tokens are in use" in str(error)
+                counts["full"] += 1
+                pair.cut(0)  # of a walk that fails for want of blocks nothing is left
+            check_pools(opened, [each.one for each in alive])
+            for each in alive:
+                most = min(len(each.one), max(0, each.longest - MARGIN_TOKENS))
+                assert opened.reach(each.one, most) == most
+            assert [each.one.tokens for each in alive] == [each.other.tokens for each in alive]
+            counts["gone"] += sum(each.one.recent.gone for each in alive)
+    assert counts["gone"] > 100 and counts["refused"] and counts["full"] < 20, counts
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(name: str, ctx: int, **options: Any) -> Any:
+    from edgeinfer.config import RuntimeConfig
+    from edgeinfer.describe import describe
+
+    model = describe(name)
+    return Planner(model.graph, model.weight_bytes).plan(to_request(RuntimeConfig(ctx=ctx, threads=1, **options)))
+
+
+def test_a_plan_shrinks_by_what_windows_do_not_see() -> None:
+    plan = plan_of("gemma-3-4b", 32768)
+    assert plan.windowed and len(plan.windowed.layers) == 29 and plan.windowed.window == 1024
+    stride = plan.kv_layers[0].stride
+    assert plan.windowed.blocks == plan.windowed.sequence_blocks == (1024 + 512 + MARGIN_TOKENS) // 16 + 1
+    assert plan.region("kv").nbytes == stride * (5 * 2048 + 29 * plan.windowed.blocks) + 64
+    assert plan.window_saved_bytes == stride * 29 * (2048 - plan.windowed.blocks)
