@@ -152,10 +152,16 @@ class RecentBlocks:
         if not self.pool.n_free:
             self._shrink()
         if not self.pool.n_free:
-            self.pool.recount([block for block in _of(sequence).blocks if block != GONE] for sequence in self._living)
+            self.pool.recount(self._named(_of(sequence)) for sequence in self._living)
         block = self.pool.take()
         self._memory.take(block)
         return block
+
+    @staticmethod
+    def _named(recent: Recent) -> list[int]:
+        """Blocks that a sequence holds, but for those that an interruption kept from being given back."""
+        recent.blocks[: recent.gone] = [GONE] * min(recent.gone, len(recent.blocks))
+        return [block for block in recent.blocks if block != GONE]
 
     def _shrink(self) -> None:
         """Give back all that sequences need not keep."""

@@ -189,10 +189,13 @@ class MemoryPlan:
         return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
 
     @property
-    def window_saved_bytes(self) -> int:
-        """What K and V would take more, did all layers keep whole contexts."""
-        return sum(self.kv_layers[layer].stride * (self.kv_blocks - self.windowed.blocks)
-                   for layer in self.windowed.layers) if self.windowed else 0
+    def context_kv_bytes(self) -> tuple[int, int]:
+        """K and V of one sequence with a full context, and what they would be, did all layers keep all of it."""
+        whole = sum(layer.stride for layer in self.kv_layers.values()) // abi.BLOCK_TOKENS * self.request.ctx
+        if not self.windowed:
+            return whole, whole
+        windowed = sum(self.kv_layers[layer].stride for layer in self.windowed.layers) // abi.BLOCK_TOKENS
+        return whole - windowed * max(0, self.request.ctx - self.windowed.positions), whole
 
     def region(self, name: str) -> Region:
         """The region of that name."""
@@ -313,7 +316,7 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {kv_blocks} blocks{held} x {_layers(kv_layers, windowed)} x {block} bytes"
+                   f"{request.kv}, {_pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -436,12 +439,13 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> 
     return layers, end
 
 
-def _layers(layers: Mapping[int, Placement], windowed: Windowed | None) -> str:
-    """Say how many layers have the pool's blocks, and how many others a smaller pool."""
+def _pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
+    """Say how many blocks layers have, and those with a window of their smaller pool."""
     if not windowed:
-        return f"{len(layers)} layers"
-    return (f"{len(layers) - len(windowed.layers)} layers, {windowed.blocks} x {len(windowed.layers)} with a window of "
-            f"{windowed.window}")
+        return f"{blocks} blocks{held} x {layers} layers"
+    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
+    whole = layers - len(windowed.layers)
+    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:

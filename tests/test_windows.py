@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.describe import describe
+from edgeinfer.engine import DraftModel, RequestQueue, SelfDraft
 from edgeinfer.errors import BundleError, RequestError
-from edgeinfer.graph import build_graph, builtin_shapes
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import MARGIN_TOKENS, Planner, Windowed, to_request
-from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
-from edgeinfer.runtime import Session
+from edgeinfer.runtime import Lighter, Session
+from tests.drafts import Written
 from tests.sessions import TINY, session, tokens, write_model
+from tests.test_kv_prompt_cache import rewrite_header
 
 WINDOW = 40
 MODEL = replace(TINY, model_type="mistral", num_hidden_layers=3, windows=(WINDOW, 0, 17))
@@ -171,13 +173,163 @@ def test_any_order_of_operations_has_the_same_bits(path: Path, tmp_path: Path, s
     assert counts["gone"] > 100 and counts["refused"] and counts["full"] < 20, counts
 
 
+# -- what is interrupted, kept on disk, or begins like something else -------------------------------------------------
+
+
+def interrupted(line: int, run: Callable[[], object]) -> bool:
+    """Run something, with Ctrl-C before some line of what keeps the books; says whether it came to that line."""
+    seen = 0
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        nonlocal seen
+        if Path(frame.f_code.co_filename).name not in ("recent_blocks.py", "block_tables.py", "blocks.py"):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("what", ["walk", "fork", "cut", "release"])
+def test_an_interruption_never_frees_what_a_table_names(path: Path, what: str) -> None:
+    """At every line: what follows has the right bits, and in the end no block is missing."""
+    ids, line, reached = tokens(270, seed=9), 0, True
+    with session(path, ctx=CTX, prefill_chunk=CHUNK, max_sequences=2) as opened:
+        expected, recent = None, opened.kv.recent
+        assert recent
+        while reached:
+            one = opened.new_sequence()
+            opened.prefill(one, ids)
+            other = opened.fork(one)
+            new: list[Sequence] = []
+            line += 1 if line < 25 else 7  # of loops not every turn
+            reached = interrupted(line, {
+                "walk": lambda one=one: opened.walk([Segment(one, ids[:CHUNK])]),
+                "fork": lambda one=one, new=new: new.append(opened.fork(one)),
+                "cut": lambda one=one: opened.truncate(one, 250),
+                "release": lambda one=one: opened.release(one)}[what])
+            alive = [*opened.kv._living]
+            named = np.bincount([b for s in alive for b in s.recent.blocks if b != GONE], minlength=recent.pool.n_blocks)
+            assert (np.array(recent.pool._holders) >= named).all()
+            found = opened.decode([other], [5])[0].tobytes()
+            expected = expected or found
+            assert found == expected
+            if len(one) > 240:
+                opened.rewind(one, 240)
+                opened.walk([Segment(one, ids[240:])])
+                assert opened.decode([one], [5])[0].tobytes() == expected
+            for sequence in (one, other, *new):
+                opened.release(sequence)
+            del alive
+        assert line > 10
+        everything = [opened.new_sequence() for _ in range(2)]
+        for sequence in everything:
+            opened.prefill(sequence, tokens(CTX))
+
+
+def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
+    """From a run that keeps all, and from one that keeps more, to one that keeps less; not to one that needs all."""
+    ids = tokens(900, seed=4)
+    with session(path, ctx=1024, prefill_chunk=512) as wide:
+        sequence = wide.new_sequence()
+        wide.prefill(sequence, ids)
+        assert sequence.recent and sequence.recent.gone
+        wide.save(sequence, tmp_path / "wide")
+        expected = wide.decode([sequence], [7])[0].tobytes()
+    with keeping_all(path, ctx=1024) as whole:
+        sequence = whole.new_sequence()
+        whole.prefill(sequence, ids)
+        whole.save(sequence, tmp_path / "whole")
+        with pytest.raises(BundleError, match=r"^The prompt cache \S+ has of layers with a window what they see alone, and"):
+            whole.load(tmp_path / "wide")
+    assert (tmp_path / "wide").stat().st_size < (tmp_path / "whole").stat().st_size
+    with session(path, ctx=1024, prefill_chunk=CHUNK) as narrow:
+        for name in ("wide", "whole"):
+            loaded = narrow.load(tmp_path / name)
+            assert loaded.recent and loaded.recent.gone == 57 - narrow.kv.recent.windowed.sequence_blocks
+            check_pools(narrow, [loaded])
+            narrow.truncate(loaded, 899)
+            narrow.walk([Segment(loaded, ids[899:])])
+            assert narrow.decode([loaded], [7])[0].tobytes() == expected
+            narrow.release(loaded)
+        for gone in (55, "3", 0, -1):
+            rewrite_header(tmp_path / "wide", lambda header, gone=gone: header.update(gone=gone))
+            with pytest.raises(BundleError, match=r"^The prompt cache \S+ is damaged or cut short; give another file\.$"):
+                narrow.load(tmp_path / "wide")
+        check_pools(narrow, [])
+
+
+def test_a_request_goes_on_from_what_its_beginning_still_has(path: Path, tmp_path: Path) -> None:
+    """A common beginning that windows have left behind is walked again, also of a prompt cache, which is then replaced."""
+    ids, cache = tokens(500, seed=6), tmp_path / "cache"
+    early, late, options = [*ids[:100], 1, 2, 3], [*ids[:460], 1, 2, 3], {"ctx": CTX, "prefill_chunk": CHUNK}
+    with keeping_all(path, **options) as whole:
+        expected = [whole.prefill(whole.new_sequence(), prompt).tobytes() for prompt in (early, late)]
+    with session(path, **options) as opened:
+        queue = RequestQueue(opened)
+
+        def turn(prompt: list[int], from_cache: bool) -> tuple[int, int, bytes]:
+            sequence, saved = queue.sequence(prompt, True, cache if from_cache else None)
+            kept = len(sequence)
+            row = opened.prefill(sequence, prompt[kept:]).tobytes()
+            queue._kept = sequence
+            return kept, saved, row
+
+        turn(ids, False)
+        opened.save(queue._kept, cache)
+        assert turn(late, False) == (460, 0, expected[1])
+        assert turn(early, False) == (0, 0, expected[0])
+        for prompt, kept, row in ((late, 460, expected[1]), (early, 0, expected[0])):
+            opened.release(queue._kept)
+            assert turn(prompt, True) == (kept, kept, row)
+
+
+def test_guesses_of_models_with_windows_are_those_of_models_that_keep_all(path: Path) -> None:
+    """A draft model whose kept text the next one leaves early; and a part of the model, in the model's own sequences."""
+    ids, options = tokens(500, seed=8), {"ctx": CTX, "prefill_chunk": CHUNK, "outputs": 8, "max_sequences": 2}
+    texts = [ids, [*ids[:100], *tokens(250, seed=9)], [*ids[:340], 1, 2, 3]]
+
+    def guesses(opened: Session) -> list[Any]:
+        drafter, found = DraftModel(opened, TINY.vocab_size), []
+        for prompt in texts:
+            text = Written(opened, prompt)
+            for right in (9, 3, 0):
+                found.append(drafter.guess([text], 9)[0])
+                text.take(found[-1][:right])
+                text.write(1)
+            drafter.release()
+            opened.release(text.sequence)
+        lighter = Lighter.of_bundle(opened.bundle, opened.config.recipe, Recipe.parse("fuse_input+early_exit:layers=2"))
+        ahead = lighter.open(opened)
+        text = Written(opened, ids)
+        for _ in range(12):
+            found.append(SelfDraft(opened, ahead).guess([text], 7))
+            text.write(3)
+        ahead.close()
+        return [*found, text.tokens]
+
+    with keeping_all(path, **options) as whole:
+        expected = guesses(whole)
+    with session(path, **options) as opened:
+        assert opened.plan.windowed
+        assert guesses(opened) == expected
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def plan_of(name: str, ctx: int, **options: Any) -> Any:
-    from edgeinfer.config import RuntimeConfig
-    from edgeinfer.describe import describe
-
     model = describe(name)
     return Planner(model.graph, model.weight_bytes).plan(to_request(RuntimeConfig(ctx=ctx, threads=1, **options)))
 
@@ -186,6 +338,7 @@ def test_a_plan_shrinks_by_what_windows_do_not_see() -> None:
     plan = plan_of("gemma-3-4b", 32768)
     assert plan.windowed and len(plan.windowed.layers) == 29 and plan.windowed.window == 1024
     stride = plan.kv_layers[0].stride
-    assert plan.windowed.blocks == plan.windowed.sequence_blocks == (1024 + 512 + MARGIN_TOKENS) // 16 + 1
+    assert plan.windowed.blocks == plan.windowed.sequence_blocks == (1024 + 256 + MARGIN_TOKENS) // 16 + 1
     assert plan.region("kv").nbytes == stride * (5 * 2048 + 29 * plan.windowed.blocks) + 64
-    assert plan.window_saved_bytes == stride * 29 * (2048 - plan.windowed.blocks)
+    kept = plan.windowed.positions
+    assert plan.context_kv_bytes == (stride // 16 * (5 * 32768 + 29 * kept), stride // 16 * 34 * 32768)
