@@ -101,7 +101,7 @@ class _Rope(NamedTuple):
     rotary: int
     """Dimensions of a head that turn, the first ones; 0 = none."""
     recent: int
-    """Which of its sequence's block tables the layer has: 1 with a window, where what it no longer sees is given back."""
+    """Which of a sequence's block tables the layer has: 1 with a window, where what it no longer sees is given back."""
 
 
 class _Attention(NamedTuple):

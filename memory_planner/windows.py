@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .plan import Request
 
 MARGIN_TOKENS = abi.MASK_TOKENS + abi.MOST_STEPS
-"""Tokens by which a sequence can be cut at any time without walking any again: more than a drafter guesses, one by one or
-as a tree, before the text turns out to go on otherwise."""
+"""Tokens by which a sequence can be cut at any time without walking any again: more than a drafter guesses, one by one
+or as a tree, before the text turns out to go on otherwise."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ def test_regions_add_up(name: str, kv: str) -> None:
     assert all(region.bytes == region.nbytes > 0 and region.reason for region in plan.regions)
     assert len({region.name for region in plan.regions}) == len(plan.regions)
     assert plan.region("weights").nbytes == 12345
-    layers = [plan.kv_layers[i] for i in range(GRAPHS[name].config.num_hidden_layers)]
-    assert all(layer.nbytes == plan.kv_blocks * plan.kv_block_bytes for layer in layers)
+    assert plan.kv_layers.keys() == set(range(GRAPHS[name].config.num_hidden_layers))
+    assert all(layer.nbytes == plan.kv_pool(i) * plan.kv_block_bytes for i, layer in plan.kv_layers.items())
+    layers = list(plan.kv_layers.values())
     ends = [layer.offset + layer.nbytes for layer in layers]
     assert all(end <= layer.offset for end, layer in zip(ends, layers[1:], strict=False))
     assert ends[-1] <= plan.region("kv").nbytes

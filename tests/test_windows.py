@@ -23,7 +23,7 @@ from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Lighter, Session
 from tests.drafts import Written
 from tests.sessions import TINY, session, tokens, write_model
-from tests.test_kv_prompt_cache import rewrite_header
+from tests.test_kv_prompt_cache import DAMAGED, rewrite_header
 
 WINDOW = 40
 MODEL = replace(TINY, model_type="mistral", num_hidden_layers=3, windows=(WINDOW, 0, 17))
@@ -220,8 +220,8 @@ def test_an_interruption_never_frees_what_a_table_names(path: Path, what: str) -
                 "cut": lambda one=one: opened.truncate(one, 250),
                 "release": lambda one=one: opened.release(one)}[what])
             alive = [*opened.kv._living]
-            named = np.bincount([b for s in alive for b in s.recent.blocks if b != GONE], minlength=recent.pool.n_blocks)
-            assert (np.array(recent.pool._holders) >= named).all()
+            named = [block for each in alive for block in each.recent.blocks if block != GONE]
+            assert (np.array(recent.pool._holders) >= np.bincount(named, minlength=recent.pool.n_blocks)).all()
             found = opened.decode([other], [5])[0].tobytes()
             expected = expected or found
             assert found == expected
@@ -251,7 +251,7 @@ def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
         sequence = whole.new_sequence()
         whole.prefill(sequence, ids)
         whole.save(sequence, tmp_path / "whole")
-        with pytest.raises(BundleError, match=r"^The prompt cache \S+ has of layers with a window what they see alone, and"):
+        with pytest.raises(BundleError, match=r"^The prompt cache \S+ has of layers with a window what they see alone"):
             whole.load(tmp_path / "wide")
     assert (tmp_path / "wide").stat().st_size < (tmp_path / "whole").stat().st_size
     with session(path, ctx=1024, prefill_chunk=CHUNK) as narrow:
@@ -265,13 +265,13 @@ def test_a_prompt_cache_holds_what_there_is(path: Path, tmp_path: Path) -> None:
             narrow.release(loaded)
         for gone in (55, "3", 0, -1):
             rewrite_header(tmp_path / "wide", lambda header, gone=gone: header.update(gone=gone))
-            with pytest.raises(BundleError, match=r"^The prompt cache \S+ is damaged or cut short; give another file\.$"):
+            with pytest.raises(BundleError, match=DAMAGED):
                 narrow.load(tmp_path / "wide")
         check_pools(narrow, [])
 
 
 def test_a_request_goes_on_from_what_its_beginning_still_has(path: Path, tmp_path: Path) -> None:
-    """A common beginning that windows have left behind is walked again, also of a prompt cache, which is then replaced."""
+    """A common beginning that windows have left is walked again, also of a prompt cache, which is then replaced."""
     ids, cache = tokens(500, seed=6), tmp_path / "cache"
     early, late, options = [*ids[:100], 1, 2, 3], [*ids[:460], 1, 2, 3], {"ctx": CTX, "prefill_chunk": CHUNK}
     with keeping_all(path, **options) as whole:
@@ -296,7 +296,7 @@ def test_a_request_goes_on_from_what_its_beginning_still_has(path: Path, tmp_pat
 
 
 def test_guesses_of_models_with_windows_are_those_of_models_that_keep_all(path: Path) -> None:
-    """A draft model whose kept text the next one leaves early; and a part of the model, in the model's own sequences."""
+    """A draft model whose kept text the next leaves early; and a part of the model, in the model's own sequences."""
     ids, options = tokens(500, seed=8), {"ctx": CTX, "prefill_chunk": CHUNK, "outputs": 8, "max_sequences": 2}
     texts = [ids, [*ids[:100], *tokens(250, seed=9)], [*ids[:340], 1, 2, 3]]
 

@@ -21,7 +21,7 @@ def windows_object(plan: MemoryPlan) -> dict[str, Any] | None:
     layers, of, ctx = len(plan.windowed.layers), len(plan.kv_layers), plan.request.ctx
     positions, (kept, whole) = min(plan.windowed.positions, ctx), plan.context_kv_bytes
     which, others = (f"{layers} of {of}", ", the others all") if layers < of else (f"all {of}", "")
-    said = (f"{which} layers see {plan.windowed.window} positions and keep the last {positions} of {ctx}{others}: KV of "
-            f"a context takes {format_size(kept)} instead of {format_size(whole)}")
+    said = (f"{which} layers see {plan.windowed.window} positions and keep the last {positions} of {ctx}{others}: KV "
+            f"of a context takes {format_size(kept)} instead of {format_size(whole)}")
     return {"layers": layers, "of": of, "window": plan.windowed.window, "positions": positions, "kv_bytes": kept,
             "whole_bytes": whole, "said": said}

@@ -82,8 +82,9 @@ class BeamSearch(Generation):
         windowed = runner.plan.windowed
         if windowed and (needed := windowed.needed(self.room, beams)) > windowed.blocks:
             raise RequestError(
-                f"{beams} beams of up to {self.room} tokens may need {needed} KV blocks of layers with a window, and the "
-                f"model is open for {windowed.blocks}; lower max_tokens, or open it with own_tokens={config.max_tokens}.")
+                f"{beams} beams of up to {self.room} tokens may need {needed} KV blocks of layers with a window, and "
+                f"the model is open for {windowed.blocks}; lower max_tokens, or open it with "
+                f"own_tokens={config.max_tokens}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
         return [Beam(self, tokenizer, self._ends, 0)]

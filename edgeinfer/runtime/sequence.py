@@ -32,8 +32,8 @@ from .kv_planes import planes_of
 MAGIC = b"EDGEKV01"
 MAX_HEADER_BYTES = 64 << 20
 LAYOUT = 3
-"""How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane; 3 layer by layer, and of
-layers with a window what was kept."""
+"""How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane; 3 layer by layer,
+and of layers with a window what was kept."""
 PIECE_BYTES = 1 << 18
 """Bytes by which a prompt cache is read and written at most, if that is a block of a head."""
 

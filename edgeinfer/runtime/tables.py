@@ -14,7 +14,8 @@ from edgeinfer.runner import DECODE, Segment, Sequence
 
 _TOKEN, _ENTRY = struct.Struct("=3q2i4q"), struct.Struct("=2q")
 _ID, _SEQUENCE, _POSITION, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
-    abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE, abi.TOKEN_ROLE))
+    abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE,
+    abi.TOKEN_ROLE))
 EVERYTHING = -1
 """The mask of a token that sees every row up to its own."""
 
@@ -38,7 +39,6 @@ class Tables:
         self._token_bytes = self.tokens.data.cast("B")
         self._sequence_bytes = self.sequences.data.cast("B")
         self._output_words, self._draw_words = self.outputs.data, self.draws.data
-        self._slots = self.tokens.view(np.int32)[:, abi.TOKEN_SLOT // 4 :][:, :2]
         self._counting = np.arange(tokens)
 
     def write(self, segments: Items[Segment], offset: int = 0,
@@ -132,9 +132,9 @@ class Tables:
     def _set_slots(self, sequence: Sequence, rows: NDArray[np.int64], first: int) -> None:
         """Write where rows of a sequence are stored, which are those of the tokens from the first on."""
         blocks, within = rows // abi.BLOCK_TOKENS, rows % abi.BLOCK_TOKENS
-        recent = sequence.recent
+        slots, recent = self.tokens.view(np.int32)[first : first + len(rows), abi.TOKEN_SLOT // 4 :], sequence.recent
         for which, table in enumerate((sequence.table, sequence.table if recent is None else recent.table)):
-            self._slots[first : first + len(rows), which] = table[blocks] * abi.BLOCK_TOKENS + within
+            slots[:, which] = table[blocks] * abi.BLOCK_TOKENS + within
 
 
 def _decoded_last(segments: Items[Segment]) -> Items[Segment]:
