@@ -77,7 +77,7 @@ LIMITS = """
   embeddings, norms behind), Gemma 3n and 4: refused by name.
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
-* Layers with a window keep KV of the whole context, yet.
+* Layers with a window keep K and V of what it sees (long-context.md); two windows that differ share the blocks of the larger.
 * The FFN of Gemma 2, 3 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
   layout `neuron`.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgeinfer.block_tables import BlockTables
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
@@ -232,7 +233,7 @@ def test_what_cannot_be_kept_is_refused(opened: Session) -> None:
     with pytest.raises(RequestError, match=r"The path of a segment are 'ab'|they must be integers"):
         opened.keep(sequence, 4, "ab")  # type: ignore[arg-type]
     fork, taken = opened.fork(sequence), opened.new_sequence()
-    opened.kv.extend(taken, 16 * free_blocks(opened))
+    BlockTables.extend(opened.kv, taken, 16 * free_blocks(opened))  # the blocks of layers that keep all
     taken.tokens += [0] * 16 * len(taken.blocks)
     with pytest.raises(RequestError, match=r"KV blocks of 16 tokens are in use"):
         opened.keep(sequence, 4, [1])  # moves a row of a block that the fork shares
