@@ -196,8 +196,8 @@ def _heads(op: RopeStore | Attention, at: Lowering) -> dict[str, int]:
     """Parameters of heads and KV blocks."""
     latent = {"values": op.values, "turned": op.turned} if isinstance(op, LatentAttention) else {}
     return {**latent, "heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim,
-            "blocks": at.plan.kv_pool(op.layer or 0), "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim), "rows": rows(op.out),
-            "recent": at.recent(op)}
+            "blocks": at.plan.kv_pool(op.layer or 0), "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim),
+            "rows": rows(op.out), "recent": at.recent(op)}
 
 
 def _holes(op: Attention, at: Lowering) -> Operand:
