@@ -330,7 +330,7 @@ def test_what_layers_with_a_window_have_no_room_for_is_said(path: Path) -> None:
     with session(path, ctx=CTX, prefill_chunk=CHUNK, max_sequences=4, own_tokens=16) as opened:
         with pytest.raises(RequestError, match=r"^200 tokens at once are more than the 80 that layers"):
             opened.reserve(opened.new_sequence(), 200)
-        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens may need 45 KV blocks of layers with a w"):
+        with pytest.raises(RequestError, match=r"^4 beams of up to 120 tokens may need 45 KV blocks of layers"):
             BeamSearch(opened, None, tokens(16), GenerationConfig(beams=4, max_tokens=120))
         BeamSearch(opened, None, tokens(500), GenerationConfig(beams=4, max_tokens=16))
 
