@@ -9,6 +9,12 @@ Rules for what a runner keeps of a sequence, whichever it is:
 * **State** (recurrent layers) is one value for the whole past: no token can be taken out of it. A fork copies it at
   once. `truncate` to anything but 0 is refused, unless the runner keeps snapshots: then it goes back to the last one at
   or before that length and computes the tokens between them anew. A common beginning is shared only up to a snapshot.
+* **KV rows of layers with a window** may be given back once no token that can follow sees them. A fork shares those
+  that are left, copied on write like the others. `truncate` is exact as long as all that the next token sees is there:
+  by MARGIN_TOKENS (memory_planner/windows.py) from the longest that the sequence has been, always; mostly by some
+  hundred tokens more; and to 0. Anything between is refused, never answered wrongly. `reach` says how much of a
+  beginning can be kept, and `rewind` walks over again what cannot; whoever shares common beginnings asks before it
+  cuts. A prompt cache holds what there was, with the same reach.
 * A sequence always holds as many rows as tokens, also after a walk that was cancelled or failed: such a walk changes
   nothing but what lies behind the last token.
 """
@@ -44,6 +50,24 @@ PROMPT, DECODE = abi.ROLE_PROMPT, abi.ROLE_DECODE
 """Roles of tokens: text that is read, and text that is being written."""
 
 
+GONE = -1
+"""Number of a block that was given back."""
+
+
+@dataclass(eq=False)
+class Recent:
+    """Blocks of one sequence in layers with a window."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Their numbers, one for each block of the sequence; GONE for the first ones, which were given back."""
+    gone: int = 0
+    """How many of the first ones are gone, or to be so."""
+    table: Any = None
+    address: int = 0
+    listed: int = 0
+    """As in `Sequence`."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one context, and where their runner keeps what it knows of them; made by `Runner.new_sequence`."""
@@ -60,6 +84,8 @@ class Sequence:
     """Of the table."""
     listed: int = 0
     """First blocks that stand in the table already."""
+    recent: Recent | None = None
+    """What layers with a window keep; None where all layers keep all."""
     cut: bool = False
     """Whether rows behind the last token may hold what was forgotten or never taken in: it must not reach others, were
     it NaN."""
@@ -250,7 +276,22 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def truncate(self, sequence: Sequence, n_tokens: int) -> None:
-        """Forget all tokens but the first n."""
+        """Forget all tokens but the first n.
+
+        Raises `RequestError` where layers with a window have given back what a token behind them sees (`reach`).
+        """
+
+    def reach(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many of the first n tokens can be kept when a sequence is cut there: all n, or none."""
+        return n_tokens
+
+    def rewind(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
+        """Go back to the first n tokens: forget those behind them, and walk over them again where they cannot be kept.
+        """
+        ids, kept = sequence.tokens[:n_tokens], self.reach(sequence, n_tokens)
+        self.truncate(sequence, kept)
+        if kept < n_tokens:
+            self.prefill(sequence, ids, cancel)
 
     def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """After a walk over a tree, go on from one of its nodes: forget all branches but the one that leads there.

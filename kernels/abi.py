@@ -240,7 +240,8 @@ TOKEN_SEQUENCE = 8
 TOKEN_POSITION = 16
 """Place in the text: what RoPE turns by."""
 TOKEN_SLOT = 24
-"""Block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS: where the token's K and V are stored."""
+"""2 int32, one for each block table: block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS, where the token's K and V are
+stored."""
 TOKEN_MASK = 32
 """The token's ancestors of this walk and itself, bit i for row TOKEN_BASE + i; all ones = every row up to its own.
 
@@ -261,8 +262,9 @@ MASK_TOKENS = 64
 
 SEQUENCE_BYTES = 16
 SEQUENCE_BLOCKS = 0
-"""Address of the int32 block table."""
-SEQUENCE_LENGTH = 8
+"""2 addresses of int32 block tables: of layers that keep the K and V of all tokens, and of those with a window, which
+keep what it sees (parameter `recent`). Both have an entry for each block of the sequence; what the second says of one
+that was given back is the number of some block of its pool. They are the same where all layers keep all."""
 
 # -- neurons that are read when they are wanted ------------------------------------------------------------------------
 COLD_HAND, COLD_EPOCH = 0, 8

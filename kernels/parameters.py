@@ -110,6 +110,8 @@ class _Rope(NamedTuple):
     """Dimensions of a head that turn; 0 = none."""
     apart: int
     """Dimensions from one of a pair that turns to the other, which begins the second half of those that do."""
+    recent: int
+    """Which of a sequence's block tables the layer has: 1 with a window, where what it no longer sees is given back."""
 
 
 class _Attention(NamedTuple):
@@ -146,6 +148,8 @@ class _Attention(NamedTuple):
     """Latent KV: V is so many of K's first elements, and not stored by itself; 0 = it is stored."""
     turned: int
     """Latent KV: where in a thread's scratch the V of a split is made of its K."""
+    recent: int
+    """Which of a sequence's block tables the layer has, as in ROPE."""
 
 
 class _Latent(NamedTuple):
@@ -171,6 +175,7 @@ class _Latent(NamedTuple):
     eps: int
     """Epsilon of the latent's norm, float32 bits."""
     rows: int
+    recent: int
 
 
 class _NeuronGated(NamedTuple):
@@ -441,9 +446,9 @@ class _Release(NamedTuple):
 
 LINEAR = _Linear(*range(24))
 ROWS = _Rows(*range(15))
-ROPE = _Rope(*range(11))
-ATTENTION = _Attention(*range(19))
-LATENT = _Latent(*range(13))
+ROPE = _Rope(*range(12))
+ATTENTION = _Attention(*range(20))
+LATENT = _Latent(*range(14))
 NEURON_GATED = _NeuronGated(*range(24))
 NEURON_DOWN = _NeuronDown(*range(14))
 NEURON_RESOLVE = _NeuronResolve(*range(12))

@@ -35,10 +35,11 @@ from .plan import (
 )
 from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
+from .windows import MARGIN_TOKENS, Windowed
 
-__all__ = ["DEVICE", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
+__all__ = ["DEVICE", "MARGIN_TOKENS", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "READ_BYTES", "STREAM_BUFFERS",
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsOfLayer",
-           "ExpertsPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "alternatives",
-           "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "fit", "fits",
-           "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations", "process_budget", "refusal",
-           "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streaming", "to_request", "without"]
+           "ExpertsPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "Windowed",
+           "alternatives", "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config",
+           "fit", "fits", "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations", "process_budget",
+           "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streaming", "to_request", "without"]

@@ -18,6 +18,7 @@ from .blocks import shared_blocks
 from .cold import ColdPlan, masked
 from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement, place_activations, row_stride
+from .windows import Windowed
 
 PYTHON_RESERVE_BYTES = 118_000_000
 """The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
@@ -129,6 +130,8 @@ class MemoryPlan:
     one after the other, `stride` bytes each."""
     filed: tuple[str, ...] = ()
     """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
+    windowed: Windowed | None = None
+    """Layers whose blocks are of a smaller pool, where there are any: they keep what their window sees."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -191,6 +194,19 @@ class MemoryPlan:
     def kv_block_bytes(self) -> int:
         """Bytes of one block in one layer, in the layer that needs most."""
         return max((layer.stride for layer in self.kv_layers.values()), default=0)
+
+    def kv_pool(self, layer: int) -> int:
+        """Blocks of the pool that a layer's K and V are in."""
+        return self.windowed.blocks if self.windowed and layer in self.windowed.layers else self.kv_blocks
+
+    @property
+    def context_kv_bytes(self) -> tuple[int, int]:
+        """K and V of one sequence with a full context, and what they would be, did all layers keep all of it."""
+        whole = sum(layer.stride for layer in self.kv_layers.values()) // abi.BLOCK_TOKENS * self.request.ctx
+        if not self.windowed:
+            return whole, whole
+        windowed = sum(self.kv_layers[layer].stride for layer in self.windowed.layers) // abi.BLOCK_TOKENS
+        return whole - windowed * max(0, self.request.ctx - self.windowed.positions), whole
 
     def region(self, name: str) -> Region:
         """The region of that name."""
@@ -297,7 +313,7 @@ class Planner:
         weights = self._weights[homes]
         per_sequence = -(-request.ctx // abi.BLOCK_TOKENS)
         kv_blocks = request.kv_blocks
-        kv_layers, kv_bytes = place_kv(self._stores, request.kv, kv_blocks)
+        windowed, kv_layers, kv_bytes = self._place_kv(request)
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
         holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
@@ -311,7 +327,8 @@ class Planner:
         if request.kv not in self._records:
             self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
         tables += abi.RECORD_BYTES * self._records[request.kv]
-        tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + 4 * per_sequence)
+        listed = 4 * per_sequence * (2 if windowed else 1)
+        tables += request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
         tables += weights.table_bytes
         several = request.sequences > 1 and request.own_tokens is not None
         held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
@@ -319,7 +336,7 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {kv_blocks} blocks{held} x {len(kv_layers)} layers x {block} bytes"
+                   f"{request.kv}, {_pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -336,7 +353,18 @@ class Planner:
         made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, weights.experts, holes, weights.filed)
+                          weights.cold, weights.experts, holes, weights.filed, windowed)
+
+    def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
+        """Lay out K and V: layers that keep all, then those that keep what their window sees."""
+        windowed = Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
+        if not windowed:
+            return None, *place_kv(self._stores, request.kv, request.kv_blocks)
+        whole = [access for access in self._stores if access.layer not in windowed.layers]
+        recent = [access for access in self._stores if access.layer in windowed.layers]
+        layers, end = place_kv(whole, request.kv, request.kv_blocks)
+        others, end = place_kv(recent, request.kv, windowed.blocks, end)
+        return windowed, {**layers, **others}, end
 
     def _place_weights(self, request: Request) -> _Weights:
         """Place each weight."""
@@ -438,17 +466,26 @@ def one_of_each(graph: Graph) -> list[Op]:
     return list(found.values())
 
 
-def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int) -> tuple[dict[int, Placement], int]:
-    """Lay out the K and V of all layers that store any; gives their places and the bytes of all.
+def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> tuple[dict[int, Placement], int]:
+    """Lay out the K and V of layers that store any, from byte `end` on; gives their places and where they end.
 
     Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
     """
-    layers, end = {}, 0
+    layers = {}
     for access in stores:
         stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
         layers[access.layer] = Placement("kv", end, blocks * stride, stride)
         end += round_up(blocks * stride, 64)
     return layers, end
+
+
+def _pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
+    """Say how many blocks layers have, and those with a window of their smaller pool."""
+    if not windowed:
+        return f"{blocks} blocks{held} x {layers} layers"
+    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
+    whole = layers - len(windowed.layers)
+    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:

@@ -75,6 +75,8 @@ class Bench:
         self.counts = np.zeros(16, np.int64)
         self._tokens = np.zeros((0, abi.TOKEN_BYTES // 8), np.int64)
         self._tables: list[np.ndarray] = []
+        self._others: list[np.ndarray] = []
+        self._recent = 0
         self.outputs = np.zeros(0, np.int64)
         self.draws = np.zeros(0, np.int64)
 
@@ -115,11 +117,15 @@ class Bench:
         rows = positions if rows is None else rows
         for name, values in zip(names, (ids, sequences, positions, slots, rows, bases, masks, roles), strict=True):
             self._tokens[:, name // 8] = values
+        if self._recent:
+            self._tokens[:, abi.TOKEN_SLOT // 8] <<= 32
         self.counts[abi.COUNT_TOKENS] = len(positions)
 
-    def tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """Block table of each sequence."""
+    def tables(self, tables: Sequence[Sequence[int]], recent: int = 0) -> None:
+        """Block table of each sequence, the first or the second of two; the other one names block 0 alone."""
         self._tables = [np.asarray(table, np.int32) for table in tables]
+        self._others = [np.zeros_like(table) for table in self._tables]
+        self._recent = recent
 
     def run(
         self, isa: str, name: str, places: Sequence[int], parameters: Sequence[int], flags: int = 0, threads: int = 1,
@@ -164,7 +170,9 @@ class Bench:
         for i, region in enumerate(abi.REGIONS):
             words[abi.CTX_REGIONS // 8 + i] = self.regions[region].ctypes.data
         words[abi.CTX_COUNTS // 8 :][:16] = self.counts
-        self._entries = np.array([[table.ctypes.data, 16 * len(table)] for table in self._tables], np.int64)
+        pairs = [[table.ctypes.data, other.ctypes.data]
+                 for table, other in zip(self._tables, self._others, strict=True)]
+        self._entries = np.array([pair[::-1] if self._recent else pair for pair in pairs], np.int64)
         words[abi.CTX_TOKENS // 8] = self._tokens.ctypes.data
         words[abi.CTX_SEQUENCES // 8] = self._entries.ctypes.data
         words[abi.CTX_OUTPUTS // 8] = self.outputs.ctypes.data

@@ -78,7 +78,7 @@ LIMITS = """
   embeddings, norms behind), Gemma 3n, Gemma 4's mixture (26B-A4B): refused by name.
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
-* Layers with a window keep KV of the whole context, yet.
+* Layers with a window keep K and V of what it sees (long-context.md); two windows that differ share the blocks of the larger.
 * Prompts of models whose layers share K and V, or that have a row of each token for every layer (Gemma 4), are not pruned (`--lazy`).
 * The FFN of Gemma 2, 3, 4 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
   layout `neuron`.

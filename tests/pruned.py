@@ -10,7 +10,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Sequence
 from edgeinfer.runtime import Session
-from tests.sessions import TINY, session, tokens
+from tests.sessions import TINY, held_in, session, tokens
 
 MODEL = replace(TINY, num_hidden_layers=5)
 HALF = Schedule((0.5, 0.25), (2, 4))
@@ -24,9 +24,13 @@ def written(root: Path, config: ModelConfig = MODEL, **how: str) -> Path:
 
 
 def kv_rows(opened: Session, sequence: Sequence) -> bytes:
-    """What the sequence's whole blocks hold, in all layers."""
-    whole = sequence.blocks[: len(sequence) // 16]
-    return b"".join(plane[:, :, whole].tobytes() for planes in opened.kv.planes for plane in planes.arrays)
+    """What the sequence's whole blocks hold, layer by layer."""
+    found = []
+    for planes in opened.kv.planes:
+        whole = held_in(opened, sequence, planes.layers[0])[: len(sequence) // 16]
+        found += [(layer, of_layer[:, whole].tobytes()) for plane in planes.arrays
+                  for layer, of_layer in zip(planes.layers, plane, strict=True)]
+    return b"".join(held for _, held in sorted(found, key=lambda each: each[0]))
 
 
 def answer(opened: Session, sequence: Sequence, n: int = 4) -> bytes:

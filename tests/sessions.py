@@ -113,6 +113,14 @@ def scored(opened: Runner, ids: list[int], sequence: Sequence | None = None) -> 
     return rows
 
 
+def held_in(opened: Session, sequence: Sequence, layer: int) -> list[int]:
+    """Blocks that a sequence holds in a layer; GONE for those that were given back."""
+    if not opened.plan.windowed or layer not in opened.plan.windowed.layers:
+        return sequence.blocks
+    assert sequence.recent
+    return sequence.recent.blocks
+
+
 def free_blocks(opened: Runner) -> int:
     """KV blocks that nobody holds."""
     assert isinstance(opened, (Session, OnnxRunner))

@@ -63,7 +63,8 @@ class Layer:
             "masks": np.array([mask % 2**64 for *_, mask in nodes], np.uint64).view(np.int64),
         }
         self.positions = self.walk["positions"]
-        self.bench.tables([s.blocks for s in sequences])
+        self.recent = len(self.positions) % 2
+        self.bench.tables([s.blocks for s in sequences], self.recent)
         self.bench.tokens(**self.walk)
         tokens, width = len(self.positions), (self.heads + 2 * self.kv_heads) * self.head_dim
         self.q_stride, self.out_stride = 4 * width + 64, 4 * self.heads * self.head_dim + 64
@@ -127,7 +128,7 @@ class Layer:
             ROPE, stride=self.q_stride, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             table_stride=self.table_stride, block_bytes=self.block_bytes, blocks=self.blocks, eps=1e-6,
             rotary=self.head_dim if self.rotary is None else self.rotary,
-            apart=self.apart or (self.head_dim if self.rotary is None else self.rotary) // 2,
+            apart=self.apart or (self.head_dim if self.rotary is None else self.rotary) // 2, recent=self.recent,
         )
         places = [self.places[0], self.table, self.places[2], *self.norms]
         return self.bench.run(isa, f"rope_store_{self.kv}", places, parameters, self.flags, threads, keep=keep)
@@ -137,7 +138,7 @@ class Layer:
             ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
             head_dim=self.head_dim, block_bytes=self.block_bytes, blocks=self.blocks, window=self.window,
             scale=1 / math.sqrt(self.head_dim), cap=self.cap, scratch=self.scratch_bytes, splits=self.splits,
-            tokens=tile or self.tile,
+            tokens=tile or self.tile, recent=self.recent,
         )
 
     def attend(self, isa: str, threads: int = 1, tile: int | None = None) -> np.ndarray:

@@ -84,7 +84,7 @@ def test_random_operations_keep_the_books(path: Path) -> None:
                 assert len(s.blocks) == -(-len(s) // 16)
                 assert s.table[: s.listed].tolist() == s.blocks[: s.listed], "an entry of the block table is stale"
             if rng.integers(2):
-                opened._tables._list(0, one, len(one))
+                opened._tables._list(0, one)
                 assert one.table[: len(one.blocks)].tolist() == one.blocks
 
 
@@ -209,7 +209,7 @@ def test_what_overflowed_in_a_block_does_not_reach_its_next_holder(opened: Sessi
 def overflow(running: Session, sequence: Sequence, row: int) -> None:
     """Fill the last block of a sequence with NaN from a row on."""
     rows = np.arange(row, abi.BLOCK_TOKENS)
-    for part in running.kv._by_row:
+    for part in running.kv._memory._by_row:
         part[:, :, sequence.blocks[-1], ..., rows // 4, rows % 4] = np.iinfo(part.dtype).max  # as floats: NaN
 
 

@@ -247,9 +247,9 @@ def test_a_destination_that_cannot_be_written_is_said(opened: Session, sequence:
 def test_a_write_that_fails_half_way_leaves_the_old_file(
     opened: Session, sequence: Sequence, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence.blocks))
+    before, pieces = saved.read_bytes(), list(opened.kv._pieces(sequence, {"tokens": sequence.tokens}))
     passes = iter([iter(pieces), failing(pieces[:3], error)])  # the checksum's, then the file's
-    monkeypatch.setattr(opened.kv, "_pieces", lambda held, pruned: next(passes))
+    monkeypatch.setattr(opened.kv, "_pieces", lambda held, header: next(passes))
     opened.decode([sequence], [1])
     kind, match = (DestinationError, "No space left on device") if isinstance(error, OSError) else (type(error), None)
     with pytest.raises(kind, match=match):

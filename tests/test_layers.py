@@ -22,7 +22,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["text"], "2c"),
     **dict.fromkeys(["memory_planner"], "3"),
     **dict.fromkeys(["runner"], "4"),
-    **dict.fromkeys(["block_tables", "evaluate"], "4a"),
+    **dict.fromkeys(["block_tables", "recent_blocks", "evaluate"], "4a"),
     **dict.fromkeys(["quality"], "4b"),
     **dict.fromkeys(["runtime", "models", "backends"], "5"),
     **dict.fromkeys(["sparse", "offload"], "5a"),

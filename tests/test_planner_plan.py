@@ -102,9 +102,9 @@ def test_regions_add_up(name: str, kv: str) -> None:
     assert len({region.name for region in plan.regions}) == len(plan.regions)
     assert plan.region("weights").nbytes == 12345
     assert plan.filed_bytes == filed and bool(filed) == any(region.name == "rows" for region in plan.regions)
-    assert list(plan.kv_layers) == sorted({c.kv_layer(i) for i in range(c.num_hidden_layers)})
+    assert plan.kv_layers.keys() == {c.kv_layer(i) for i in range(c.num_hidden_layers)}
+    assert all(layer.nbytes == plan.kv_pool(i) * layer.stride for i, layer in plan.kv_layers.items())
     layers = list(plan.kv_layers.values())
-    assert all(layer.nbytes == plan.kv_blocks * layer.stride for layer in layers)
     assert max(layer.stride for layer in layers) == plan.kv_block_bytes
     ends = [layer.offset + layer.nbytes for layer in layers]
     assert all(end <= layer.offset for end, layer in zip(ends, layers[1:], strict=False))

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgeinfer.block_tables import BlockTables
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
-from edgeinfer.runner import DECODE, PROMPT, Segment, Sequence
+from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
-from tests.sessions import TINY, WINDOWED, free_blocks, session, tokens
+from tests.sessions import TINY, WINDOWED, free_blocks, held_in, session, tokens
 
 MODELS = {"plain": TINY, "windowed": replace(WINDOWED, windows=(5, 0, 3)), "gqa": replace(TINY, num_key_value_heads=1)}
 BASES = (0, 1, 15, 16, 17, 250, 256, 257)
@@ -127,21 +128,25 @@ def test_twins_agree_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def stored(opened: Session, sequence: Sequence) -> list[bytes]:
-    """K, V and scales of all tokens, of each layer."""
+    """K, V and scales of all tokens, of each layer; with a window those that the last token sees."""
     model, plan, out = opened.model, opened.plan, []
     size, n = abi.KV_ELEMENT_BYTES[plan.request.kv], 16 * abi.padded_head_dim(model.head_dim)
     half, width, together = n * size, 4 if plan.request.kv == "int8" else size, 4 if plan.request.kv == "int8" else 1
-    for layer in plan.kv_layers.values() if len(sequence) else ():
-        region, blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes], plan.kv_blocks
+    for number, layer in plan.kv_layers.items() if len(sequence) else ():
+        region, blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes], plan.kv_pool(number)
+        held = [block for block in held_in(opened, sequence, number) if block != GONE]
+        missing = 16 * (len(sequence.blocks) - len(held))
+        seen = plan.windowed.window if plan.windowed and number in plan.windowed.layers else len(sequence)
         planes = np.split(region, [model.num_key_value_heads * blocks * half * n for n in (1, 2)])
-        k, v, scales = (plane.reshape(model.num_key_value_heads, blocks, -1)[:, sequence.blocks].swapaxes(0, 1)
+        k, v, scales = (plane.reshape(model.num_key_value_heads, blocks, -1)[:, held].swapaxes(0, 1)
                         for plane in planes)
         shape = k.shape[:2]
         for by_token in (k.reshape(*shape, half // width // 16, 16, width).transpose(0, 3, 1, 2, 4),
                          v.reshape(*shape, 16 // together, -1, together).transpose(0, 2, 4, 1, 3)
                          .reshape(len(k), 16, shape[1], -1),
                          scales.reshape(*shape, scales.shape[2] // 32, 16, 2).transpose(0, 3, 1, 2, 4)):
-            out.append(by_token.reshape(16 * len(k), *by_token.shape[2:])[: len(sequence)].tobytes())
+            rows = by_token.reshape(16 * len(k), *by_token.shape[2:])[: len(sequence) - missing]
+            out.append(rows[-seen:].tobytes())
     return out
 
 
@@ -228,7 +233,7 @@ def test_what_cannot_be_kept_is_refused(opened: Session) -> None:
     with pytest.raises(RequestError, match=r"The path of a segment are 'ab'|they must be integers"):
         opened.keep(sequence, 4, "ab")  # type: ignore[arg-type]
     fork, taken = opened.fork(sequence), opened.new_sequence()
-    opened.kv.extend(taken, 16 * free_blocks(opened))
+    BlockTables.extend(opened.kv, taken, 16 * free_blocks(opened))  # the blocks of layers that keep all
     taken.tokens += [0] * 16 * len(taken.blocks)
     with pytest.raises(RequestError, match=r"KV blocks of 16 tokens are in use"):
         opened.keep(sequence, 4, [1])  # moves a row of a block that the fork shares

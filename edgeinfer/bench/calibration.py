@@ -148,7 +148,7 @@ class _Runner:
         while not self._enough(tried, self.lengths.repetitions, until):
             share, seconds, reading = self._timed(
                 partial(self._generate, self._some(count)), self.probe.read_gbs, lambda both: sum(both) / 2)
-            self.session.truncate(self.sequence, depth)
+            self.session.rewind(self.sequence, depth)
             tried.append((share, DecodeRun(layers, weight_bytes, kv_bytes, seconds / count, reading, attention)))
         return self._calmest(tried, self.lengths.repetitions)
 
@@ -160,7 +160,7 @@ class _Runner:
             depth = len(self.sequence)
             tried: list[tuple[float, PromptRun]] = []
             while not self._enough(tried, 1, until):
-                self.session.truncate(self.sequence, depth)
+                self.session.rewind(self.sequence, depth)
                 prompt = partial(self.session.prefill, self.sequence, self._some(self.lengths.prompt))
                 share, seconds, peak = self._timed(prompt, self._peak, max)
                 tried.append((share, self._prompt_run(depth, seconds, peak)))

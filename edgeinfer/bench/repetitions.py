@@ -115,12 +115,12 @@ class _Run:
             for token in ids:
                 session.decode([sequence], [token])
         seconds = time.perf_counter() - began
-        session.truncate(sequence, case.depth)
+        session.rewind(sequence, case.depth)
         return seconds
 
     def _fill(self, depth: int) -> None:
         if depth < len(self.sequence):
-            self.session.truncate(self.sequence, depth)
+            self.session.rewind(self.sequence, depth)
         if depth > len(self.sequence):
             self.session.prefill(self.sequence, [next(self._ids) for _ in range(depth - len(self.sequence))])
 

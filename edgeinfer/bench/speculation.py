@@ -184,7 +184,7 @@ def walk_times(runner: Runner, prompt: Items[int], repetitions: int, counts: Ite
             began = time.perf_counter()
             runner.walk([segment])
             times.append(time.perf_counter() - began)
-            runner.truncate(sequence, len(prompt))
+            runner.rewind(sequence, len(prompt))
     runner.release(sequence)
     return {n: statistics.median(times[1:]) for n, times in taken.items()}
 
@@ -197,7 +197,7 @@ def ahead_seconds(runner: Runner, ahead: Ahead, prompt: Items[int], repetitions:
         began = time.perf_counter()
         ahead.ahead([sequence], [token], [0], 0, 0)
         times.append(time.perf_counter() - began)
-        runner.truncate(sequence, len(prompt))
+        runner.rewind(sequence, len(prompt))
     runner.release(sequence)
     return statistics.median(times[1:])
 

@@ -11,7 +11,7 @@ import typer
 from ..checks import NATS, checked
 from ..config import CUDA, DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
-from . import decision, neurons
+from . import decision, neurons, windows
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .on_gpu import served_as_asked
 from .options import (
@@ -65,7 +65,8 @@ JSON_FIELDS = {
         "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
         "bytes_per_token": "read from memory for one token at the end of the context",
         "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
-        "kv_bytes": "keys and values of the whole context, with their scales",
+        "kv_bytes": "keys and values of the whole context, with their scales, as far as windows let layers keep them",
+        "windows": windows.FIELD,
         "kv_read": "of a token at the end of the context: `key_bytes`, `value_bytes`; `chosen`, whether rows of V are, "
         "`crossover_depth`, from where on that is faster, or null where it is not up to `longest_depth`, and what is "
         "`assumed` of scores",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..choosing import SHARED, SKEW
 from ..config import DEFAULT_DRAFT_TOKENS
@@ -11,6 +11,7 @@ from ..quant import TYPES, WeightType
 from ..sizes import format_size
 from .neurons import neurons_line, neurons_object
 from .output import by, folded, not_ours, print_table, speed, whose, whose_object
+from .windows import windows_object
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
@@ -36,7 +37,7 @@ def estimate_object(
 
     traffic = model.traffic(kv)
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    shared = _model_object(model, ctx, prompt, kv, _planned_bytes(model, ctx, kv, lazy, sequences, profile), lazy)
+    shared = _model_object(model, ctx, prompt, kv, _planned(model, ctx, kv, lazy, sequences, profile), lazy)
     curve = [estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
@@ -55,7 +56,7 @@ def all_devices_object(
     from ..devices import estimate
 
     traffic = model.traffic(kv)
-    shared, found = _model_object(model, ctx, prompt, kv, _planned_bytes(model, ctx, kv, lazy, sequences), lazy), []
+    shared, found = _model_object(model, ctx, prompt, kv, _planned(model, ctx, kv, lazy, sequences), lazy), []
     for profile in profiles:
         full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences)
                        for depth in (ctx, 0))
@@ -77,26 +78,35 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
 
 
 def _model_object(
-    model: ModelDescription, ctx: int, prompt: int, kv: str, total_bytes: int, lazy: Schedule | None
+    model: ModelDescription, ctx: int, prompt: int, kv: str, planned: _Planned, lazy: Schedule | None
 ) -> dict[str, Any]:
     """Return what does not depend on the device."""
-    quantisation = model.quantisation
+    quantisation, kept = model.quantisation, planned.windows
+    share = kept["kv_bytes"] / kept["whole_bytes"] if kept else 1
     return {
         "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
         "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
-        "weight_bytes_read": round(model.bytes_per_token), "kv_bytes": ctx * model.kv_bytes_per_position[kv],
-        "total_bytes": total_bytes,
+        "weight_bytes_read": round(model.bytes_per_token), "windows": kept,
+        "kv_bytes": kept["kv_bytes"] if kept else ctx * model.kv_bytes_per_position[kv],
+        "total_bytes": planned.total_bytes,
         "lazy": lazy and lazy.outlook(prompt, model.layers),
-        "pure": {"weight_bytes": round(model.pure_weight_bytes()), "kv_bytes": ctx * model.kv_values_per_position,
-                 "parameters": model.parameters},
+        "pure": {"weight_bytes": round(model.pure_weight_bytes()),
+                 "kv_bytes": round(ctx * model.kv_values_per_position * share), "parameters": model.parameters},
         "bits_per_weight": 8 * model.weight_bytes / model.parameters,
         "file_types": model.file_types or None, "file_note": model.file_note,
     }
 
 
-def _planned_bytes(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
-                   profile: DeviceProfile | None = None) -> int:
+class _Planned(NamedTuple):
+    """What an estimate says of memory."""
+
+    total_bytes: int
+    windows: dict[str, Any] | None
+
+
+def _planned(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
+             profile: DeviceProfile | None = None) -> _Planned:
     """Return the total of the plan, so that an estimate fits where the plan does; of a GPU what it takes there."""
     from ..config import CUDA, RuntimeConfig
     from ..devices import SERVED
@@ -107,8 +117,9 @@ def _planned_bytes(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | 
     if profile is not None and profile.device_class == SERVED:
         from ..backends import PROVIDERS, DevicePlanner
 
-        return DevicePlanner(model.graph, PROVIDERS[CUDA], None).plan(request).device_bytes
-    return Planner(model.graph, model.weight_bytes).plan(request).total_bytes
+        return _Planned(DevicePlanner(model.graph, PROVIDERS[CUDA], None).plan(request).device_bytes, None)
+    plan = Planner(model.graph, model.weight_bytes).plan(request)
+    return _Planned(plan.total_bytes, windows_object(plan))
 
 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
@@ -203,6 +214,8 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
                       f"{format_size(pure['weight_bytes'])}")
     yield ("KV", f"{format_size(out['kv_bytes'])} {out['kv']} with scales; pure int8: {format_size(pure['kv_bytes'])} "
                  f"({pure['kv_bytes'] / 2**30:.2f} GiB)")
+    if out["windows"]:
+        yield "windows", out["windows"]["said"]
     read, end = out["kv_read"], out["ctx"]
     yield "KV read", f"K {format_size(read['key_bytes'])}, V {format_size(read['value_bytes'])} for a token at {end}"
     if read["chosen"]:

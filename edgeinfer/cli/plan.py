@@ -224,6 +224,7 @@ class _Planned:
         """Return the JSON object."""
         from ..memory_planner import alternatives, largest_ctx, refusal, streaming, without
         from .neurons import neurons_object
+        from .windows import windows_object
 
         plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
         fits = plan.total_bytes <= self.budget
@@ -251,6 +252,7 @@ class _Planned:
             "file_types": model.file_types or None,
             "estimate": (found := self._estimate()), "notes": self._notes(found),
             "neurons": neurons_object(model, self.profile), "lazy": self._pruned(),
+            "windows": windows_object(plan),
         }
         if not fits:
             report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}

@@ -59,7 +59,7 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
         "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": speed,
         "notes": [*_notes(device, memory, config, own), *([not_ours(speed, gpu)] if speed and gpu else [])],
-        "neurons": None, "lazy": None, "decision": None,
+        "neurons": None, "lazy": None, "windows": None, "decision": None,
     }
     if not report["fits"]:
         report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..quant import WeightType
 from ..sizes import format_size
-from . import decision, neurons
+from . import decision, neurons, windows
 from .options import LAZY_FIELDS
 from .output import by, folded, print_json, print_table, say, speed, whose
 
@@ -35,7 +35,7 @@ JSON_FIELDS = {
         "max_ctx": "largest context that fits, at most the model's own; 0 where none does",
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
-        "kv_bytes_per_position": "bytes of the KV cache for each token",
+        "kv_bytes_per_position": "bytes of the KV cache for each token, where no window keeps fewer",
         "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
@@ -53,6 +53,7 @@ JSON_FIELDS = {
         "notes": "remarks",
         "neurons": neurons.FIELD,
         "lazy": "with --lazy what becomes of the prompt that is estimated: " + LAZY_FIELDS + "; else null",
+        "windows": windows.FIELD,
         "decision": decision.FIELD + "; the plan is of that way with all weights in memory",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
@@ -179,6 +180,8 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     if (own := report["kv_bytes_per_position"]) < (whole := report.get("kv_bytes_unshared", own)):
         yield f"KV       {own} bytes a token; layers that share K and V would have {whole}"
     yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
+    if kept := report["windows"]:
+        yield from folded(kept["said"], "windows  ")
     if lazy := report["lazy"]:
         yield from folded(f"{lazy['said']}; {lazy['assumed']}", "pruned   ")
     if found := report["estimate"]:

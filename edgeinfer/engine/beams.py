@@ -79,6 +79,12 @@ class BeamSearch(Generation):
                 f"{beams} beams of up to {self.room} tokens behind a prompt of {n_prompt} may need {needed} KV blocks "
                 f"of {runner.block_tokens} tokens, and the model is open for {there}; lower max_tokens, or open it "
                 f"with own_tokens={config.max_tokens}.")
+        windowed = runner.plan.windowed
+        if windowed and (needed := windowed.needed(self.room, beams)) > windowed.blocks:
+            raise RequestError(
+                f"{beams} beams of up to {self.room} tokens may need {needed} KV blocks of layers with a window, and "
+                f"the model is open for {windowed.blocks}; lower max_tokens, or open it with "
+                f"own_tokens={config.max_tokens}.")
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> list[Beam]:
         return [Beam(self, tokenizer, self._ends, 0)]

@@ -97,6 +97,7 @@ class DraftModel(Drafter):
         same = min(agreed, most)
         while same < most and sequence.tokens[same] == text.tokens[same]:
             same += 1
+        same = self._runner.reach(sequence, same)
         self._runner.truncate(sequence, same)
         self._held[text.index] = _Held(sequence, same)
         while (left := len(text.tokens) - len(sequence)) > at_once:

@@ -92,7 +92,7 @@ class RequestQueue:
         """Return a sequence that holds a proper prefix of the prompt, and how many of its tokens the cache file has."""
         sequence, self._kept = self._kept, None
         n_saved = 0
-        if sequence is not None and not (reuse and shared(sequence.tokens, ids, len(ids) - 1)):
+        if sequence is not None and not (reuse and self._kept_of(sequence, ids)):
             self.runner.release(sequence)
             sequence = None
         if sequence is None and prompt_cache is not None and os.path.exists(prompt_cache):
@@ -100,9 +100,16 @@ class RequestQueue:
             n_saved = shared(sequence.tokens, ids, len(ids))
         if sequence is None:
             return self.runner.new_sequence(), 0
-        # All but the last token of the prompt may be there: its logits must be computed.
-        self.runner.truncate(sequence, shared(sequence.tokens, ids, len(ids) - 1))
+        kept = self._kept_of(sequence, ids)
+        if kept < min(n_saved, len(ids) - 1):  # layers with a window lack what the prompt sees there: it is saved anew
+            n_saved = kept
+        self.runner.truncate(sequence, kept)
         return sequence, n_saved
+
+    def _kept_of(self, sequence: Sequence, ids: list[int]) -> int:
+        """Return how many first tokens of a prompt a sequence can go on from: its last one's logits must be computed.
+        """
+        return self.runner.reach(sequence, shared(sequence.tokens, ids, len(ids) - 1))
 
 
 class Request:

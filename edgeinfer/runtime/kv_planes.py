@@ -68,7 +68,8 @@ def planes_of(plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAc
         What each layer of `plan.kv_layers` stores, in that order.
     """
     found, kv = [], plan.request.kv
-    for (heads, head_dim, latent), alike in groupby(stores, lambda own: (own.heads, own.head_dim, own.latent)):
+    for (heads, head_dim, latent, blocks), alike in groupby(
+            stores, lambda own: (own.heads, own.head_dim, own.latent, plan.kv_pool(own.layer))):
         layers = tuple(access.layer for access in alike)
         first, size = plan.kv_layers[layers[0]], abi.kv_block_bytes(kv, head_dim)
         apart = plan.kv_layers[layers[1]].offset - first.offset if len(layers) > 1 else first.nbytes
@@ -76,8 +77,8 @@ def planes_of(plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAc
         codes = (size,) if latent else (size, size)
         for nbytes in (*codes, abi.kv_head_bytes(kv, head_dim, latent) - sum(codes)):
             if nbytes:
-                shape = len(layers), heads, plan.kv_blocks, nbytes
-                arrays.append(np.ndarray(shape, np.uint8, region, start, (apart, plan.kv_blocks * nbytes, nbytes, 1)))
-            start += heads * plan.kv_blocks * nbytes
+                shape = len(layers), heads, blocks, nbytes
+                arrays.append(np.ndarray(shape, np.uint8, region, start, (apart, blocks * nbytes, nbytes, 1)))
+            start += heads * blocks * nbytes
         found.append(Planes(layers, head_dim, kv, tuple(arrays), latent))
     return found

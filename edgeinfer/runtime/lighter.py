@@ -166,4 +166,4 @@ def _plan(planner: Planner, host: MemoryPlan, resident: bool) -> MemoryPlan:
     regions = tuple(replace(region, reason=f"{how}: {region.reason}") for region in plan.regions
                     if region.name in names)
     return replace(plan, regions=regions, places={**plan.places, **shared}, kv_blocks=host.kv_blocks,
-                   kv_layers=host.kv_layers, holes=host.holes)
+                   kv_layers=host.kv_layers, holes=host.holes, windowed=host.windowed)

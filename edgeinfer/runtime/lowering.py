@@ -196,8 +196,9 @@ def _(op: Screen | ScreenedHead, at: Lowering) -> list[Record]:
 def _heads(op: RopeStore | RotateQueries | Attention, at: Lowering) -> dict[str, int]:
     """Parameters of heads and KV blocks."""
     latent = {"values": op.values, "turned": op.turned} if isinstance(op, LatentAttention) else {}
-    return {**latent, "heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim, "blocks": at.plan.kv_blocks,
-            "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim), "rows": rows(op.out)}
+    return {**latent, "heads": op.heads, "kv_heads": op.kv_heads, "head_dim": op.head_dim,
+            "blocks": at.pool(op), "block_bytes": abi.kv_block_bytes(at.kv, op.head_dim),
+            "rows": rows(op.out), "recent": at.recent(op)}
 
 
 def _holes(op: Attention, at: Lowering) -> Operand:

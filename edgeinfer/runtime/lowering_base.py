@@ -102,6 +102,15 @@ class Lowering:
         """K and V that the operation stores or reads: of its layer, or of another."""
         return self.plan.kv_layers[op.kv.layer if op.kv else 0]
 
+    def recent(self, op: Op) -> int:
+        """Which of a sequence's block tables these K and V have (abi.SEQUENCE_BLOCKS)."""
+        windowed = self.plan.windowed
+        return int(windowed is not None and op.kv is not None and op.kv.layer in windowed.layers)
+
+    def pool(self, op: Op) -> int:
+        """Blocks of the pool that has these K and V."""
+        return self.plan.kv_pool(op.kv.layer if op.kv else 0)
+
     def cold(self, offset: int, nbytes: int) -> Operand:
         """Return a part of the region of cold neurons."""
         return Operand("cold", offset, nbytes)

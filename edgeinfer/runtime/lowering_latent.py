@@ -44,7 +44,7 @@ def _(op: StoreLatent, at: Lowering) -> list[Record]:
         LATENT, stride=at.stride(op.out), q_stride=at.stride(op.q), q_first=op.q_first, c_first=op.first,
         c_stride=at.stride(op.compressed), heads=op.heads, rank=op.rank, rotary=op.rotary, rows=rows(op.out),
         table_stride=plan.rope_row_bytes, block_bytes=abi.kv_block_bytes(at.kv, op.rank + op.rotary),
-        blocks=plan.kv_blocks, eps=op.eps)
+        eps=op.eps, blocks=at.pool(op), recent=at.recent(op))
     operands = [at.at(op.out), at.at(op.q), at.at(op.compressed),
                 Operand("constants", 0, plan.request.ctx * plan.rope_row_bytes),
                 Operand(layer.region, layer.offset, layer.nbytes), at.at(op.norm)]

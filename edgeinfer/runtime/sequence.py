@@ -23,14 +23,17 @@ from edgeinfer.graph import KvAccess
 from edgeinfer.json_text import parse_json
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
-from edgeinfer.runner import Sequence
+from edgeinfer.recent_blocks import RecentBlocks
+from edgeinfer.runner import GONE, Recent, Sequence
 
+from .block_memory import PoolMemory
 from .kv_planes import planes_of
 
 MAGIC = b"EDGEKV01"
 MAX_HEADER_BYTES = 64 << 20
-LAYOUT = 2
-"""How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane."""
+LAYOUT = 3
+"""How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane; 3 layer by layer,
+and of layers with a window what was kept."""
 PIECE_BYTES = 1 << 18
 """Bytes by which a prompt cache is read and written at most, if that is a block of a head."""
 
@@ -50,44 +53,78 @@ class KVCache(BlockTables):
     def __init__(self, plan: MemoryPlan, region: NDArray[np.uint8], stores: Iterable[KvAccess]):
         super().__init__(BlockPool(plan.kv_blocks))
         self.plan = plan
-        self.planes = planes_of(plan, region, stores)
-        stored = plan.holes
+        of = {access.layer: access for access in stores}
+        self.planes = planes_of(plan, region, [of[layer] for layer in plan.kv_layers])
+        windowed, stored = plan.windowed, plan.holes
         self._holes = region[stored.offset :][: stored.nbytes].reshape(-1, plan.kv_blocks, abi.BLOCK_TOKENS) \
             if stored else np.zeros((0, plan.kv_blocks, abi.BLOCK_TOKENS), np.uint8)
         """What each stage but the first lacks: (stages, blocks, rows of a block)."""
-        flags = self._holes[:, None]
-        self._by_block = [*(plane for planes in self.planes for plane in planes.arrays), flags]
-        """All that belongs to a block: each (layers or stages, KV heads or 1, blocks, bytes)."""
-        self._by_row = [part for planes in self.planes for part in planes.by_row()]
-        self._by_row.append(flags.reshape(*flags.shape[:3], abi.BLOCK_TOKENS // 4, 4))
-        self._written = bytearray(plan.kv_blocks)
+        self._recent_layers = frozenset(windowed.layers if windowed else ())
+        whole = [each for each in self.planes if self._recent_layers.isdisjoint(each.layers)]
+        others = [each for each in self.planes if not self._recent_layers.isdisjoint(each.layers)]
+        self._memory = PoolMemory(whole, plan.kv_blocks, self._holes[:, None])
+        self._recent_memory = PoolMemory(others, windowed.blocks if windowed else 0)
+        self.recent = RecentBlocks(windowed, self._recent_memory, self._living) if windowed else None
+        """Who holds which block of layers with a window, where these have a pool of their own."""
 
     def new(self) -> Sequence:
-        """Return an empty sequence, with a table that kernels read."""
-        sequence = super().new()
-        sequence.table = np.zeros(-(-self.plan.request.ctx // abi.BLOCK_TOKENS), np.int32)
+        """Return an empty sequence, with tables that kernels read."""
+        sequence, n = super().new(), -(-self.plan.request.ctx // abi.BLOCK_TOKENS)
+        sequence.table = np.zeros(n, np.int32)
         sequence.address = sequence.table.ctypes.data
+        if self.recent:
+            table = np.zeros(n, np.int32)
+            sequence.recent = Recent(table=table, address=table.ctypes.data)
         return sequence
 
     def take(self) -> int:
-        """A block of one's own, which holds nothing that overflowed: a weight of 0 times NaN is NaN."""
+        """A block of one's own, which holds nothing that does harm."""
         block = super().take()
-        if self._written[block]:
-            for plane in self._by_block:
-                plane[:, :, block] = 0
-        self._written[block] = 1
+        self._memory.take(block)
         return block
 
     def copy(self, source: int, target: int) -> None:
-        """Copy K and V of a block to another, in all layers."""
-        for plane in self._by_block:
-            plane[:, :, target] = plane[:, :, source]
+        """Copy K and V of a block to another, in all layers that keep all."""
+        self._memory.copy(source, target)
 
     def clear(self, block: int, first: int) -> None:
         """Zero the rows of a block from `first` on."""
-        rows = np.arange(first, abi.BLOCK_TOKENS)
-        for part in self._by_row:
-            part[:, :, block, ..., rows // 4, rows % 4] = 0
+        self._memory.clear(block, first)
+
+    def extend(self, sequence: Sequence, n_tokens: int) -> None:
+        """Make room for n more tokens, in all layers."""
+        cut = sequence.cut
+        super().extend(sequence, n_tokens)
+        if self.recent:
+            self.recent.extend(sequence, n_tokens, cut)
+
+    def fits(self, sequences: Items[Sequence], n_tokens: int) -> bool:
+        """Return whether `extend` finds blocks for n more tokens of each of several sequences."""
+        return super().fits(sequences, n_tokens) and (not self.recent or self.recent.fits(sequences, n_tokens))
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return a sequence with the same tokens that shares all blocks until one of the two writes."""
+        copy = super().fork(sequence)
+        if self.recent:
+            self.recent.share(sequence, copy)
+        return copy
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past the last token that is there or reserved."""
+        super().trim(sequence)
+        if self.recent:
+            self.recent.trim(sequence)
+
+    def truncate(self, sequence: Sequence, n_tokens: int) -> None:
+        """Forget all tokens but the first n, if what they see is there."""
+        self.check_own(sequence)
+        if self.recent:
+            self.recent.check(sequence, n_tokens)
+        super().truncate(sequence, n_tokens)
+
+    def reach(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many of the first n tokens can be kept; see `Runner.reach`."""
+        return self.recent.reach(sequence, n_tokens) if self.recent else n_tokens
 
     def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Of the tokens behind the first n keep those of a path, and move their rows together; see `Runner.keep`."""
@@ -100,30 +137,30 @@ class KVCache(BlockTables):
         start = n_before + still
         if still == len(path):
             return self.truncate(sequence, start)
+        if self.recent:
+            self.recent.check(sequence, start)
         source = n_before + np.array(path[still:], np.int64)
         target = start + np.arange(len(source))
         for number in sorted(set((target // abi.BLOCK_TOKENS).tolist())):
             self.own(sequence, number)
+            if self.recent:
+                self.recent.own(sequence, number)
         tokens = [sequence.tokens[row] for row in source.tolist()]
         if sequence.decoded is not None and sequence.decoded > start:
             sequence.decoded = start + int(np.searchsorted(source, sequence.decoded))
         sequence.cut = True
         del sequence.tokens[start:]  # an interruption leaves a sequence that ends before what moves
-        self._move(np.array(sequence.blocks), source, target)
+        self._memory.move(np.array(sequence.blocks), source, target)
+        if sequence.recent:
+            self._recent_memory.move(np.array(sequence.recent.blocks), source, target)
         sequence.tokens += tokens
         return self.truncate(sequence, len(sequence.tokens))
 
-    def _move(self, blocks: NDArray[np.int64], source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
-        """Copy K and V of rows of a sequence to other rows, in all layers."""
-        (to, here), (since, there) = ((blocks[rows // abi.BLOCK_TOKENS], rows % abi.BLOCK_TOKENS)
-                                      for rows in (target, source))
-        for part in self._by_row:
-            part[:, :, to, ..., here // 4, here % 4] = part[:, :, since, ..., there // 4, there % 4]
-
     def close(self) -> None:
         """Let go of the memory."""
-        self.planes, self._by_row, self._by_block = [], [], []
-        self._holes = self._holes[:0]
+        self.planes, self._holes = [], self._holes[:0]
+        for memory in (self._memory, self._recent_memory):
+            memory.close()
 
     # -- tokens that went through a part of the layers ---------------------------------------------------------------
 
@@ -145,22 +182,25 @@ class KVCache(BlockTables):
     # -- prompt caches -----------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, path: Path, model: str) -> None:
-        """Write tokens and blocks: magic, header length, JSON header, then of each plane, layer and KV head the blocks.
+        """Write tokens and blocks: magic, header length, JSON header, then of each layer, plane and KV head the blocks.
+
+        Of layers with a window these are the ones that are left: the header says how many are gone before them.
 
         Raises `DestinationError` if the file cannot be written; nothing is left behind, and an older file stays as it
         was.
         """
         self.check_own(sequence)
         header = self._header(model) | {"tokens": sequence.tokens} | self._pruned(sequence, len(sequence))
-        pruned = "lazy" in header
-        digest, held = _start_digest(header), sequence.blocks[: -(-len(sequence) // abi.BLOCK_TOKENS)]  # more: reserved
-        for plane, blocks in self._pieces(held, pruned):
+        if sequence.recent and sequence.recent.gone:
+            header["gone"] = sequence.recent.gone
+        digest = _start_digest(header)
+        for plane, blocks in self._pieces(sequence, header):
             digest.update(plane[blocks].data)
         text = json.dumps(header | {"sha256": digest.hexdigest()}).encode()
         try:
             with replacement(path) as file:
                 file.write(MAGIC + struct.pack("<Q", len(text)) + text)
-                for plane, blocks in self._pieces(held, pruned):
+                for plane, blocks in self._pieces(sequence, header):
                     file.write(plane[blocks].data)
         except OSError as error:
             raise DestinationError(f"Cannot write the prompt cache {path}: {error.strerror or error}.") from None
@@ -177,7 +217,7 @@ class KVCache(BlockTables):
         try:
             with open_plain(path) as file:
                 header = self._read_header(file, path, (prompts, decoded))
-                self.extend(sequence, len(header["tokens"]))
+                self._make_room(sequence, header)
                 pruned = {key: header[key] for key in ("lazy", "present") if key in header}
                 if self._read_blocks(file, sequence, header) != header["sha256"] \
                         or self._pruned(sequence, len(header["tokens"])) != pruned:
@@ -192,27 +232,45 @@ class KVCache(BlockTables):
         sequence.tokens, sequence.decoded = header["tokens"], None if header["model"] == prompts else 0
         return sequence
 
+    def _make_room(self, sequence: Sequence, header: dict[str, Any]) -> None:
+        """Give a sequence the blocks of what a file has, as far as it may hold them here."""
+        n_tokens = len(header["tokens"])
+        super().extend(sequence, n_tokens)
+        if self.recent:
+            n_blocks = -(-n_tokens // abi.BLOCK_TOKENS)
+            fewest = n_blocks - self.recent.windowed.sequence_blocks
+            self.recent.place(sequence, max(header.get("gone", 0), fewest), n_blocks)
+
     def _read_blocks(self, file: io.BufferedReader, sequence: Sequence, header: dict[str, Any]) -> str:
         """Read piece by piece into the pool and return the checksum; empty if the length is wrong."""
         digest = _start_digest({key: value for key, value in header.items() if key != "sha256"})
-        for plane, blocks in self._pieces(sequence.blocks, "lazy" in header):
+        for plane, blocks in self._pieces(sequence, header):
             piece = np.empty((len(blocks), plane.shape[1]), np.uint8)
             if file.readinto(piece.data) != piece.nbytes:
                 return ""
             digest.update(piece.data)
-            plane[blocks] = piece
+            first = blocks.count(GONE)  # more than a sequence keeps here
+            plane[blocks[first:]] = piece[first:]
         return "" if file.read(1) else str(digest.hexdigest())
 
-    def _pieces(self, held: list[int], pruned: bool = False) -> Iterator[tuple[NDArray[np.uint8], list[int]]]:
+    def _pieces(self, sequence: Sequence, header: dict[str, Any]) -> Iterator[tuple[NDArray[np.uint8], list[int]]]:
         """What a prompt cache has one behind the other: of a head of a plane some of a sequence's blocks.
 
-        Behind K and V comes what the stages lack, where prompts were `pruned`.
+        Behind K and V comes what the stages lack, where prompts were pruned.
         """
-        for plane in self._by_block if pruned else self._by_block[:-1]:
-            n = max(1, PIECE_BYTES // plane.shape[-1])
-            for head in (head for layer in plane for head in layer):
-                for i in range(0, len(held), n):
-                    yield head, held[i : i + n]
+        n_blocks = -(-len(header["tokens"]) // abi.BLOCK_TOKENS)  # more: reserved
+        whole = recent = sequence.blocks[:n_blocks]
+        if sequence.recent:
+            recent = sequence.recent.blocks[header.get("gone", 0) : n_blocks]
+        heads = [(layer, head) for planes in self.planes for plane in planes.arrays
+                 for layer, of_layer in zip(planes.layers, plane, strict=True) for head in of_layer]
+        parts = [(head, recent if layer in self._recent_layers else whole)
+                 for layer, head in sorted(heads, key=lambda each: each[0])]
+        parts += [(stage, whole) for stage in self._holes] if "lazy" in header else []
+        for head, held in parts:
+            n = max(1, PIECE_BYTES // head.shape[-1])
+            for i in range(0, len(held), n):
+                yield head, held[i : i + n]
 
     def _pruned(self, sequence: Sequence, n_tokens: int) -> dict[str, Any]:
         """What a header says of tokens that later layers lack, if there are any: the schedule, and how many each stage
@@ -224,7 +282,7 @@ class KVCache(BlockTables):
         return {"lazy": str(self.plan.request.lazy), "present": (~lacking).sum(axis=1).tolist()}
 
     def _header(self, model: str) -> dict[str, Any]:
-        if not self._by_block:
+        if not self.planes:
             raise ClosedError("The model was closed; open it again.")
         return {"model": model, "kv": self.plan.request.kv, "block_bytes": self.plan.kv_block_bytes,
                 "layers": len(self.plan.kv_layers), "layout": LAYOUT}
@@ -250,9 +308,23 @@ class KVCache(BlockTables):
         if header.get("lazy", own := str(self.plan.request.lazy)) != own:
             raise BundleError(f"The prompt cache {path} was saved with {shown(header['lazy'])} as --lazy, and lacks K "
                               "and V that this run needs; give the same schedule, or another file.")
+        self._check_gone(header, path)
         if len(tokens) > (ctx := self.plan.request.ctx):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return dict(header)
+
+
+    def _check_gone(self, header: dict[str, Any], path: Path) -> None:
+        """Refuse a file that lacks more of layers with a window than can be, or than this run does."""
+        if (gone := header.get("gone")) is None:
+            return
+        if self.recent is None:
+            raise BundleError(f"The prompt cache {path} has of layers with a window what they see alone, and this run "
+                              "keeps all tokens in all layers (a short --ctx or --lazy); give the --ctx that it was "
+                              "saved with, or another file.")
+        seen = len(header["tokens"]) - self.recent.windowed.window + 1
+        if type(gone) is not int or not 0 < gone * abi.BLOCK_TOKENS <= seen:
+            raise _damaged(path)
 
 
 def _start_digest(header: dict[str, Any]) -> Any:

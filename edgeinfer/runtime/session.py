@@ -144,6 +144,10 @@ class Session(Runner):
         """Forget all tokens but the first n."""
         self.kv.truncate(sequence, n_tokens)
 
+    def reach(self, sequence: Sequence, n_tokens: int) -> int:
+        """Return how many of the first n tokens can be kept; see `Runner.reach`."""
+        return self.kv.reach(sequence, n_tokens)
+
     def keep(self, sequence: Sequence, n_before: int, path: Items[int]) -> None:
         """Keep one path of a tree; see `Runner.keep`."""
         self.kv.keep(sequence, n_before, integers("path", path))

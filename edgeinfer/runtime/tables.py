@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from edgeinfer.kernels import abi
 from edgeinfer.runner import DECODE, Segment, Sequence
 
-_TOKEN, _ENTRY = struct.Struct("=8q"), struct.Struct("=2q")
-_ID, _SEQUENCE, _POSITION, _SLOT, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
-    abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_SLOT, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE,
+_TOKEN, _ENTRY = struct.Struct("=3q2i4q"), struct.Struct("=2q")
+_ID, _SEQUENCE, _POSITION, _MASK, _ROW, _BASE, _ROLE = (offset // 8 for offset in (
+    abi.TOKEN_ID, abi.TOKEN_SEQUENCE, abi.TOKEN_POSITION, abi.TOKEN_MASK, abi.TOKEN_ROW, abi.TOKEN_BASE,
     abi.TOKEN_ROLE))
 EVERYTHING = -1
 """The mask of a token that sees every row up to its own."""
@@ -60,7 +60,7 @@ class Tables:
         ordered = _decoded_last(segments)
         for number, (sequence, ids, *_) in enumerate(ordered):
             last = len(sequence.tokens) + (offset + len(ids) - 1 if rows is None else int(rows[-1]))
-            self._list(number, sequence, last + 1)
+            self._list(number, sequence)
             highest = max(highest, last)
             starts.append(n)
             n += len(ids)
@@ -84,21 +84,30 @@ class Tables:
         """The tokens that each sequence went on with in a walk that had `further` steps, of which some are left."""
         return [self.steps[number, further:left:-1].tolist() for number in range(sequences)]
 
-    def _list(self, number: int, sequence: Sequence, length: int) -> None:
-        """Write a sequence's entry, and those of its blocks that its table does not have yet."""
+    def _list(self, number: int, sequence: Sequence) -> None:
+        """Write a sequence's entry, and those of its blocks that its tables do not have yet."""
         listed, blocks = sequence.listed, sequence.blocks
         if listed < len(blocks):
             sequence.table[listed : len(blocks)] = blocks[listed:]
             sequence.listed = len(blocks)
-        _ENTRY.pack_into(self._sequence_bytes, abi.SEQUENCE_BYTES * number, sequence.address, length)
+        address, recent = sequence.address, sequence.recent
+        if recent is not None:
+            address = recent.address
+            if (listed := recent.listed) < len(recent.blocks):
+                recent.table[listed : len(recent.blocks)] = [max(block, 0) for block in recent.blocks[listed:]]
+                recent.listed = len(recent.blocks)
+        _ENTRY.pack_into(self._sequence_bytes, abi.SEQUENCE_BYTES * number, sequence.address, address)
 
     def _write_single(self, segments: Items[Segment], offset: int) -> None:
         """Describe one token of each sequence, without a temporary array."""
         for number, (sequence, ids, _, role, _, _) in enumerate(segments):
             row = len(sequence.tokens) + offset
-            slot = sequence.blocks[row // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + row % abi.BLOCK_TOKENS
-            _TOKEN.pack_into(self._token_bytes, abi.TOKEN_BYTES * number, ids[0], number, row, slot, EVERYTHING, row,
-                             row, role)
+            block, within = divmod(row, abi.BLOCK_TOKENS)
+            slot = recent = sequence.blocks[block] * abi.BLOCK_TOKENS + within
+            if sequence.recent is not None:
+                recent = sequence.recent.blocks[block] * abi.BLOCK_TOKENS + within
+            _TOKEN.pack_into(self._token_bytes, abi.TOKEN_BYTES * number, ids[0], number, row, slot, recent, EVERYTHING,
+                             row, row, role)
 
     def _write_many(self, segments: Items[Segment], offset: int, n: int) -> None:
         table, counts = self.tokens[:n], [len(segment.ids) for segment in segments]
@@ -109,18 +118,23 @@ class Tables:
         rows = base + (self._counting[:n] - start)
         table[:, _ID] = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int64, n)
         table[:, _BASE], table[:, _ROW], table[:, _POSITION], table[:, _MASK] = base, rows, rows, EVERYTHING
-        blocks, slots = rows // abi.BLOCK_TOKENS, rows % abi.BLOCK_TOKENS
         for segment, first, last in zip(segments, starts, starts[1:], strict=False):
-            blocks[first:last] = segment.sequence.table[blocks[first:last]]
+            self._set_slots(segment.sequence, rows[first:last], first)
             if segment.parents is not None:
                 _write_tree(table[first:last], segment.parents)
-        table[:, _SLOT] = blocks * abi.BLOCK_TOKENS + slots
 
     def _set_rows(self, sequence: Sequence, behind: NDArray[np.int64]) -> None:
         """Let the tokens of a chain be other rows behind the end of its sequence than the next ones."""
         table, rows = self.tokens[: len(behind)], len(sequence.tokens) + behind
         table[:, _ROW] = table[:, _POSITION] = rows
-        table[:, _SLOT] = sequence.table[rows // abi.BLOCK_TOKENS] * abi.BLOCK_TOKENS + rows % abi.BLOCK_TOKENS
+        self._set_slots(sequence, rows, 0)
+
+    def _set_slots(self, sequence: Sequence, rows: NDArray[np.int64], first: int) -> None:
+        """Write where rows of a sequence are stored, which are those of the tokens from the first on."""
+        blocks, within = rows // abi.BLOCK_TOKENS, rows % abi.BLOCK_TOKENS
+        slots, recent = self.tokens.view(np.int32)[first : first + len(rows), abi.TOKEN_SLOT // 4 :], sequence.recent
+        for which, table in enumerate((sequence.table, sequence.table if recent is None else recent.table)):
+            slots[:, which] = table[blocks] * abi.BLOCK_TOKENS + within
 
 
 def _decoded_last(segments: Items[Segment]) -> Items[Segment]:

@@ -122,6 +122,10 @@ class Taps(Runner):
         """Forget all tokens but the first n."""
         self._session.truncate(sequence, n_tokens)
 
+    def reach(self, sequence: Tokens, n_tokens: int) -> int:
+        """Return how many of the first n tokens can be kept."""
+        return self._session.reach(sequence, n_tokens)
+
     def close(self) -> None:
         """Close the session."""
         self._session.close()

@@ -42,7 +42,7 @@ def turned_values(element):
     def turn(rec, ctx, tile, t, span, padded):
         begin, end, base, origin = span
         room, size = tile + parameter(rec, ATTENTION.turned), BLOCK_TOKENS * element * padded
-        place, held = block_table(ctx, t) + 4 * base, tile + T_TURNED
+        place, held = block_table(rec, ctx, t) + 4 * base, tile + T_TURNED
         whole = not has_path(ctx, t)
         there = whole and load_i64(held) == place and load_i64(held + 8) <= begin and end <= load_i64(held + 16)
         for b in range(begin, end):

@@ -41,9 +41,10 @@ from .attention_rows import T_KEYS, T_SCALES, T_VALUES, key_width, path_at, path
 
 
 @inline
-def block_table(ctx, t):
-    """Address of the block table of token t's sequence."""
-    return load_i64(load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * token(ctx, t, TOKEN_SEQUENCE) + SEQUENCE_BLOCKS)
+def block_table(rec, ctx, t):
+    """Address of the block table of token t's sequence that the layer has."""
+    sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * token(ctx, t, TOKEN_SEQUENCE)
+    return load_i64(sequence + SEQUENCE_BLOCKS + 8 * parameter(rec, ATTENTION.recent))
 
 
 @inline

@@ -367,7 +367,7 @@ def following(rec, ctx, unit):
     """(block table, parts of the KV head, last block) of the split that a thread takes next."""
     t, h, split = unit
     first = SPLIT_BLOCKS * split
-    return block_table(ctx, t) + 4 * first, head_parts(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
+    return block_table(rec, ctx, t) + 4 * first, head_parts(rec, ctx, h), (token(ctx, t, TOKEN_ROW) >> 4) - first
 
 
 def score_step(kind, r, chains, alone):
@@ -385,7 +385,7 @@ def score_step(kind, r, chains, alone):
         low, high, all_from, all_to = seen
         base = split * SPLIT_BLOCKS
         begin, end = max(base, low >> 4), min(base + SPLIT_BLOCKS, (high >> 4) + 1)
-        blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
+        blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
         origin = head[0]
         span = begin, end, base, origin
         for b in range(begin, end):

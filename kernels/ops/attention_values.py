@@ -137,7 +137,7 @@ def _ask(rec, ctx, tile, unit, group, coming, n, origin):
     all their scores.
     """
     t, h, stretch = unit
-    blocks, head, i = block_table(ctx, t), head_parts(rec, ctx, h), 0
+    blocks, head, i = block_table(rec, ctx, t), head_parts(rec, ctx, h), 0
     while coming != 0:
         b = stretch * STRETCH_SPLITS * SPLIT_BLOCKS + trailing_zeros(coming)
         _keys, values, scales = sequence_block(rec, blocks, head, b)
@@ -191,7 +191,7 @@ def _mean_step(kind, values):
 
     @outlined
     def mean(rec, ctx, tile, t, h, padded):
-        blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
+        blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
         n, step = mean_blocks(place_of(ctx, t))
         holes, out = layer_holes(rec, ctx), mean_at(rec, ctx, t, h, padded)
         store_f32(out + 4 * padded, first_lane(splat_f32(0.0)))
@@ -228,7 +228,7 @@ def _steps(kind):
         @outlined
         def step(rec, ctx, tile, unit, row, last, group, padded, part, ahead, coming):
             t, h, stretch = unit
-            blocks, head = block_table(ctx, t), head_parts(rec, ctx, h)
+            blocks, head = block_table(rec, ctx, t), head_parts(rec, ctx, h)
             first, rest, n = stretch * STRETCH_SPLITS * SPLIT_BLOCKS, part, 0
             while rest != 0:
                 b = first + trailing_zeros(rest)

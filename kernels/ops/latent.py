@@ -11,7 +11,7 @@ Operands: 0 rows of queries, 1 rows with the queries' parts that turn, 2 rows wi
 
 from __future__ import annotations
 
-from ..abi import BLOCK_TOKENS, TOKEN_POSITION, TOKEN_SLOT
+from ..abi import BLOCK_TOKENS, TOKEN_POSITION
 from ..parameters import LATENT
 from ..registry import kernel
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter, token
@@ -19,7 +19,7 @@ from ..vector.simd import keep_first, load_f32x16, scatter_f32, scatter_i8x4, st
 from ..vector.targets import scatter_f16
 from .attention_paths import latent_parts
 from .elementwise import norm_scale, normalise
-from .rope import head_scale, inverse_of, quantised, rotate
+from .rope import head_scale, inverse_of, quantised, rotate, slot_of
 
 
 @inline
@@ -68,7 +68,7 @@ def _register(kv, store):
             k = row + 4 * n * heads
             normalise(latent, operand(rec, ctx, 5), k, rank, norm_scale(latent, rank, eps))
             _turned(latent + 4 * rank, k + 4 * rank, table, rotary, stride)
-            slot = token(ctx, t, TOKEN_SLOT)
+            slot = slot_of(ctx, t, parameter(rec, LATENT.recent))
             keys, _values, scales = latent_parts(operand(rec, ctx, 4), parameter(rec, LATENT.blocks),
                                                  parameter(rec, LATENT.block_bytes), slot >> 4)
             store(k, keys, scales, slot & 15, n)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from ..abi import (
     BLOCK_TOKENS,
+    CTX_TOKENS,
     FLAG_HEAD_NORM,
     FLAG_KEYS_AS_VALUES,
     FLAG_QUERIES,
     FLAG_VALUE_NORM,
+    TOKEN_BYTES,
     TOKEN_POSITION,
     TOKEN_SLOT,
 )
@@ -29,6 +31,8 @@ from ..vector.simd import (
     first_lane,
     keep_first,
     load_f32x16,
+    load_i32,
+    load_i64,
     max_lanes,
     round_to_i32,
     scatter_f32,
@@ -101,6 +105,12 @@ def inverse_of(bits):
 
 
 @inline
+def slot_of(ctx, t, recent):
+    """Where K and V of token t are stored, by one of its sequence's block tables."""
+    return load_i32(load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * t + TOKEN_SLOT + 4 * recent)
+
+
+@inline
 def store_int8(k, v, parts, slot, n):
     """Quantise and store one token's head of K and V."""
     keys, values, scales = parts
@@ -162,7 +172,7 @@ def _register(kv, store):
                 if norm:
                     norm_head(k, operand(rec, ctx, 4), n, eps)
                 rotate(k, table, rotary, apart, stride)
-                slot = token(ctx, t, TOKEN_SLOT)
+                slot = slot_of(ctx, t, parameter(rec, ROPE.recent))
                 n_blocks, size = parameter(rec, ROPE.blocks), parameter(rec, ROPE.block_bytes)
                 parts = block_parts(operand(rec, ctx, 2), kv_heads, n_blocks, size, h, slot >> 4)
                 store(k, v, parts, slot & 15, n)

@@ -29,7 +29,6 @@ from ..abi import (
     MOST_STEPS,
     SEQUENCE_BLOCKS,
     SEQUENCE_BYTES,
-    SEQUENCE_LENGTH,
     TOKEN_BASE,
     TOKEN_BYTES,
     TOKEN_ID,
@@ -78,13 +77,13 @@ def go_on(ctx, r, token, left):
     entry = load_i64(ctx + CTX_TOKENS) + TOKEN_BYTES * r
     sequence = load_i64(ctx + CTX_SEQUENCES) + SEQUENCE_BYTES * r
     row = load_i64(entry + TOKEN_ROW) + 1
-    block = load_i32(load_i64(sequence + SEQUENCE_BLOCKS) + 4 * (row // BLOCK_TOKENS))
     store_i64(entry + TOKEN_ID, token)
     store_i64(entry + TOKEN_POSITION, load_i64(entry + TOKEN_POSITION) + 1)
     store_i64(entry + TOKEN_ROW, row)
     store_i64(entry + TOKEN_BASE, row)
-    store_i64(entry + TOKEN_SLOT, block * BLOCK_TOKENS + row % BLOCK_TOKENS)
-    store_i64(sequence + SEQUENCE_LENGTH, row + 1)
+    for table in range(2):
+        block = load_i32(load_i64(sequence + SEQUENCE_BLOCKS + 8 * table) + 4 * (row // BLOCK_TOKENS))
+        store_i32(entry + TOKEN_SLOT + 4 * table, block * BLOCK_TOKENS + row % BLOCK_TOKENS)
 
 
 @inline

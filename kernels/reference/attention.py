@@ -200,7 +200,7 @@ def seen_tokens(view: RecordView, kv: str, first: int, end: int) -> list[Seen]:
     for sequence in np.unique(sequences):
         mine = np.flatnonzero(sequences == sequence)
         n_blocks = max(int(found[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
-        stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks))
+        stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks, p.recent))
         out += [Seen(first + int(t), found[t], stored) for t in mine]
     return out
 
@@ -224,7 +224,8 @@ def _there(view: RecordView, t: int, rows: NDArray[np.int64]) -> NDArray[np.bool
     """Of which of these rows of token t's sequence the layer has K and V."""
     if not view.flags & FLAG_HOLES:
         return np.ones(len(rows), bool)
-    blocks = view.block_table(int(view.tokens(TOKEN_SEQUENCE)[t]), int(rows.max()) // BLOCK_TOKENS + 1)
+    sequence, recent = int(view.tokens(TOKEN_SEQUENCE)[t]), view.parameters(ATTENTION).recent
+    blocks = view.block_table(sequence, int(rows.max()) // BLOCK_TOKENS + 1, recent)
     holes = view.array(6, np.uint8, (int(blocks.max()) + 1, BLOCK_TOKENS))
     return holes[blocks[rows // BLOCK_TOKENS], rows % BLOCK_TOKENS] == 0
 

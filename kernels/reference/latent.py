@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, KV_ELEMENT_BYTES, TOKEN_POSITION, TOKEN_SLOT, padded_head_dim
+from ..abi import BLOCK_TOKENS, KV_ELEMENT_BYTES, TOKEN_POSITION, padded_head_dim
 from ..parameters import LATENT
 from .elementwise import rms_norm
 from .expected import Expected
@@ -35,7 +35,7 @@ def store_latent_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(LATENT)
         n, width, tokens = view.count(p.rows), p.rank + p.rotary, slice(0, view.count(p.rows))
-        positions, slots = view.tokens(TOKEN_POSITION)[tokens], view.tokens(TOKEN_SLOT)[tokens]
+        positions, slots = view.tokens(TOKEN_POSITION)[tokens], view.slots(p.recent)[tokens]
         rows = view.array(0, np.float32, (n, p.heads + 1, width), (p.stride, 4 * width, 4))
         shape, strides = (n, p.heads, p.rotary), (p.q_stride, 4 * p.rotary, 4)
         q = view.array(1, np.float32, shape, strides, at=4 * p.q_first).astype(np.float64)

@@ -20,7 +20,6 @@ from ..abi import (
     FLAG_VALUE_NORM,
     KV_ELEMENT_BYTES,
     TOKEN_POSITION,
-    TOKEN_SLOT,
     padded_head_dim,
 )
 from ..parameters import ROPE
@@ -106,7 +105,7 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(ROPE)
         n_tokens = view.count(p.rows)
-        positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.tokens(TOKEN_SLOT)[:n_tokens]
+        positions, slots = view.tokens(TOKEN_POSITION)[:n_tokens], view.slots(p.recent)[:n_tokens]
         half, n_keys = p.rotary // 2, 0 if view.flags & FLAG_QUERIES else p.kv_heads
         n_rotated = p.heads + n_keys
         rows = view.array(0, np.float32, (n_tokens, n_rotated + n_keys, p.head_dim), (p.stride, 4 * p.head_dim, 4))

@@ -89,10 +89,15 @@ class RecordView:
         """Addresses of the draws of n rows of logits, 0 for none."""
         return [int(address) for address in memory(self._word(self.ctx + abi.CTX_DRAWS), np.int64, (n,))]
 
-    def block_table(self, sequence: int, n_blocks: int) -> NDArray[np.int32]:
-        """The first blocks of a sequence."""
+    def slots(self, recent: int) -> NDArray[np.int32]:
+        """Where K and V of each token of the walk are stored, by one of the block tables."""
+        n, at = self.count(abi.COUNT_TOKENS), abi.TOKEN_SLOT + 4 * recent
+        return memory(self._word(self.ctx + abi.CTX_TOKENS) + at, np.int32, (n,), (abi.TOKEN_BYTES,)).copy()
+
+    def block_table(self, sequence: int, n_blocks: int, recent: int) -> NDArray[np.int32]:
+        """The first blocks of a sequence, by one of its tables."""
         entry = self._word(self.ctx + abi.CTX_SEQUENCES) + abi.SEQUENCE_BYTES * sequence
-        return memory(self._word(entry + abi.SEQUENCE_BLOCKS), np.int32, (n_blocks,)).copy()
+        return memory(self._word(entry + abi.SEQUENCE_BLOCKS + 8 * recent), np.int32, (n_blocks,)).copy()
 
 
 def float_of(bits: int) -> float:
