@@ -240,8 +240,7 @@ TOKEN_SEQUENCE = 8
 TOKEN_POSITION = 16
 """Place in the text: what RoPE turns by."""
 TOKEN_SLOT = 24
-"""2 int32, one for each block table: block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS, where the token's K and V are
-stored."""
+"""2 int32, for each block table where K and V are stored: block * BLOCK_TOKENS + TOKEN_ROW % BLOCK_TOKENS."""
 TOKEN_MASK = 32
 """The token's ancestors of this walk and itself, bit i for row TOKEN_BASE + i; all ones = every row up to its own.
 
@@ -262,9 +261,8 @@ MASK_TOKENS = 64
 
 SEQUENCE_BYTES = 16
 SEQUENCE_BLOCKS = 0
-"""2 addresses of int32 block tables: of layers that keep the K and V of all tokens, and of those with a window, which
-keep what it sees (parameter `recent`). Both have an entry for each block of the sequence; what the second says of one
-that was given back is the number of some block of its pool. They are the same where all layers keep all."""
+"""2 addresses of int32 block tables: of layers that keep all K and V, and of those that keep what their window sees
+(parameter `recent`), where what was given back is some block. The same where all keep all."""
 
 # -- neurons that are read when they are wanted ------------------------------------------------------------------------
 COLD_HAND, COLD_EPOCH = 0, 8

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, KvAccess, ModelConfig, Op, SelectedAttention, Sizes, TokenRows, Types
+from edgeinfer.graph import Graph, KvAccess, Op, Sizes, TokenRows, Types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
 from edgeinfer.sizes import format_size, round_up
@@ -18,6 +18,7 @@ from .blocks import shared_blocks
 from .cold import ColdPlan, masked
 from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement, place_activations, row_stride
+from .reasons import pools, rotary, scored, types_of
 from .windows import Windowed
 
 PYTHON_RESERVE_BYTES = 118_000_000
@@ -336,13 +337,13 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {_pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
+                   f"{request.kv}, {pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
-            Region("constants", len(c.rotations) * request.ctx * rope_row + 64, _rotary(c, request.ctx)),
+            Region("constants", len(c.rotations) * request.ctx * rope_row + 64, rotary(c, request.ctx)),
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
-                   f"{request.threads} threads; partial attention of {splits} splits{_scored(graph, sizes)}"),
+                   f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),
             *self._state(request),
             *self._aux(request),
             Region("tables", tables, "ctx block, tokens, block tables, program"),
@@ -406,7 +407,7 @@ class Planner:
 
     def _weight_regions(self, request: Request, weights: _Weights) -> Iterator[Region]:
         def stored(home: str) -> str:
-            return _types(self.graph, {name for name, place in weights.places.items() if place.region == home})
+            return types_of(self.graph, {name for name, place in weights.places.items() if place.region == home})
 
         if any(place.region == "weights" and name not in weights.filed for name, place in weights.places.items()):
             yield Region("weights", self.weight_bytes - weights.filed_bytes, stored("weights"),
@@ -479,44 +480,13 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> 
     return layers, end
 
 
-def _pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
-    """Say how many blocks layers have, and those with a window of their smaller pool."""
-    if not windowed:
-        return f"{blocks} blocks{held} x {layers} layers"
-    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
-    whole = layers - len(windowed.layers)
-    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
-
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
     """Return what scratch may depend on in a run."""
     return Sizes(types, splits, min(request.tokens, abi.ATTENTION_TOKENS), request.decoded_tokens)
 
 
-def _rotary(config: ModelConfig, ctx: int) -> str:
-    """Say what tables of rotations there are."""
-    if not config.rotations:
-        return "no rotary tables: positions are learned"
-    return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"
-
-
-def _scored(graph: Graph, sizes: Sizes) -> str:
-    """Say that scratch has scores, where there are any."""
-    found = any(isinstance(op, SelectedAttention) for op in graph.ops)
-    return f", scores of {sizes.decoded_tokens} tokens" if found else ""
-
-
 def scratch(ops: Iterable[Op], sizes: Sizes) -> tuple[int, int]:
     """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
     needs = [op.scratch(sizes) for op in ops]
     return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)
-
-
-def _types(graph: Graph, names: Container[str]) -> str:
-    """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
-    small = ("vector", "router", "rows")
-    kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind not in small and w.name in names}
-    if kinds.get("experts") == kinds.get("matrix"):  # then they are matrices like the others
-        kinds.pop("experts", None)
-    alike = {stored: [kind for kind in kinds if kinds[kind] == stored] for stored in kinds.values()}
-    return "; ".join(f"{', '.join(names)} {stored}" for stored, names in alike.items())

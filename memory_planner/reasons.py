@@ -1,0 +1,41 @@
+"""Why regions of a plan have the size they have, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from edgeinfer.graph import Graph, ModelConfig, SelectedAttention, Sizes
+
+from .windows import Windowed
+
+
+def pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
+    """Say how many blocks layers have, and those with a window of their smaller pool."""
+    if not windowed:
+        return f"{blocks} blocks{held} x {layers} layers"
+    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
+    whole = layers - len(windowed.layers)
+    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
+
+
+def rotary(config: ModelConfig, ctx: int) -> str:
+    """Say what tables of rotations there are."""
+    if not config.rotations:
+        return "no rotary tables: positions are learned"
+    return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"
+
+
+def scored(graph: Graph, sizes: Sizes) -> str:
+    """Say that scratch has scores, where there are any."""
+    found = any(isinstance(op, SelectedAttention) for op in graph.ops)
+    return f", scores of {sizes.decoded_tokens} tokens" if found else ""
+
+
+def types_of(graph: Graph, names: Container[str]) -> str:
+    """How these matrices are stored, such as ``embedding, head int8g32; matrix q4g32``."""
+    small = ("vector", "router", "rows")
+    kinds = {w.kind: str(graph.types[w.name]) for w in graph.weights if w.kind not in small and w.name in names}
+    if kinds.get("experts") == kinds.get("matrix"):  # then they are matrices like the others
+        kinds.pop("experts", None)
+    alike = {stored: [kind for kind in kinds if kinds[kind] == stored] for stored in kinds.values()}
+    return "; ".join(f"{', '.join(names)} {stored}" for stored, names in alike.items())
