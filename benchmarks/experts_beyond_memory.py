@@ -97,7 +97,7 @@ def predicted(path: Path, limit: int, threads: int, half: float, seconds: float,
         plan = plan_run(bundle, RuntimeConfig(ctx=CTX, threads=threads, budget_bytes=limit), placer(bundle)).plan
     assert plan.experts
     own = plan.experts
-    found = expected(own, np.tile(rates_of(own.experts, own.active, half), len(own.layers)))
+    found = expected(own, rates_of(own.experts, own.active, half).tolist() * len(own.layers))
     return (f"{own.slots} of {own.total} experts ({own.slots / own.total:.0%}) of {own.expert_bytes / 1e6:.2f} MB in a "
             f"plan of {plan.total_bytes / 1e6:.0f} MB; predicted: hit rate {found.hit_rate:.0%}, "
             f"{found.nbytes / 1e6:.0f} MB a token, {1 / (seconds + found.nbytes / gbs / 1e9):.2f} tokens/s at "

@@ -6,9 +6,18 @@ what that reads for a token and how long it takes. What reads and computes is in
 runtime (edgeinfer.runtime) and all below it, never edgeinfer.sparse.
 """
 
-from .experts import ALIKE, SKEWED, expected, from_flash, keep_experts
-from .placement import Heat, choose, placer
-from .prediction import Prediction, predict
+from typing import TYPE_CHECKING
+
+from edgeinfer.lazy import lazily
+
+if TYPE_CHECKING:
+    from .experts import ALIKE, SKEWED, expected, from_flash, keep_experts
+    from .placement import Heat, choose, placer
+    from .prediction import Prediction, predict
 
 __all__ = ["ALIKE", "SKEWED", "Heat", "Prediction", "choose", "expected", "from_flash", "keep_experts", "placer",
            "predict"]
+__getattr__ = lazily(__name__, {
+    "experts": "ALIKE SKEWED expected from_flash keep_experts", "placement": "Heat choose placer",
+    "prediction": "Prediction predict",
+})

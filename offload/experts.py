@@ -6,14 +6,11 @@ may take any of them, so no layer is chosen: what stays is what tokens want (ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from edgeinfer.memory_planner import ExpertsPlan, MemoryPlan, Planner, Request, mixtures
-
-from .prediction import Floats
 
 ALIKE, SKEWED = 0.5, 0.75
 """Share of a token's choices that the busier half of a layer's experts takes: where all are alike, and where routing is
@@ -51,31 +48,30 @@ class FromFlash(NamedTuple):
     nbytes: float
 
 
-def routing(experts: int, active: int, half: float) -> Floats:
+def routing(experts: int, active: int, half: float) -> list[float]:
     """Return the share of tokens that go through each expert of a layer, by a power of its rank.
 
     The busier half of the experts takes the share `half` of all choices, as far as that can be: no token goes through
     an expert twice.
     """
     if half <= ALIKE:
-        return np.full(experts, active / experts)
+        return [active / experts] * experts
     low, high = 0.0, 8.0
     for _ in range(40):
         middle = (low + high) / 2
         rates = _by_rank(experts, active, middle)
-        low, high = (middle, high) if rates[: experts // 2].sum() < half * active else (low, middle)
+        low, high = (middle, high) if sum(rates[: experts // 2]) < half * active else (low, middle)
     return _by_rank(experts, active, low)
 
 
-def _by_rank(experts: int, active: int, power: float) -> Floats:
+def _by_rank(experts: int, active: int, power: float) -> list[float]:
     """Rates that fall with the rank; what exceeds 1 goes to the others."""
-    weights: Floats = np.asarray((1.0 + np.arange(experts)) ** -power, np.float64)
-    for full in range(active + 1):  # the first ones, which every token takes
-        rates: Floats = np.asarray(weights * (active - full) / (weights[full:].sum() or 1.0), np.float64)
-        rates[:full] = 1.0
-        if full == experts or rates[full] <= 1.0:
-            return rates
-    return rates.clip(max=1.0)
+    weights = [(1.0 + rank) ** -power for rank in range(experts)]
+    for full in range(min(active, experts - 1)):  # the first ones, which every token takes
+        left = (active - full) / sum(weights[full:])
+        if weights[full] * left <= 1.0:
+            return [1.0] * full + [weight * left for weight in weights[full:]]
+    return [1.0] * active + [0.0] * (experts - active)
 
 
 def from_flash(plan: ExpertsPlan, half: float = ALIKE) -> FromFlash:
@@ -84,10 +80,11 @@ def from_flash(plan: ExpertsPlan, half: float = ALIKE) -> FromFlash:
     The cache is taken to hold those that are chosen most, which replacement by counts comes close to; where tokens
     share more with those before them than their rates say, as in real texts, it holds more than that.
     """
-    return expected(plan, np.tile(routing(plan.experts, plan.active, half), len(plan.layers)))
+    return expected(plan, routing(plan.experts, plan.active, half) * len(plan.layers))
 
 
-def expected(plan: ExpertsPlan, rates: Floats) -> FromFlash:
+def expected(plan: ExpertsPlan, rates: Sequence[float]) -> FromFlash:
     """Return what a token reads that goes through each expert of all layers at these rates."""
-    rate = float(np.sort(rates)[::-1][: plan.slots].sum() / rates.sum())
-    return FromFlash(rate, (1 - rate) * float(rates.sum()) * plan.expert_bytes)
+    wanted = float(sum(rates))
+    rate = min(1.0, sum(sorted(rates, reverse=True)[: plan.slots]) / wanted)
+    return FromFlash(rate, (1 - rate) * wanted * plan.expert_bytes)

@@ -207,7 +207,7 @@ def test_expected_reads(models: Path) -> None:
     assert alike.hit_rate == pytest.approx(0.5)
     assert alike.nbytes == pytest.approx(0.5 * 12 * plan.expert_bytes)
     assert skewed.hit_rate == pytest.approx(0.75, abs=0.06)
-    assert from_flash(replace(plan, slots=plan.total), SKEWED).nbytes == pytest.approx(0)
+    assert from_flash(replace(plan, slots=plan.total), SKEWED).nbytes < 1
 
 
 def test_plan_says_how_many_stay_and_what_a_token_reads(tmp_path: Path) -> None:
