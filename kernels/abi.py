@@ -1,7 +1,6 @@
 """The kernel ABI: the layout of a record (what never changes) and of the ctx block (all that changes).
 
-``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering, executor and twins share these
-numbers.
+``int64 kernel(rec, ctx, tid, n_threads)``: rec and ctx are addresses. Kernels, lowering and twins share these numbers.
 """
 
 from __future__ import annotations
