@@ -433,7 +433,7 @@ class Planner:
         rows = [self.graph.types[table.name].tile_bytes(table.shape[1]) for table in tables]
         tokens = request.ctx * request.sequences
         most = tokens * sum(round_up(row, PAGE_BYTES) + PAGE_BYTES for row in rows)
-        return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows of {sum(rows)} bytes; the others of "
+        return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows x {sum(rows)} B, "
                       f"{format_size(weights.filed_bytes)} stay in the file", MAPPED)
 
     def _state(self, request: Request) -> Iterator[Region]:
