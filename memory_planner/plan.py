@@ -336,7 +336,7 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {_pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
+                   f"{request.kv}{_pools(kv_blocks, held, len(kv_layers), windowed, block)}"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -479,13 +479,12 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> 
     return layers, end
 
 
-def _pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
+def _pools(blocks: int, held: str, layers: int, windowed: Windowed | None, nbytes: int) -> str:
     """Say how many blocks layers have, and those with a window of their smaller pool."""
     if not windowed:
-        return f"{blocks} blocks{held} x {layers} layers"
-    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
-    whole = layers - len(windowed.layers)
-    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
+        return f", {blocks} blocks{held} x {layers} layers x {nbytes} bytes"
+    recent, whole = f"{windowed.blocks} x {len(windowed.layers)} windowed", layers - len(windowed.layers)
+    return f" blocks: {blocks}{held} x {whole} layers, {recent}" if whole else f" blocks: {recent}"
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
