@@ -337,7 +337,7 @@ class Planner:
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}, {pools(kv_blocks, held, len(kv_layers), windowed)} x {block} bytes"
+                   f"{request.kv}{pools(kv_blocks, held, len(kv_layers), windowed, block)}"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -434,7 +434,7 @@ class Planner:
         rows = [self.graph.types[table.name].tile_bytes(table.shape[1]) for table in tables]
         tokens = request.ctx * request.sequences
         most = tokens * sum(round_up(row, PAGE_BYTES) + PAGE_BYTES for row in rows)
-        return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows of {sum(rows)} bytes; the others of "
+        return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows x {sum(rows)} B, "
                       f"{format_size(weights.filed_bytes)} stay in the file", MAPPED)
 
     def _state(self, request: Request) -> Iterator[Region]:

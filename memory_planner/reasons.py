@@ -9,13 +9,12 @@ from edgeinfer.graph import Graph, ModelConfig, SelectedAttention, Sizes
 from .windows import Windowed
 
 
-def pools(blocks: int, held: str, layers: int, windowed: Windowed | None) -> str:
+def pools(blocks: int, held: str, layers: int, windowed: Windowed | None, nbytes: int) -> str:
     """Say how many blocks layers have, and those with a window of their smaller pool."""
     if not windowed:
-        return f"{blocks} blocks{held} x {layers} layers"
-    recent = f"{windowed.blocks} x {len(windowed.layers)} layers with a window of {windowed.window}"
-    whole = layers - len(windowed.layers)
-    return f"({blocks} blocks{held} x {whole} layers + {recent})" if whole else f"({recent})"
+        return f", {blocks} blocks{held} x {layers} layers x {nbytes} bytes"
+    recent, whole = f"{windowed.blocks} x {len(windowed.layers)} windowed", layers - len(windowed.layers)
+    return f" blocks: {blocks}{held} x {whole} layers, {recent}" if whole else f" blocks: {recent}"
 
 
 def rotary(config: ModelConfig, ctx: int) -> str:
