@@ -206,7 +206,7 @@ def describe(
     BundleError, CheckpointError
         What is there cannot be read, or contradicts itself.
     UnsupportedModelError
-        It is of a family of which not even the sizes are known.
+        It is of a family that edgeinfer does not know.
     UsageError
         For an unknown type or group size.
     """

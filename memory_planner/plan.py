@@ -333,11 +333,11 @@ class Planner:
         tables += weights.table_bytes
         several = request.sequences > 1 and request.own_tokens is not None
         held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
-        block = max((layer.stride for layer in kv_layers.values()), default=0)
+        strides = [layer.stride for layer in kv_layers.values()]
         regions = (
             *self._weight_regions(request, weights),
             Region("kv", kv_bytes + (holes.nbytes if holes else 0) + 64,
-                   f"{request.kv}{pools(kv_blocks, held, len(kv_layers), windowed, block)}"
+                   f"{request.kv}{pools(kv_blocks, held, strides, windowed)}"
                    + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else "")),
             Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
             Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
@@ -478,7 +478,6 @@ def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> 
         layers[access.layer] = Placement("kv", end, blocks * stride, stride)
         end += round_up(blocks * stride, 64)
     return layers, end
-
 
 
 def sizes_of(types: Types, splits: int, request: Request) -> Sizes:

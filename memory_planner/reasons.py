@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from edgeinfer.graph import Graph, ModelConfig, SelectedAttention, Sizes
 
 from .windows import Windowed
 
 
-def pools(blocks: int, held: str, layers: int, windowed: Windowed | None, nbytes: int) -> str:
-    """Say how many blocks layers have, and those with a window of their smaller pool."""
+def pools(blocks: int, held: str, strides: Sequence[int], windowed: Windowed | None) -> str:
+    """Say how many blocks layers have, of so many bytes each, and those with a window of their smaller pool."""
+    layers, alike = len(strides), len(set(strides)) == 1
     if not windowed:
-        return f", {blocks} blocks{held} x {layers} layers x {nbytes} bytes"
+        return f", {blocks} blocks{held} x {layers} layers x {strides[0]} bytes" if alike else \
+            f", {blocks} blocks{held} of {layers} layers, {sum(strides)} bytes"
     recent, whole = f"{windowed.blocks} x {len(windowed.layers)} windowed", layers - len(windowed.layers)
     return f" blocks: {blocks}{held} x {whole} layers, {recent}" if whole else f" blocks: {recent}"
 

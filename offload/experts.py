@@ -18,12 +18,12 @@ said to be skewed."""
 
 
 def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
-    """Plan with as many slots for experts as fit; None where not even those of a layer do.
+    """Plan with as many slots for experts as fit; None where not even those of a layer do, or no layer has any.
 
     Parameters
     ----------
     planner : Planner
-        Of a graph with experts.
+        Of a graph that may have experts.
     request : Request
     budget : int
         Bytes of the whole process.
@@ -31,7 +31,10 @@ def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan 
     def planned(slots: int) -> MemoryPlan:
         return planner.plan(replace(request, homes=(("*", "resident"),), expert_slots=slots))
 
-    least = mixtures(planner.graph)[0].experts
+    layers = mixtures(planner.graph)
+    if not layers:
+        return None
+    least = layers[0].experts
     first = planned(least)
     if first.total_bytes > budget or first.experts is None:
         return None

@@ -15,11 +15,12 @@ import pytest
 
 from benchmarks import against_peers
 from benchmarks.peers import pairs as pairs_module
+from benchmarks.peers import sides
 from benchmarks.peers.machine import Others, describe, wait_for_calm
 from benchmarks.peers.pairs import Bench, Comparison, Pair
 from benchmarks.peers.report import markdown
 from benchmarks.peers.worker import Worker, WorkerError
-from edgeinfer.converters import SHAPES
+from edgeinfer.converters import SHAPES, write_random_bundle
 
 PEERS = Path(against_peers.__file__).parent / "peers"
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=320,
@@ -224,13 +225,15 @@ def test_every_peer_is_met_with_the_same_groups(
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setattr(against_peers, "READ_BYTES", 4 << 20)
     monkeypatch.setattr(against_peers, "STARTS", 1)
+    monkeypatch.setattr(sides, "convert", lambda source, destination: write_random_bundle(SMALL, destination))
     out, raw, models = tmp_path / "out.md", tmp_path / "out.json", tmp_path / "models"
     arguments = ["--llama-cpp-python", fake_python, "--openvino", fake_python, "--shape", "small", "--format", "q4_k_m",
                  "-p", "8", "-n", "4", "-d", "32", "-r", "1", "--patience", "0", "--pp-depth", "--workdir", str(models),
                  "--output", str(out), "--raw", str(raw)]
     assert against_peers.main(arguments) == 0
     names = {path.name for path in models.iterdir()}
-    assert names == {"small-q4-g32", "small-q4-g128", "small-q4_k_m.gguf", "small-openvino-g128"}
+    assert names == {"small-q4-g32", "small-q4-g128", "small-q4_k_m.gguf", "small-q4_k_m-imported",
+                     "small-openvino-g128"}
     report = json.loads(raw.read_text())
     assert [(row["peer"], row["test"]) for row in report["rows"]] == [
         *([("llama.cpp", "pp8 @ d32"), ("llama.cpp", "tg4 @ d32")] * 3),

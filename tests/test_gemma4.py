@@ -78,9 +78,12 @@ def test_layers_that_read_other_keys_have_none_of_their_own(model: Path) -> None
     assert described.kv_bytes_unshared["int8"] == 4 * stored["short"] + 3 * stored["long"]
 
 
-def test_sequences_that_fork_end_early_and_are_kept(model: Path, tmp_path: Path) -> None:
-    ids, ways = tokens(70), [tokens(5, seed) for seed in (1, 2)]
-    with session(model, ctx=128, max_sequences=3, outputs=8) as opened:
+@pytest.mark.parametrize(("ctx", "n"), [(128, 70), (640, 400)])
+def test_sequences_that_fork_end_early_and_are_kept(model: Path, tmp_path: Path, ctx: int, n: int) -> None:
+    """The longer ones have blocks of windowed layers in a pool of their own, others read some of these layers."""
+    ids, ways = tokens(n), [tokens(5, seed) for seed in (1, 2)]
+    with session(model, ctx=ctx, max_sequences=3, outputs=8) as opened:
+        assert bool(opened.plan.windowed) == (ctx == 640)
         plain = [scored(opened, ids + way)[-5:] for way in ways]
         one = opened.new_sequence()
         opened.prefill(one, ids)
@@ -88,7 +91,7 @@ def test_sequences_that_fork_end_early_and_are_kept(model: Path, tmp_path: Path)
         rows = [opened.decode([one, other], list(pair)).copy() for pair in zip(*ways, strict=True)]
         for i in (0, 1):
             np.testing.assert_array_equal(np.stack(rows)[:, i], plain[i])
-        opened.truncate(one, 70)
+        opened.truncate(one, n)
         opened.save(one, tmp_path / "cache")
         opened.release(other)
         back = opened.load(tmp_path / "cache")

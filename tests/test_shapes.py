@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "q
           "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
           "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72}
 """The cards of gpt-oss and SmallThinker leave the embedding out."""
+
+
+def test_documents_count_the_shapes() -> None:
+    n = len(builtin_shapes())
+    for document, words in (("README.md", "built-in\n  shapes"), ("docs/planning.md", "published models"),
+                            ("CHANGELOG.md", "built-in shapes")):
+        assert f" {n} {words}" in (Path(__file__).parents[1] / document).read_text(encoding="utf-8"), document
 
 
 @pytest.mark.parametrize("name", builtin_shapes())

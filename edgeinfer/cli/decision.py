@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from ..runner import Runner
 
 FIELD = ("of bundles with a predictor or a screen: `name` of what run does by itself on this machine (resident, "
-         "sparse, sparse from flash, streamed, or refused), `tok_per_s` and `read_bytes` from storage per token as "
-         "predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, `said`; else null")
+         "sparse, sparse from flash, experts from flash, streamed, or refused), `tok_per_s` and `read_bytes` from "
+         "storage per token as predicted, `others` that fit, `refused` with reasons, `basis` of the predictions, "
+         "`said`; else null")
 """What the field `decision` of a JSON object is."""
 _RUNTIME = RuntimeConfig()
 

@@ -270,11 +270,9 @@ class _Planned:
 
     def _kept(self) -> MemoryPlan | None:
         """The plan that keeps some experts in memory, where `run` has one."""
-        from ..memory_planner import mixtures, to_request
+        from ..memory_planner import to_request
         from ..offload import keep_experts
 
-        if not mixtures(self.planner.graph):
-            return None
         return keep_experts(self.planner, to_request(self.config), self.budget)
 
     def _experts(self) -> list[Alternative]:

@@ -69,9 +69,10 @@ def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor |
         h = g.rms_norm(x, name + "ffn_norm", norm, feeds=g.ffn_input(name))
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
     h = g.rms_norm(x, name + "ffn_norm", norm, feeds=WeightType("f32"))
+    routes = routes or g.route(h, name, mlp)  # first: what stands behind it runs while experts are read
     if e.shared_size:
         x = _shared(g, h, x, name, mlp, e.shared_size)
-    return g.experts(h, routes or g.route(h, name, mlp), name, mlp, residual=x)
+    return g.experts(h, routes, name, mlp, residual=x)
 
 
 def _shared(g: GraphBuilder, h: Tensor, x: Tensor, name: str, mlp: str, size: int) -> Tensor:

@@ -313,7 +313,6 @@ class KVCache(BlockTables):
             raise BundleError(f"The prompt cache {path} holds {len(tokens)} tokens and the context {ctx}; raise --ctx.")
         return dict(header)
 
-
     def _check_gone(self, header: dict[str, Any], path: Path) -> None:
         """Refuse a file that lacks more of layers with a window than can be, or than this run does."""
         if (gone := header.get("gone")) is None:

@@ -23,7 +23,6 @@ from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
 
 from .memory import allocate
-from .planning import offsets_of
 
 if TYPE_CHECKING:
     from .session import Logits, Session
@@ -230,8 +229,8 @@ def _sinks(session: Session, attention: Attention) -> NDArray[np.float64]:
     """The sink of each head, (KV heads, heads of each, 1); -inf where there are none."""
     if not attention.sinks:
         return np.full((attention.kv_heads, 1, 1), -np.inf)
-    start = offsets_of(session.bundle)[attention.sinks.name]
-    found = session.bundle.weights[start : start + 4 * attention.heads].view(np.float32)
+    place = session.plan.places[attention.sinks.name]
+    found = session.executor.regions[place.region][place.offset :][: 4 * attention.heads].view(np.float32)
     return found.astype(np.float64).reshape(attention.kv_heads, -1, 1)
 
 
