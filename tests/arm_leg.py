@@ -48,7 +48,8 @@ _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              f"(({_TAKEN}) and (exact or (agrees and 33))) or neuron_mask or "
              "(kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
-             "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert or slots_give)) or "
+             "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert or "
+             "(slots_give and not f32))) or "
              "(kernels_latent and int8 and not size1 and not size2)")
 NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",

@@ -24,8 +24,8 @@ MODELS = {
     "f16 f32": (QWEN, "f16", 32, "tile16", "f32"), "f32 int8": (WINDOWED, "f32", 32, "tile16", "int8"),
     "neuron q4": (RELU, "q4", 32, "neuron", "int8"), "neuron int8": (TINY, "int8", 128, "neuron", "int8"),
 }
-IDLE = {"bias", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "holes",
-        "means", "sinks"}
+IDLE = {"bias", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "holes", "means",
+        "sinks"}
 """Operands that a record may do without."""
 REGIONS = {"weights", "constants", "activations", "kv", "logits", "scratch"}
 
@@ -69,8 +69,7 @@ def test_operands_of_chosen_rows_and_pruned_prompts_are_used(tmp_path: Path) -> 
     with session(tmp_path / "bundle", ctx=600, recipe=Recipe().attention("top:16"), lazy="keep=0.5") as running:
         used = {name for record in running.program.records if (family := catalogue.family_of(record.kernel))
                 for name, extent in zip(family.operands, record.extents, strict=False) if extent}
-        assert {"scores", "holes",
-        "means", "sinks"} <= used
+        assert {"scores", "holes", "means"} <= used
         running.program.check({name: len(memory) for name, memory in running.executor.regions.items()})
 
 
