@@ -37,6 +37,7 @@ WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss", "smal
 """Architectures whose files say how wide windows are, and whose kind says which layers have one."""
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
+_MOST_LAYERS = 4096
 _NO_ROPE_EVERY = 4
 """SmolLM3 and SmallThinker: which layers have no rotation."""
 
@@ -57,6 +58,15 @@ def _size(config: Mapping[str, Any], field: str) -> int:
     return value
 
 
+def _layers(config: Mapping[str, Any]) -> int:
+    """How many layers there are, bounded before something is made for each."""
+    layers = _size(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise UnsupportedModelError(f"The metadata say that there are {layers} layers, but edgeinfer takes at most "
+                                    f"{_MOST_LAYERS}; download the file again.")
+    return layers
+
+
 def _gemma(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {"hidden_activation": ACTIVATIONS[name]}
     if name == "gemma":
@@ -74,7 +84,10 @@ def _gemma(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[s
 
 def _gemma4(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
     """Sizes layer by layer; where k is v a file has no matrix for v."""
-    n, shared = _size(config, "num_hidden_layers"), int(get("attention.shared_kv_layers") or 0)
+    n, shared = _layers(config), get("attention.shared_kv_layers") or 0
+    if type(shared) is not int or not 0 <= shared < n:
+        raise UnsupportedModelError(f"The metadata have {shared!r:.60} as attention.shared_kv_layers, which must be a "
+                                    f"number from 0 to {n - 1}; download the file again.")
     heads, sizes = (_by_layer(config.get(field), n, field) for field in ("num_key_value_heads", "intermediate_size"))
     sliding = _by_layer(get("attention.sliding_window_pattern"), n, "attention.sliding_window_pattern")
     wide, short = get("attention.key_length"), get("attention.key_length_swa") or get("attention.key_length")
@@ -159,7 +172,7 @@ def _gpt_oss(name: str, get: Get, config: Mapping[str, Any], tensors: Collection
 
 def _smallthinker(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
     """With windows, the first of every four layers has neither a window nor a rotation."""
-    layers, window = _size(config, "num_hidden_layers"), get("attention.sliding_window")
+    layers, window = _layers(config), get("attention.sliding_window")
     local = [int(not window or i % _NO_ROPE_EVERY != 0) for i in range(layers)]
     return {"sliding_window_size": window or None, "rope_layout": local,
             "sliding_window_layout": local if window else None}
