@@ -143,8 +143,12 @@ def test_configs_of_other_models_are_refused(fields: dict[str, Any], error: type
         read_config({**CONFIG, **fields})
 
 
-def test_a_router_of_another_kind_is_refused_in_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("expert_gating_func", 4, r"expert_gating_func is 4.*only 1 \(softmax\) or 2 \(sigmoid\)"),
+    ("block_count", 2**32 - 1, "4294967295 layers, but edgeinfer takes at most 4096"),
+])
+def test_files_of_other_models_are_refused(key: str, value: int, message: str, tmp_path: Path) -> None:
     source, *_ = make(tmp_path / "hf")
-    write_gguf(tmp_path / "model.gguf", source, fields={"smallthinker.expert_gating_func": 4})
-    with pytest.raises(UnsupportedModelError, match=r"expert_gating_func is 4.*only 1 \(softmax\) or 2 \(sigmoid\)"):
+    write_gguf(tmp_path / "model.gguf", source, fields={f"smallthinker.{key}": value})
+    with pytest.raises(UnsupportedModelError, match=message):
         convert(tmp_path / "model.gguf", tmp_path / "bundle")
