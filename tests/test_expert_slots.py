@@ -22,7 +22,7 @@ from edgeinfer.runtime import Session, plan_run
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens, write_model
 from tests.test_gpt_oss import MIXTURE as BIASED
-from tests.test_streaming import Pread, cancelled_twice, decoded_after_errors, host, real, watched  # noqa: F401
+from tests.test_streaming import Pread, decoded_after_errors, host, real, resumed_after_cancellations, watched  # noqa: F401
 
 MIXTURE = replace(TINY, model_type="qwen3_moe", num_hidden_layers=4, experts=ExpertsConfig(9, 3, 40))
 LARGER = replace(TINY, model_type="qwen2_moe", hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -148,13 +148,7 @@ def test_a_cancellation_does_not_wait_for_reads(models: Path, host: Callable[[Pr
     host(waiting)
     with kept(path, 9, threads=2) as opened:
         sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        answers.clear()
-        cancelled_twice(opened, sequence, IDS[58:])
-        answers.set()
-        opened.truncate(sequence, 58)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
-        assert (np.stack(got) == want[1:]).all()
+        assert (resumed_after_cancellations(opened, sequence, IDS, 58, answers) == want[1:]).all()
 
 
 def test_a_read_that_is_cut_short_is_repeated(models: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811

@@ -21,7 +21,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
 from tests.offloaded import COLD, IDS, MIXED, OPTIONS, made, offloaded, placed, resident
 from tests.sessions import logits_of
-from tests.test_streaming import Pread, cancelled_twice, decoded_after_errors, host, real, watched  # noqa: F401
+from tests.test_streaming import Pread, decoded_after_errors, host, real, resumed_after_cancellations, watched  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +166,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
     with offloaded(q4, MIXED, 0, threads=2) as opened:
         answers.set()
         sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:58])
-        answers.clear()
-        cancelled_twice(opened, sequence, IDS[58:])
-        answers.set()
-        opened.truncate(sequence, 58)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[58:]]
-        assert (np.stack(got) == want[1:]).all()
+        assert (resumed_after_cancellations(opened, sequence, IDS, 58, answers) == want[1:]).all()
         answers.clear()
         cancel = Cancellation()
         threading.Timer(0.1, cancel.cancel).start()

@@ -110,6 +110,17 @@ def cancelled_twice(opened: Session, sequence: Sequence, ids: list[int]) -> None
         timer.join()
 
 
+def resumed_after_cancellations(opened: Session, sequence: Sequence, ids: list[int], n: int,
+                                answers: threading.Event) -> np.ndarray:
+    """Logits of the tokens behind the first n, decoded while reads do not return (`answers`), and then again."""
+    opened.prefill(sequence, ids[:n])
+    answers.clear()
+    cancelled_twice(opened, sequence, ids[n:])
+    answers.set()
+    opened.truncate(sequence, n)
+    return np.stack([watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in ids[n:]])
+
+
 def decoded_after_errors(opened: Session, prompt: list[int], ids: list[int], bad: list[bool], match: str) -> np.ndarray:
     """Logits of tokens behind a prompt; before that all reads fail twice (while `bad` holds something)."""
     sequence = opened.new_sequence()
@@ -323,13 +334,7 @@ def test_a_read_that_does_not_return_can_be_cancelled(q4: Path, host: Callable[[
     with streamed(q4, 7, threads=2) as opened:
         answers.set()
         sequence = opened.new_sequence()
-        opened.prefill(sequence, IDS[:84])
-        answers.clear()
-        cancelled_twice(opened, sequence, IDS[84:])
-        answers.set()
-        opened.truncate(sequence, 84)
-        got = [watched(lambda token=token: opened.decode([sequence], [token])[0].copy()) for token in IDS[84:]]
-        assert (np.stack(got) == want[1:]).all()
+        assert (resumed_after_cancellations(opened, sequence, IDS, 84, answers) == want[1:]).all()
         answers.clear()
         opened.executor.stream._words[abi.STREAM_STATE >> 3] = abi.STREAM_PAUSES  # the next walk begins anew
         cancel = Cancellation()
