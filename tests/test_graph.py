@@ -187,6 +187,7 @@ def test_records_are_frozen_and_comparable() -> None:
         ({"rotary_dim": 3}, {}, "The model's rotary_dim is 3; it must be even, and from 0 to head_dim"),
         ({"ropes": (2, 1)}, {}, r"The model's ropes is \(2, 1\); it must be 0 to 1 for each layer"),
         ({"embedding_scale": 0.0}, {}, "The model's embedding_scale is 0.0; it must be above 0"),
+        ({"attention_scale": 1e150}, {}, r"attention_scale is 1e\+150; it must be above 0 and below 1e\+30"),
         ({"attention_softcap": -1.0}, {}, "The model's attention_softcap is -1.0; it must be above 0"),
         ({}, {"theta": -1.0}, "The model's rope.theta is -1.0; it must be above 1"),
         ({}, {"factor": 0.0}, "The model's rope.factor is 0.0; it must be above 0"),

@@ -23,6 +23,9 @@ from .rope import KINDS
 from .storage import TypeOf
 from .wrappers import WRAPPERS, text_of
 
+F32_LARGE = 1e30
+"""Numbers of records are float32; no model comes near it."""
+
 
 def supported_architectures() -> list[str]:
     """The `model_type` of every architecture there is a file for, sorted."""
@@ -99,8 +102,8 @@ def _check(config: ModelConfig) -> None:
         ("rotary_dim", config.rope_dim, 0 <= config.rope_dim <= config.head_dim and config.rope_dim % 2 == 0,
          f"even, and from 0 to head_dim {config.head_dim}"),
         ("ropes", config.ropes, all(0 <= which <= most for which in config.ropes), f"0 to {most} for each layer"),
-        *((name, getattr(config, name), getattr(config, name) > (0 if name in positive else -1e-30), "above 0")
-          for name in numbers),
+        *((name, getattr(config, name), (0 if name in positive else -1e-30) < getattr(config, name) < F32_LARGE,
+           f"above 0 and below {F32_LARGE:g}") for name in numbers),
     ]:  # fmt: skip
         if not good:
             raise UnsupportedModelError(f"The model's {name} is {value!r}; it must be {want}.")
