@@ -110,7 +110,7 @@ class Segment(NamedTuple):
     """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
     comes before its children. None is a chain: each follows the one before."""
     draws: Items[int] = ()
-    """How the token behind each output is to be chosen: addresses of DRAW_BYTES (kernels/abi.py), which must stay until
+    """How the token behind each output is to be chosen: addresses of abi.DRAW_BYTES each, which must stay until
     the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
     DRAW_TOKEN as it is. One that does may leave a row of DECODE out, all NaN, where the draw allows it (DRAW_ALONE)."""
 

@@ -1,6 +1,6 @@
 """SIMD kernels written in Python, their NumPy twins, and the objects that a process links.
 
-The contract stands beside this file (abi.py, routes.py, parameters.py, catalogue.py, registry.py, isa.py); `ops/`
+The contract stands beside this file (abi/, routes.py, parameters/, catalogue.py, registry.py, isa.py); `ops/`
 holds the kernels, `vector/` the language they are written in, `toolchain/` their compiler and linker, `reference/`
 their twins.
 

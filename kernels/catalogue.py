@@ -59,7 +59,7 @@ class Family:
     operands: tuple[str, ...] = ()
     """Names, by index."""
     parameters: tuple[int, ...] = ()
-    """The named tuple of indices (parameters.py); empty where the kernels take none of these."""
+    """The named tuple of indices (parameters/); empty where the kernels take none of these."""
     why_no_twin: str = ""
     """Why no NumPy twin exists; empty where each kernel has one in `reference.TWINS`."""
 

@@ -21,7 +21,7 @@ from edgeinfer.runner import Runner, Sequence
 from edgeinfer.runtime import Session
 
 SPLIT = 256
-"""Tokens of an attention split (kernels/abi.py): contexts in tests go beyond two of them."""
+"""Tokens of an attention split (kernels/abi/kv.py): contexts in tests go beyond two of them."""
 TINY = ModelConfig(
     "llama", vocab_size=99, hidden_size=36, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6,
     num_key_value_heads=2, head_dim=6, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=1024,

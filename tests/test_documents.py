@@ -192,7 +192,7 @@ def test_every_path_exists(page: Path) -> None:
 
 
 def test_a_wrong_path_is_named() -> None:
-    text = "`kernels/abi.py` `kernels/none.py` `kernels/<name>.py` `gone.py` `abi.py` [a](docs/none.md) [b](README.md)"
+    text = "`kernels/isa.py` `kernels/none.py` `kernels/<name>.py` `gone.py` `isa.py` [a](docs/none.md) [b](README.md)"
     assert missing(text, ROOT / "README.md") == ["kernels/none.py", "gone.py", "docs/none.md"]
 
 

@@ -111,7 +111,7 @@ class Program:
 
 
 def encode(record: Record, address: int) -> NDArray[np.int64]:
-    """Write a record as 32 words (kernels/abi.py).
+    """Write a record as 32 words (kernels/abi/record.py).
 
     Raises `KernelError` if it has more operands, parameters or predicates than a record has room for, or one that
     does not fit its word.

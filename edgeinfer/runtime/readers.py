@@ -75,7 +75,7 @@ class Readers:
     state : os.stat_result
         Of the file, when its contents were checked.
     pieces, parts : int64 arrays
-        Tables of PIECE_* and PART_* (abi.py).
+        Tables of PIECE_* and PART_* (kernels/abi/reading.py).
     tickets : int64 array
         Those of the program.
     region : uint8 array

@@ -81,7 +81,7 @@ class Stream(Readers):
 
 
 def pieces(plan: MemoryPlan, base: int, offsets: Mapping[str, int]) -> NDArray[np.int64]:
-    """What is read in a round, in order: whole pages around each weight, READ_BYTES at a time (PIECE_* of abi.py)."""
+    """What is read in a round, in order: whole pages around each weight, READ_BYTES at a time (abi.PIECE_*)."""
     rows = []
     for part, names in enumerate(plan.parts):
         for name in names:

@@ -17,9 +17,11 @@ from __future__ import annotations
 from ..abi import COUNT_MERGE, TOKEN_ROW
 from ..parameters import ATTENTION
 from ..registry import kernel
+from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
-from ..vector.simd import div_i64, load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
+from ..vector.scalars import div_i64
 from ..vector.targets import attention_tiles
+from .attention_kinds import KINDS
 from .attention_paths import has_path, place_of
 from .attention_rows import (
     SPLIT_SHIFT,
@@ -37,7 +39,7 @@ from .attention_rows import (
     start_merge,
     value_dim,
 )
-from .attention_split import KINDS, split_step
+from .attention_split import split_step
 from .attention_units import few_tokens, together
 
 

@@ -11,8 +11,8 @@ from functools import cache
 
 from ..abi import BLOCK_TOKENS
 from ..parameters import ATTENTION
+from ..vector.memory import load_i64, store_i64
 from ..vector.record import inline, outlined, parameter
-from ..vector.simd import load_i64, store_i64
 from ..vector.turn import turn_i8, turn_i16, turn_i32
 from .attention_paths import block_table, has_path, split_keys
 from .attention_rows import T_TURNED, T_VALUES

@@ -9,18 +9,10 @@ from __future__ import annotations
 from ..abi import FLAG_LAST, INSTEAD_MEAN, INSTEAD_SCALE
 from ..parameters import ATTENTION
 from ..registry import kernel
+from ..vector.lanes import first_lane, splat_f32, sum_lanes
+from ..vector.memory import load_f32, load_f32x16, store_first
 from ..vector.record import claim, count, flags, operand, outlined, parameter, round_up_16
-from ..vector.simd import (
-    div_f32,
-    div_i64,
-    first_lane,
-    load_f32,
-    load_f32x16,
-    max_f32,
-    splat_f32,
-    store_first,
-    sum_lanes,
-)
+from ..vector.scalars import div_f32, div_i64, max_f32
 from ..vector.targets import fma
 from .attention_paths import place_of
 from .attention_rows import (

@@ -23,9 +23,7 @@ from ..abi import (
     TOKEN_SEQUENCE,
 )
 from ..parameters import ATTENTION
-from ..vector.record import flags, inline, operand, outlined, parameter, token
-from ..vector.simd import (
-    count_ones,
+from ..vector.memory import (
     load_f32x16,
     load_i8,
     load_i32,
@@ -37,6 +35,8 @@ from ..vector.simd import (
     store_i32,
     store_i64,
 )
+from ..vector.record import flags, inline, operand, outlined, parameter, token
+from ..vector.scalars import count_ones
 from .attention_rows import T_KEYS, T_SCALES, T_VALUES, key_width, path_at, path_bytes
 
 

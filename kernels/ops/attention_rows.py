@@ -8,40 +8,33 @@ elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at con
 
 from __future__ import annotations
 
-from ..abi import (
-    ATTENTION_STATE,
-    ATTENTION_TILE,
-    BLOCK_TOKENS,
-    FLAG_SINKS,
-    KV_SCALES_BYTES,
-    PATH_BLOCKS,
-    SPLIT_BLOCKS,
-)
+from ..abi import ATTENTION_STATE, ATTENTION_TILE, BLOCK_TOKENS, FLAG_SINKS, KV_SCALES_BYTES, PATH_BLOCKS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
-from ..vector.record import flags, inline, operand, outlined, parameter, round_up_16
-from ..vector.simd import (
-    div_f32,
+from ..vector.lanes import (
     first_lane,
     keep_first,
-    load_f32,
-    load_f32x16,
-    load_i64,
-    max_f32,
     max_lanes,
     round_to_i32,
-    scatter_f32,
-    scatter_i8x4,
     splat_f32,
     splat_i32,
-    store_f32,
-    store_f32x16,
-    store_first,
-    store_i32,
     sum_lanes,
     sum_lanes_i32,
     vabs,
     vmax,
 )
+from ..vector.memory import (
+    load_f32,
+    load_f32x16,
+    load_i64,
+    scatter_f32,
+    scatter_i8x4,
+    store_f32,
+    store_f32x16,
+    store_first,
+    store_i32,
+)
+from ..vector.record import flags, inline, operand, outlined, parameter, round_up_16
+from ..vector.scalars import div_f32, max_f32
 from ..vector.targets import fma
 from ..vector.vecmath import exp_below
 

@@ -16,23 +16,16 @@ from __future__ import annotations
 from ..abi import COUNT_TOKENS
 from ..parameters import ATTENTION
 from ..registry import kernel
+from ..vector.lanes import max_lanes, splat_f32, sum_lanes, vmax
+from ..vector.memory import load_f32x16, load_i64, store_f32, store_f32x16
 from ..vector.record import count, inline, operand, outlined, parameter, round_up_16
-from ..vector.simd import (
-    div_i64,
-    load_f32x16,
-    load_i64,
-    max_lanes,
-    splat_f32,
-    store_f32,
-    store_f32x16,
-    sum_lanes,
-    vmax,
-)
+from ..vector.scalars import div_i64
 from ..vector.targets import attention_tiles
 from ..vector.vecmath import exp_below
 from .attention import single_step, start_step
+from .attention_kinds import KINDS
 from .attention_rows import LARGEST, LOWEST, SCORES, SPLIT_SHIFT, SPLIT_TOKENS, T_SCORES
-from .attention_split import KINDS, following, score_step
+from .attention_split import following, score_step
 from .attention_units import few_tokens
 
 

@@ -14,23 +14,10 @@ from __future__ import annotations
 from ..abi import FLAG_HOLES, SPLIT_BLOCKS
 from ..parameters import ATTENTION
 from ..registry import kernel
+from ..vector.lanes import first_lane, lanes_above, lanes_at_least, splat_f32
+from ..vector.memory import load_f32, load_f32x16, load_i32, store_f32, store_i32
 from ..vector.record import claim, count, flags, float_parameter, inline, outlined, parameter
-from ..vector.simd import (
-    count_ones,
-    div_i64,
-    f32_from_bits,
-    first_lane,
-    lanes_above,
-    lanes_at_least,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    max_f32,
-    splat_f32,
-    store_f32,
-    store_i32,
-    trailing_zeros,
-)
+from ..vector.scalars import count_ones, div_i64, f32_from_bits, max_f32, trailing_zeros
 from ..vector.vecmath import exp_below
 from .attention_paths import place_of
 from .attention_rows import LOWEST, SPLIT_SHIFT, first_visible

@@ -7,37 +7,17 @@ split's V, pass 3 reads V and asks for the K of the split that the thread takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
 
 from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
 from ..parameters import ATTENTION
-from ..vector.chains import add_chains, dot_chains, sum_chains
-from ..vector.int8_dot import scale_add, start_s8
+from ..vector.lanes import first_lane, lane_numbers, mask_flagged, mask_outside, max_lanes, splat_f32, vmax
+from ..vector.memory import load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16
 from ..vector.record import float_parameter, inline, outlined, parameter, token
-from ..vector.simd import (
-    div_f32,
-    div_i64,
-    first_lane,
-    lane_numbers,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    mask_flagged,
-    mask_outside,
-    max_f32,
-    max_lanes,
-    prefetch,
-    splat_f32,
-    store_f32,
-    store_f32x16,
-    vmax,
-)
-from ..vector.targets import fma_rows_f16, fma_rows_f32, fma_splat, load_f16x16
-from ..vector.tiles import add_block, load_lines, store_block, store_tile, zero_tile
+from ..vector.scalars import div_i64
+from ..vector.tiles import add_block, store_block, store_tile
 from ..vector.vecmath import exp_below, soft_cap
-from ..vector.weighted import WEIGHT_MAX, add_weighted, scale_sums, store_weights, zero_sums
+from .attention_kinds import IN_A_ROW
 from .attention_latent import turned_values
 from .attention_paths import (
     block_table,
@@ -51,186 +31,10 @@ from .attention_paths import (
     split_scales,
     split_values,
 )
-from .attention_rows import (
-    LOWEST,
-    SCORES,
-    T_L,
-    T_M,
-    T_SCORES,
-    T_WEIGHT,
-    WEIGHT_BLOCKS,
-    acc_at,
-    bounds_at,
-    elements_at,
-    key_width,
-    offsets_at,
-    prepare_float,
-    prepare_int8,
-)
+from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCORES, T_WEIGHT, acc_at, bounds_at, key_width
 
-_IN_A_ROW = 64, 128
-"""Lines that follow each other, as row tiles (simd.row_tile)."""
 AHEAD = 4
 """Blocks between the K in work and the K that is asked for, where the split before did not ask already."""
-
-# -- scores of one block for a tile of r rows --------------------------------------------------------------------------
-
-
-@inline
-def _ask(address):
-    """Ask for V that pass 3 will want."""
-    prefetch(address)
-
-
-@inline
-def _ask_not(address):
-    """Leave V where it is."""
-
-
-def _scores_int8(r, chains, ask_v):
-    @inline
-    def scores(queries, parts, ahead, padded):
-        keys, values, scales = parts
-        keys_ahead, scales_ahead = ahead
-        ints = add_chains(chains, start_s8(1, r, offsets_at(queries, r)))
-        for line in range(0, padded >> 2, chains):
-            lines = load_lines(chains, keys + 64 * line, _IN_A_ROW)
-            ints = dot_chains(ints, lines, elements_at(queries, r) + 4 * r * line)
-            for i in range(chains):
-                ask_v(values + 64 * (line + i))
-                prefetch(keys_ahead + 64 * (line + i))
-        prefetch(scales_ahead)
-        return scale_add(zero_tile(r), sum_chains(chains, ints), load_f16x16(scales), queries)
-
-    return scores
-
-
-def _scores_float(load, element):
-    def make(r, chains, ask_v):
-        @inline
-        def scores(queries, parts, ahead, padded):
-            keys, values, _scales = parts
-            keys_ahead, _scales_ahead = ahead
-            acc = zero_tile(r)
-            for d in range(padded):
-                acc = fma_splat(acc, load(keys + 16 * element * d), elements_at(queries, r) + 4 * r * d, 4)
-                ask_v(values + 16 * element * d)
-                prefetch(keys_ahead + 16 * element * d)
-            return acc
-
-        return scores
-
-    return make
-
-
-@inline
-def _v_scales_int8(scales):
-    """Scales of the 16 V rows."""
-    return load_f16x16(scales + 2 * BLOCK_TOKENS)
-
-
-@inline
-def _v_scales_float(scales):
-    """Float rows have none."""
-    return splat_f32(1.0)
-
-
-# -- weights of a split's rows of V, and their sums --------------------------------------------------------------------
-
-
-@inline
-def _round_weights(tile, i, row, first, last, largest):
-    """With int8 KV weights have 7 bits and one scale for a row and part, so that sums are exact, four products a lane.
-
-    The scale is that of the largest weight. What a row does not see has weight 0, so other rows of the tile do not
-    matter; nor do they below, because integers add up the same in any order.
-    """
-    top = max_f32(max_lanes(largest), first_lane(splat_f32(1e-30)))
-    scale = tile + T_WEIGHT + 4 * (ATTENTION_TILE * div_i64(first, WEIGHT_BLOCKS) + i)
-    store_f32(scale, first_lane(splat_f32(top) * splat_f32(1.0 / WEIGHT_MAX)))
-    inverse = splat_f32(div_f32(first_lane(splat_f32(1.0 * WEIGHT_MAX)), top))
-    for b in range(first, last):
-        store_weights(row + 16 * b, load_f32x16(row + 64 * b) * inverse)
-
-
-@inline
-def _keep_weights(tile, i, row, first, last, largest):
-    """With KV in floats weights stay as they are."""
-
-
-def _sums_int8(r, n):
-    size = n * r
-
-    @inline
-    def start():
-        return zero_sums(size)
-
-    @inline
-    def add(acc, tile, b, values, ahead, k, padded):
-        for line in range(4 * n):
-            prefetch(ahead + 16 * k + 64 * line)
-        return add_weighted(acc, r, values + 4 * k, 4 * padded, tile + T_SCORES + 16 * b, SCORES)
-
-    @inline
-    def end(acc, scales):
-        return scale_sums(acc, r, scales)
-
-    return start, add, end
-
-
-def _sums_float(fma_rows, element):
-    def make(r, n):
-        size, lines = n * r, -(-16 * n * element // 64)
-
-        @inline
-        def start():
-            return zero_tile(size)
-
-        @inline
-        def add(acc, tile, b, values, ahead, k, padded):
-            p = tile + T_SCORES + 64 * b
-            for j in range(BLOCK_TOKENS):
-                at = (k + j * padded) * element
-                acc = fma_rows(acc, r, values + at, p + 4 * j, SCORES)
-                for line in range(lines):
-                    prefetch(ahead + at + 64 * line)
-            return acc
-
-        @inline
-        def end(acc, scales):
-            return acc
-
-        return start, add, end
-
-    return make
-
-
-class KvKind(NamedTuple):
-    """What differs between the stored types of K and V."""
-
-    prepare: Callable[[int], Any]
-    """Makes what puts a row's query into a tile of r rows: (queries, i, q, n, scale)."""
-    scores: Callable[[int, int, Any], Any]
-    """Makes the scores of a block for r rows, in so many chains, and says how V is asked for meanwhile."""
-    v_scales: Any
-    weigh: Any
-    """Gives the weights of a part the form that the sums want."""
-    part: int
-    """Blocks of a part."""
-    sums: Callable[[int, int], Any]
-    """Makes the steps of weighted sums for r rows and n vectors of V: start of a part, a block, end of a part."""
-    element: int
-    """Bytes of an element."""
-
-
-KINDS = {
-    "int8": KvKind(prepare_int8, _scores_int8, _v_scales_int8, _round_weights, WEIGHT_BLOCKS,
-                   _sums_int8, 1),
-    "f16": KvKind(prepare_float, _scores_float(load_f16x16, 2), _v_scales_float, _keep_weights, SPLIT_BLOCKS,
-                  _sums_float(fma_rows_f16, 2), 2),
-    "f32": KvKind(prepare_float, _scores_float(load_f32x16, 4), _v_scales_float, _keep_weights, SPLIT_BLOCKS,
-                  _sums_float(fma_rows_f32, 4), 4),
-}
 
 
 def value_step(kind, r, widths, ahead_of):
@@ -253,7 +57,7 @@ def value_step(kind, r, widths, ahead_of):
                 acc = add(acc, tile, b - base, split_values(tile, origin, b - base), wanted, k, padded)
             sums = finish(acc, tile + T_WEIGHT + 4 * ATTENTION_TILE * div_i64(first - base, part))
             if first > begin:
-                sums = add_block(n, sums, at, 4 * padded, _IN_A_ROW)
+                sums = add_block(n, sums, at, 4 * padded, IN_A_ROW)
             store_block(n, sums, at, 4 * padded)
 
     if len(widths) == 1:
@@ -276,9 +80,6 @@ def value_step(kind, r, widths, ahead_of):
         rest(rec, tile, span, padded, ahead, k)
 
     return values_wide
-
-
-# -- the passes --------------------------------------------------------------------------------------------------------
 
 
 @outlined
@@ -344,6 +145,17 @@ def softmax_step(kind):
         store_f32x16(tile + T_L + 64 * i, total)
 
     return softmax
+
+
+@inline
+def _ask(address):
+    """Ask for V that pass 3 will want."""
+    prefetch(address)
+
+
+@inline
+def _ask_not(address):
+    """Leave V where it is."""
 
 
 @inline

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..abi import ATTENTION_ROWS, ATTENTION_TOKENS, TOKEN_BASE, TOKEN_SEQUENCE
 from ..parameters import ATTENTION
 from ..vector.record import claim, count, inline, parameter, token
-from ..vector.simd import div_i64
+from ..vector.scalars import div_i64
 from .attention_paths import has_path, place_of
 from .attention_rows import SPLIT_SHIFT, first_visible
 

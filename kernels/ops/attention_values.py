@@ -21,26 +21,13 @@ from __future__ import annotations
 from ..abi import BLOCK_TOKENS, CTX_VALUES, INSTEAD_MEAN, MASK_TOKENS, MEAN_BLOCKS, SPLIT_BLOCKS, STRETCH_SPLITS
 from ..parameters import ATTENTION
 from ..registry import kernel
+from ..vector.lanes import first_lane, splat_f32, sum_lanes
+from ..vector.memory import load_f32, load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16, store_i64
 from ..vector.record import inline, operand, outlined, parameter, round_up_16
-from ..vector.simd import (
-    count_ones,
-    div_f32,
-    div_i64,
-    first_lane,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    prefetch,
-    splat_f32,
-    store_f32,
-    store_f32x16,
-    store_i64,
-    sum_lanes,
-    trailing_zeros,
-)
+from ..vector.scalars import count_ones, div_f32, div_i64, trailing_zeros
 from ..vector.targets import atomic_add, attention_tiles
 from .attention import leave_partial
+from .attention_kinds import KINDS
 from .attention_paths import (
     block_table,
     has_path,
@@ -71,7 +58,7 @@ from .attention_rows import (
 )
 from .attention_scores import first_scored, score_row
 from .attention_select import all_wanted, choice_at, wanted_of_split
-from .attention_split import KINDS, mask_holes, softmax_step, value_step
+from .attention_split import mask_holes, softmax_step, value_step
 from .attention_units import few_tokens
 
 STRETCH_SHIFT = SPLIT_SHIFT + STRETCH_SPLITS.bit_length() - 1

@@ -38,31 +38,10 @@ from ..abi import (
 )
 from ..parameters import DRAW
 from ..registry import kernel
+from ..vector.lanes import first_lane, lanes_at_least, max_lanes, splat_f32, sum_lanes, vmax, vmax_or_inf
+from ..vector.memory import load_f32, load_f32x16, load_f64, load_i32, load_i64, store_f32, store_i64
 from ..vector.record import claim, count, inline, operand, parameter, token
-from ..vector.simd import (
-    div_f64,
-    div_i64,
-    f32_from_bits,
-    f64_of,
-    first_lane,
-    lanes_at_least,
-    load_f32,
-    load_f32x16,
-    load_f64,
-    load_i32,
-    load_i64,
-    max_f32,
-    max_lanes,
-    narrow,
-    splat_f32,
-    store_f32,
-    store_i64,
-    sum_lanes,
-    trailing_zeros,
-    vmax,
-    vmax_or_inf,
-    widen,
-)
+from ..vector.scalars import div_f64, div_i64, f32_from_bits, f64_of, max_f32, narrow, trailing_zeros, widen
 from ..vector.vecmath import exp as exp_lanes
 from .draw_cut import choose_of_many
 from .draw_numbers import absorb, candidate, exp, gumbel, id_of, logit_of, logits_at

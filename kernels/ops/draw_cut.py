@@ -9,23 +9,10 @@ the few tokens whose random bits can win.
 from __future__ import annotations
 
 from ..abi import DRAW_BLOCK, DRAW_KEY, DRAW_MIN_P, DRAW_TEMPERATURE, DRAW_TOP_K, DRAW_TOP_P
+from ..vector.lanes import lanes_at_least
+from ..vector.memory import load_f32, load_f64, load_i64, store_f64, store_i64
 from ..vector.record import inline, outlined
-from ..vector.simd import (
-    bits_of_f64,
-    div_f64,
-    div_i64,
-    f64_of,
-    lanes_at_least,
-    load_f32,
-    load_f64,
-    load_i64,
-    narrow,
-    shift_right,
-    store_f64,
-    store_i64,
-    trailing_zeros,
-    widen,
-)
+from ..vector.scalars import bits_of_f64, div_f64, div_i64, f64_of, narrow, shift_right, trailing_zeros, widen
 from .draw_numbers import absorb, exp, gumbel, log, logit_of_order, logits_at, order_of
 
 _INFINITY = float("inf")

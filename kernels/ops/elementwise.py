@@ -9,35 +9,33 @@ from ..abi import CTX_OUTPUTS, FUSED_NORM, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
 from ..vector.forms import FORMS
-from ..vector.packed import level_of
-from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
-from ..vector.simd import (
-    div_f32,
-    div_i64,
-    f32_of,
+from ..vector.lanes import (
     first_lane,
     keep_first,
+    max_lanes,
+    round_to_i32,
+    splat_f32,
+    splat_i32,
+    sum_lanes,
+    sum_lanes_i32,
+    vabs,
+    vmax,
+)
+from ..vector.memory import (
     load_f32,
     load_f32x16,
     load_i8,
     load_i32,
     load_i64,
     load_u16,
-    max_f32,
-    max_lanes,
-    round_to_i32,
     scatter_i8x4,
-    splat_f32,
-    splat_i32,
-    sqrt_f32,
     store_f32,
     store_f32x16,
     store_i32,
-    sum_lanes,
-    sum_lanes_i32,
-    vabs,
-    vmax,
 )
+from ..vector.packed import level_of
+from ..vector.record import claim, count, float_parameter, inline, operand, outlined, parameter, token
+from ..vector.scalars import div_f32, div_i64, f32_of, max_f32, sqrt_f32
 from ..vector.targets import f32_from_f16_bits, fma, token_tiles
 
 

@@ -39,8 +39,10 @@ from ..routes import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
+from ..vector.lanes import splat_f32
+from ..vector.memory import load_f32, load_f32x16, load_i32, store_f32x16
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
-from ..vector.simd import div_i64, load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
+from ..vector.scalars import div_i64
 from ..vector.targets import fma
 from ..vector.tiles import add_block, store_block
 from .elementwise import fused_input

@@ -12,8 +12,9 @@ from __future__ import annotations
 from ..parameters import EXPERTS_INPUT, ROWS
 from ..registry import kernel
 from ..routes import ROUTE_BYTES, ROUTE_SEGMENTS, ROUTE_TOKEN, SEGMENT_COUNT, SEGMENT_FIRST
+from ..vector.lanes import splat_f32
+from ..vector.memory import load_f32, load_f32x16, load_i32, store_f32x16
 from ..vector.record import claim, count, inline, operand, parameter
-from ..vector.simd import load_f32, load_f32x16, load_i32, splat_f32, store_f32x16
 from ..vector.vecmath import sigmoid
 from .elementwise import block, n_blocks, quantise_row
 

@@ -23,29 +23,13 @@ a word for each expert. Parameters: parameters.EXPERTS_RESOLVE. Twin: reference/
 
 from __future__ import annotations
 
-from ..abi import (
-    COLD_EPOCH,
-    COLD_HAND,
-    COLD_HITS,
-    COLD_MISSES,
-    COUNT_DECODED,
-    CTX_STREAM,
-    STREAM_GATE,
-)
+from ..abi import COLD_EPOCH, COLD_HAND, COLD_HITS, COLD_MISSES, COUNT_DECODED, CTX_STREAM, STREAM_GATE
 from ..parameters import EXPERTS_RESOLVE
 from ..registry import kernel
-from ..routes import (
-    EXPERT_PARTS,
-    LINE,
-    PLACE_BYTES,
-    PLACE_DOWN,
-    PLACE_GATE_UP,
-    PLACE_SLOT,
-    ROUTE_BYTES,
-    ROUTE_EXPERT,
-)
+from ..routes import EXPERT_PARTS, LINE, PLACE_BYTES, PLACE_DOWN, PLACE_GATE_UP, PLACE_SLOT, ROUTE_BYTES, ROUTE_EXPERT
+from ..vector.memory import load_i32, load_i64, store_i32, store_i64
 from ..vector.record import count, inline, operand, outlined, parameter
-from ..vector.simd import div_i64, load_i32, load_i64, store_i32, store_i64
+from ..vector.scalars import div_i64
 from ..vector.targets import atomic_load
 from .slots import hold, let_go, post_piece
 from .walk import change

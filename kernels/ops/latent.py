@@ -14,8 +14,9 @@ from __future__ import annotations
 from ..abi import BLOCK_TOKENS, TOKEN_POSITION
 from ..parameters import LATENT
 from ..registry import kernel
+from ..vector.lanes import keep_first
+from ..vector.memory import load_f32x16, scatter_f32, scatter_i8x4, store_first, store_i16
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter, token
-from ..vector.simd import keep_first, load_f32x16, scatter_f32, scatter_i8x4, store_first, store_i16
 from ..vector.targets import scatter_f16
 from .attention_paths import latent_parts
 from .elementwise import norm_scale, normalise

@@ -20,8 +20,9 @@ from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
 from ..vector.forms import FORMS
+from ..vector.memory import load_f32x16, store_f32x16
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
-from ..vector.simd import div_i64, load_f32x16, store_f32x16
+from ..vector.scalars import div_i64
 from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated

@@ -6,21 +6,10 @@ from typing import NamedTuple
 
 from ..abi import FLAG_DENSE, NEURON_BATCH, NEURON_CLAIM, NEURON_TOKENS
 from ..parameters import ACTIVATIONS, NEURON_GATED
+from ..vector.lanes import sum_lanes
+from ..vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_f32, store_f32x16, store_i32, store_i64
 from ..vector.record import flags, float_parameter, inline, outlined, parameter
-from ..vector.simd import (
-    abs_f32,
-    f32_from_bits,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    max_f32,
-    store_f32,
-    store_f32x16,
-    store_i32,
-    store_i64,
-    sum_lanes,
-)
+from ..vector.scalars import abs_f32, f32_from_bits, max_f32
 from ..vector.vecmath import activate
 from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch, row_at
 

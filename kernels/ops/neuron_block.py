@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..abi import NEURON_BATCH
 from ..parameters import NEURON_GATED
+from ..vector.memory import load_i32
 from ..vector.record import inline, outlined, parameter
-from ..vector.simd import div_i64, load_i32
+from ..vector.scalars import div_i64
 from .neuron_batch import FOUND, VALUES, all_alive, upcoming, ups
 from .neuron_ffn import fetch
 from .neuron_parts import Columns, multiply

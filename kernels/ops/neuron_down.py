@@ -9,18 +9,10 @@ from __future__ import annotations
 from ..abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_WINDOW
 from ..parameters import NEURON_DOWN
 from ..registry import kernel
+from ..vector.lanes import splat_f32
+from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
 from ..vector.record import claim, count, flags, inline, operand, outlined, parameter
-from ..vector.simd import (
-    div_i64,
-    f32_from_bits,
-    load_f32,
-    load_f32x16,
-    load_i64,
-    splat_f32,
-    store_f32,
-    store_f32x16,
-    store_i64,
-)
+from ..vector.scalars import div_i64, f32_from_bits
 from .neuron_ffn import Tokens, column_at, fetch, open_ffn
 from .neuron_parts import TOKENS, Columns, make_form, multiply, zero
 

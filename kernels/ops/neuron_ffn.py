@@ -6,19 +6,9 @@ from typing import NamedTuple
 
 from ..abi import FLAG_BIAS, FLAG_MASK, FLAG_THRESHOLD, NEURON_TOKENS, ROLE_DECODE, TOKEN_ROLE
 from ..parameters import NEURON_GATED
+from ..vector.memory import load_f32, load_i32, load_i64, prefetch, store_f32, store_i32, store_i64
 from ..vector.record import flags, inline, operand, outlined, parameter, token
-from ..vector.simd import (
-    f32_from_bits,
-    load_f32,
-    load_i32,
-    load_i64,
-    prefetch,
-    shift_right,
-    store_f32,
-    store_i32,
-    store_i64,
-    trailing_zeros,
-)
+from ..vector.scalars import f32_from_bits, shift_right, trailing_zeros
 
 THRESHOLDS = 8 * NEURON_TOKENS
 """Where the thresholds of tokens lie, behind the addresses of their masks."""

@@ -24,8 +24,9 @@ from __future__ import annotations
 from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_CLAIM
 from ..parameters import NEURON_GATED
 from ..registry import kernel
+from ..vector.memory import load_i32, load_i64
 from ..vector.record import claim, count, float_parameter, inline, operand, parameter
-from ..vector.simd import div_i64, load_i32, load_i64
+from ..vector.scalars import div_i64
 from .elementwise import fused_input
 from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, ups
 from .neuron_block import compute

@@ -13,20 +13,10 @@ from __future__ import annotations
 from ..abi import ROLE_DECODE, TOKEN_ROLE
 from ..parameters import NEURON_MASK
 from ..registry import kernel
+from ..vector.lanes import differing_bits, lanes_above, splat_i32, sum_lanes_i32
+from ..vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_i64
 from ..vector.record import claim, count, inline, operand, outlined, parameter, token
-from ..vector.simd import (
-    count_ones,
-    differing_bits,
-    f32_of,
-    lanes_above,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    splat_i32,
-    store_i64,
-    sum_lanes_i32,
-)
+from ..vector.scalars import count_ones, f32_of
 from .neuron_parts import q8_block
 
 WORDS = 8

@@ -52,8 +52,9 @@ from ..abi import (
 )
 from ..parameters import NEURON_RESOLVE
 from ..registry import kernel
+from ..vector.memory import load_i32, load_i64, store_i32, store_i64
 from ..vector.record import count, flags, inline, operand, outlined, parameter
-from ..vector.simd import div_i64, load_i32, load_i64, store_i32, store_i64, trailing_zeros
+from ..vector.scalars import div_i64, trailing_zeros
 from ..vector.targets import atomic_load
 from .slots import hold, let_go, post_piece
 from .walk import change

@@ -12,21 +12,10 @@ from __future__ import annotations
 from ..abi import FLAG_BIAS, FLAG_CENTRED, FLAG_RESIDUAL, FLAG_SCALED
 from ..parameters import ROWS
 from ..registry import kernel
+from ..vector.lanes import first_lane, keep_first, splat_f32, sum_lanes
+from ..vector.memory import load_f32, load_f32x16, store_f32x16, store_first
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
-from ..vector.simd import (
-    div_f32,
-    div_i64,
-    f32_of,
-    first_lane,
-    keep_first,
-    load_f32,
-    load_f32x16,
-    splat_f32,
-    sqrt_f32,
-    store_f32x16,
-    store_first,
-    sum_lanes,
-)
+from ..vector.scalars import div_f32, div_i64, f32_of, sqrt_f32
 from ..vector.targets import fma
 from .elementwise import block, n_blocks, quantise_row
 

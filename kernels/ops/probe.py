@@ -7,24 +7,10 @@ from numba.extending import intrinsic
 from ..isa import INT8_CHAINS
 from ..registry import kernel
 from ..vector.int8_dot import dot_u8, scale_add, start_u4
+from ..vector.lanes import splat_f32, splat_i32, sum_lanes_i32
+from ..vector.memory import load_f32, load_i32, load_line, prefetch, store_i32
 from ..vector.record import claim, operand, parameter
-from ..vector.simd import (
-    VI,
-    F32x16,
-    I8x64,
-    I32x16,
-    Tile,
-    define,
-    load_f32,
-    load_i32,
-    load_line,
-    per_row,
-    prefetch,
-    splat_f32,
-    splat_i32,
-    store_i32,
-    sum_lanes_i32,
-)
+from ..vector.simd import VI, F32x16, I8x64, I32x16, Tile, define, per_row
 from ..vector.targets import emit_fma, f32_chains, fma_rows_f32
 from ..vector.tiles import store_block, store_tile, zero_tile
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from ..vector.forms import FORMS
-from ..vector.int8_dot import (
-    add_sums,
-    dot_int8,
-    in_rows,
-    scale_add,
-    start_int8,
-    widen_pairs,
-    zero_pairs,
-    zero_products,
-)
+from ..vector.int8_dot import add_sums, dot_int8, in_rows, scale_add, start_int8, widen_pairs, zero_pairs, zero_products
+from ..vector.memory import prefetch
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
 from ..vector.record import inline
-from ..vector.simd import opaque, prefetch
+from ..vector.scalars import opaque
 from ..vector.targets import load_scales
 from ..vector.tiles import load_lines
 

@@ -23,28 +23,20 @@ from ..abi import (
 )
 from ..parameters import ROPE
 from ..registry import kernel
-from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
-from ..vector.simd import (
-    clamp_i8,
-    div_f32,
-    div_i64,
-    first_lane,
-    keep_first,
+from ..vector.lanes import clamp_i8, first_lane, keep_first, max_lanes, round_to_i32, splat_f32, vabs, vmax
+from ..vector.memory import (
     load_f32x16,
     load_i32,
     load_i64,
-    max_lanes,
-    round_to_i32,
     scatter_f32,
     scatter_i8,
     scatter_i8x4,
-    splat_f32,
     store_f32x16,
     store_first,
     store_i16,
-    vabs,
-    vmax,
 )
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
+from ..vector.scalars import div_f32, div_i64
 from ..vector.targets import f16_bits, f32_from_f16_bits, fma, scatter_f16, store_f16x16
 from .attention_paths import block_parts, value_at
 from .elementwise import norm_scale

@@ -28,25 +28,20 @@ from ..routes import (
     SEGMENT_EXPERT,
     SEGMENT_FIRST,
 )
-from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, round_up_16
-from ..vector.simd import (
-    div_f32,
+from ..vector.lanes import (
     first_lane,
     keep_first,
     lane_numbers,
-    load_f32,
-    load_f32x16,
-    load_i32,
     mask_outside,
     max_lanes,
     splat_f32,
     splat_i32,
-    store_f32,
-    store_f32x16,
-    store_i32,
     sum_lanes,
     vmax,
 )
+from ..vector.memory import load_f32, load_f32x16, load_i32, store_f32, store_f32x16, store_i32
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, round_up_16
+from ..vector.scalars import div_f32
 from ..vector.vecmath import exp, sigmoid
 
 TAKEN, CLOSED, LEAST = -(1 << 31), 1 - (1 << 31), 2 - (1 << 31)

@@ -32,27 +32,21 @@ from ..abi import (
 )
 from ..parameters import SCREEN
 from ..registry import kernel
-from ..vector.record import claim, count, inline, operand, parameter, token
-from ..vector.simd import (
-    div_i64,
-    f32_from_bits,
+from ..vector.lanes import (
     first_lane,
     keep_first,
     lane_numbers,
     lanes_above,
-    load_f32,
-    load_f32x16,
-    load_i64,
     mask_outside,
     max_lanes,
     splat_f32,
-    sqrt_f32,
-    store_f32,
-    store_f32x16,
     sum_lanes,
     vabs,
     vmax,
 )
+from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16
+from ..vector.record import claim, count, inline, operand, parameter, token
+from ..vector.scalars import div_i64, f32_from_bits, sqrt_f32
 from ..vector.targets import fma, token_tiles
 from ..vector.tiles import store_block
 from .draw import draw_of

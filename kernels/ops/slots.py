@@ -22,8 +22,8 @@ from ..abi import (
     STREAM_RELEASED,
     STREAM_TICKETS,
 )
+from ..vector.memory import load_i64, store_i64
 from ..vector.record import inline
-from ..vector.simd import load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store
 from .stream import redeem
 

@@ -59,8 +59,8 @@ from ..abi import (
     STREAM_TICKETS,
 )
 from ..registry import kernel
+from ..vector.memory import load_i32, load_i64, store_i64
 from ..vector.record import inline
-from ..vector.simd import load_i32, load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call4, call6
 from .walk import FUTEX_WAKE_PRIVATE, await_change, change
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from ..abi import FLAG_TIMES, TOKEN_POSITION, VALUES_OF_A_UNIT
 from ..parameters import POSITIONS, VALUE_FUNCTIONS, VALUES
 from ..registry import kernel
+from ..vector.lanes import keep_first, splat_f32
+from ..vector.memory import load_f32, load_f32x16, store_f32, store_f32x16
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter, token
-from ..vector.simd import div_i64, keep_first, load_f32, load_f32x16, splat_f32, store_f32, store_f32x16
+from ..vector.scalars import div_i64
 from ..vector.vecmath import activate, soft_cap
 
 SCALE, SOFT_CAP = VALUE_FUNCTIONS["scale"], VALUE_FUNCTIONS["soft_cap"]

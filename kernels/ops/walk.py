@@ -75,8 +75,8 @@ from ..abi import (
     TICKET_FAILED,
 )
 from ..registry import kernel
+from ..vector.memory import load_i32, load_i64, store_i64
 from ..vector.record import inline
-from ..vector.simd import load_i32, load_i64, store_i64
 from ..vector.targets import atomic_add, atomic_load, atomic_store, call2, call4, call6, pause
 from .steps import take_step
 

@@ -25,7 +25,7 @@ from . import elf
 from .trust import read_own
 
 _KERNELS = Path(__file__).parents[1]
-_COMPILED = ("abi.py", "routes.py", "parameters.py", "registry.py", "isa.py", "vector", "ops", "toolchain/compile.py",
+_COMPILED = ("abi", "routes.py", "parameters", "registry.py", "isa.py", "vector", "ops", "toolchain/compile.py",
              "toolchain/front_end.py")
 """What decides what the objects do, folders whole; the hash of these files names a set."""
 _SEAL_BYTES = 32

@@ -19,7 +19,8 @@ from ..abi import (
     REGION_SHIFT,
     TOKEN_BYTES,
 )
-from .simd import f32_from_bits, load_i32, load_i64
+from .memory import load_i32, load_i64
+from .scalars import f32_from_bits
 from .targets import atomic_add, atomic_load, atomic_store
 
 inline = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)

@@ -11,6 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..isa import LADDER, Isa
+from .memory import emit_scatter
 from .simd import (
     F32,
     I16,
@@ -23,7 +24,6 @@ from .simd import (
     call,
     constant,
     define,
-    emit_scatter,
     literal,
     per_row,
     pointer,

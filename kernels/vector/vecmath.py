@@ -5,8 +5,10 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..parameters import ACTIVATIONS
+from .lanes import first_lane, splat_f32, vabs, vmax
 from .record import inline
-from .simd import VF, VI, F32x16, constant, define, div_f32, first_lane, splat_f32, vabs, vmax
+from .scalars import div_f32
+from .simd import VF, VI, F32x16, constant, define
 from .targets import emit_fma, fma
 
 RELU, SILU, RELU2, GELU, DRELU, FATRELU, SWIGLU_OAI = (

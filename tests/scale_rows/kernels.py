@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgeinfer.kernels.registry import kernel
+from edgeinfer.kernels.vector.memory import load_f32, store_f32
 from edgeinfer.kernels.vector.record import claim, count, float_parameter, operand, parameter
-from edgeinfer.kernels.vector.simd import load_f32, store_f32
 
 from . import SCALE
 

@@ -31,7 +31,7 @@ def choose(draws: Items[int], values: NDArray[np.float32], ids: NDArray[np.int64
 
     Parameters
     ----------
-    draws : their addresses (kernels/abi.py); 0 for none
+    draws : their addresses (kernels/abi/draws.py); 0 for none
     values, ids : the largest logits of each row and their tokens, in any order; NaN where a row is not finite
     positions : of the tokens that are drawn
 

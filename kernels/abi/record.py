@@ -1,0 +1,70 @@
+"""The layout of a record: what of a kernel call never changes; flags, and the regions that operands point into."""
+
+from __future__ import annotations
+
+VERSION = 2
+"""Part of the hash of the kernel objects."""
+
+# -- record: 32 words of 8 bytes ---------------------------------------------------------------------------------------
+RECORD_BYTES = 256
+REC_KERNEL = 0
+"""Byte offset of the kernel's address, filled in at load from the table of the chosen instruction set."""
+REC_FLAGS = 8
+"""int32: FLAG_* bits, of the kernel's own meaning."""
+REC_TICKET = 12
+"""int32: 1 + index of an I/O ticket that must be redeemed before the record starts. 0 = none."""
+REC_PREDICATES = 16
+"""2 int32: each 1 + index of a count, 0 = none; the record is skipped where one of these counts is 0."""
+N_PREDICATES = 2
+REC_OPERANDS = 24
+"""12 operands of 8 bytes: region << 48 | byte offset."""
+N_OPERANDS = 12
+REC_PARAMETERS = 120
+"""32 int32 parameters: counts, strides in bytes, float32 bits."""
+N_PARAMETERS = 32
+REGION_SHIFT = 48
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+FLAG_RESIDUAL = 1
+"""linear: add the product to what the output holds."""
+FLAG_BIAS = 2
+"""linear, gated: add a bias vector."""
+FLAG_MASK = 16
+"""neuron_gated: tokens of role ROLE_DECODE compute the neurons of their masks alone, the others are 0 to them.
+
+A mask is a row of operand 3, `mask_stride` bytes (a multiple of 8) from one token's to the next: bit i % 64 of its
+int64 i // 64 stands for neuron i, bits behind the last neuron count for nothing. There is a row for each token of the
+walk; those of prompt tokens are not read."""
+FLAG_THRESHOLD = 64
+"""neuron_gated: operand 3 is one float; for tokens of role ROLE_DECODE activations that are no larger count as 0."""
+FLAG_DENSE = 32
+"""neuron kernels: rows and columns of dead neurons are read and computed too."""
+FLAG_EARLY = 128
+"""neuron_resolve: it stands before the layer's attention and only asks for what a prompt will want."""
+FLAG_HEAD_NORM = 4
+"""rope_store: normalise q and k heads."""
+FLAG_HOLES = 8
+"""attention: operand 6 says of which tokens the layer has no K and V: BLOCK_TOKENS bytes for each block of the pool, 1
+for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
+FLAG_SINKS = 1024
+"""attention, attention_merge: operand 8 has a float for each query head that competes with the scores and has no V."""
+FLAG_CENTRED = 512
+"""norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
+FLAG_LAST = 256
+"""attention_merge: the tokens are the last of the walk, not the first, and rows of V may have been left out."""
+FLAG_TIMES, FLAG_SCALED, FLAG_VALUE_NORM, FLAG_KEYS_AS_VALUES, FLAG_QUERIES = (1 << bit for bit in range(11, 16))
+"""activate: times operand 1; norm: times operand 5; rope_store: v normed, v made of k, queries alone (ops/rope.py)."""
+VALUES_OF_A_UNIT = 2048
+"""activate: values of a row that a thread takes at once, a multiple of 16."""
+INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
+"""What stands for rows of V that are left out: nothing; the others' weights add up to 1; a mean (MEAN_BLOCKS)."""
+FUSED_QUANTISE, FUSED_NORM = 1, 2
+"""What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",
+           "experts")
+"""Memory that operands point into; the index is the region's number. Weights lie in `weights` (the mapped file),
+`resident` (memory of the process), `streamed` (buffers that are read ahead of use) or, neurons that are read when
+they are wanted, in slots of `cold`, experts likewise in `experts`; `state` is what recurrent layers keep of a sequence.
+A second program, such as a draft model's, brings regions of its own (HEAD_BYTES)."""

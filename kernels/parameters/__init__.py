@@ -1,0 +1,37 @@
+"""Names of the int32 parameters in each kernel family's records: lowering fills them, kernels and twins read them.
+
+A family is a named tuple of indices, so that ``LINEAR.tiles`` is a constant in a kernel and a name everywhere else.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from .attention import ATTENTION, LATENT, ROPE
+from .experts import EXPERTS_INPUT, EXPERTS_RESOLVE, ROUTE
+from .functions import ACTIVATIONS, PAIRED, VALUE_FUNCTIONS
+from .head import DRAW, SCREEN
+from .neurons import NEURON_DOWN, NEURON_GATED, NEURON_MASK, NEURON_RESOLVE
+from .products import LINEAR
+from .rows import POSITIONS, ROWS, VALUES
+from .stream import RELEASE
+
+__all__ = ["ACTIVATIONS", "ATTENTION", "DRAW", "EXPERTS_INPUT", "EXPERTS_RESOLVE", "LATENT", "LINEAR",
+           "NEURON_DOWN", "NEURON_GATED", "NEURON_MASK", "NEURON_RESOLVE", "PAIRED", "POSITIONS", "RELEASE", "ROPE",
+           "ROUTE", "ROWS", "SCREEN", "VALUES", "VALUE_FUNCTIONS", "fill"]
+
+
+def fill(family: Any, **values: int | float) -> list[int]:
+    """Parameters of a record in the family's order; floats become their float32 bits, what is not named is 0.
+
+    Raises
+    ------
+    AttributeError
+        If the family has no parameter of a given name.
+    """
+    out = [0] * len(family)
+    for name, value in values.items():
+        bits = struct.unpack("<i", struct.pack("<f", value))[0] if isinstance(value, float) else value
+        out[getattr(family, name)] = bits
+    return out

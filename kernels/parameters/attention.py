@@ -1,0 +1,98 @@
+"""Parameters of rotation, of K and V that are stored, latent ones too, and of attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Rope(NamedTuple):
+    stride: int
+    """Bytes of a qkv row."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    table_stride: int
+    """Bytes of one position in the table: cosines, then sines."""
+    block_bytes: int
+    """Bytes of K, and of V, of one KV head in a block (abi.kv_block_bytes)."""
+    blocks: int
+    """Blocks of the pool: as many are between a KV head and the next."""
+    eps: int
+    """Epsilon of the head norms, float32 bits."""
+    rows: int
+    """Which count gives the tokens."""
+    rotary: int
+    """Dimensions of a head that turn; 0 = none."""
+    apart: int
+    """Dimensions from one of a pair that turns to the other, which begins the second half of those that do."""
+    recent: int
+    """Which of a sequence's block tables the layer has: 1 with a window, where what it no longer sees is given back."""
+
+
+class _Attention(NamedTuple):
+    q_stride: int
+    out_stride: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_bytes: int
+    """Bytes of K, and of V, of one KV head in a block."""
+    blocks: int
+    """Blocks of the pool."""
+    window: int
+    """Positions a query sees, itself included; 0 = all."""
+    scale: int
+    """What scores are multiplied by, mostly 1 / sqrt(head_dim); float32 bits."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    splits: int
+    """Most splits of a context."""
+    tokens: int
+    """Tokens of a unit of work."""
+    rows: int
+    """Which count gives the tokens."""
+    most: int
+    """attention_select: rows that a head wants; 0 = by the least share."""
+    least: int
+    """attention_select: how far below the largest score a wanted one may be, float32 bits; -inf = any."""
+    instead: int
+    """INSTEAD_*: what stands for the rows that are left out."""
+    cap: int
+    """Scores become cap x tanh(score / cap), float32 bits; 0 = they stay as they are."""
+    values: int
+    """Latent KV: V is so many of K's first elements, and not stored by itself; 0 = it is stored."""
+    turned: int
+    """Latent KV: where in a thread's scratch the V of a split is made of its K."""
+    recent: int
+    """Which of a sequence's block tables the layer has, as in ROPE."""
+
+
+class _Latent(NamedTuple):
+    stride: int
+    """Bytes of a row of queries, behind which the token's key lies."""
+    q_stride: int
+    """Bytes of a row of which the queries' rotated parts are taken."""
+    q_first: int
+    """Element at which these begin."""
+    c_stride: int
+    """Bytes of a row that has the latent, then the key's rotated part."""
+    c_first: int
+    """Element at which it begins."""
+    heads: int
+    rank: int
+    """Elements of the latent."""
+    rotary: int
+    """Elements behind it, which turn."""
+    table_stride: int
+    """As in ROPE, like what follows."""
+    block_bytes: int
+    blocks: int
+    eps: int
+    """Epsilon of the latent's norm, float32 bits."""
+    rows: int
+    recent: int
+
+
+ROPE = _Rope(*range(12))
+ATTENTION = _Attention(*range(20))
+LATENT = _Latent(*range(14))

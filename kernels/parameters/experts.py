@@ -1,0 +1,82 @@
+"""Parameters of mixtures of experts: the choice, rows by expert, and experts that are read when a token wants them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Route(NamedTuple):
+    experts: int
+    active: int
+    """Experts that a token goes through."""
+    in_stride: int
+    """Bytes from one token's logits to the next (route), or from one token's entries to the next (sort_routes)."""
+    out_stride: int
+    """Route: bytes from one token's entries to the next."""
+    rows: int
+    """Which count gives the tokens."""
+    scores: int
+    """SCORE_*: what is made of the logits."""
+    normalise: int
+    """1: the chosen scores are divided by their sum."""
+    scale: int
+    """What they are multiplied by, float32 bits."""
+    groups: int
+    """Groups of neighbouring experts, of which only the best can be chosen from; 1 = all in one."""
+    active_groups: int
+    group_best: int
+    """How many of a group's best choices are added to compare it with others: 1 or 2."""
+    scratch: int
+    """Scratch bytes of a thread."""
+
+
+class _ExpertsInput(NamedTuple):
+    width: int
+    """Elements of a row."""
+    in_stride: int
+    out_stride: int
+    rows: int
+    """Which count gives the tokens."""
+    active: int
+    gather: int
+    """1: the source has a row for each token; 0: one for each entry of the list, in its order."""
+    scales: int
+    """q8 output: as in ROWS, like what follows."""
+    offsets: int
+    group: int
+    token_tiles: int
+
+
+class _ExpertsResolve(NamedTuple):
+    experts: int
+    active: int
+    """Experts that a token goes through."""
+    in_stride: int
+    """Bytes from one token's entries to the next."""
+    rows: int
+    """Which count gives the tokens."""
+    slots: int
+    slot_bytes: int
+    down: int
+    """Where the columns lie in a slot; in front of them are gates and ups."""
+    base: int
+    """Number of the layer's first expert among those of all layers."""
+    gate_up_bytes: int
+    """Of one expert."""
+    down_bytes: int
+    gate_up_unit: int
+    """Where those of the layer begin in the file, in units of routes.LINE."""
+    down_unit: int
+    ticket: int
+    """Number of the layer's first ticket, of 2 EXPERT_PARTS; 0 in the first layer with experts."""
+    span: int
+    """Experts of a part."""
+    most: int
+    """Bytes that are read at a time: whole pages."""
+    total: int
+    """Experts of all layers."""
+
+
+ROUTE = _Route(*range(12))
+EXPERTS_INPUT = _ExpertsInput(*range(10))
+EXPERTS_RESOLVE = _ExpertsResolve(*range(16))

@@ -1,0 +1,50 @@
+"""Parameters of what stands around the head: tokens that are drawn from logits, logits that are screened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Draw(NamedTuple):
+    vocab_size: int
+    logits_stride: int
+    work_stride: int
+    """Bytes from one row of work to the next."""
+    sums: int
+    """Place of the sums of chunks in a row of work (abi.draw_row)."""
+    candidates: int
+    """Place of the candidates."""
+
+
+class _Screen(NamedTuple):
+    """The first nine as in LINEAR, whose products read them."""
+
+    tiles: int
+    tile_bytes: int
+    records: int
+    x_stride: int
+    x_scales: int
+    x_offsets: int
+    out_stride: int
+    """Bytes from one row of logits to the next, and of estimates."""
+    rows: int
+    chunk: int
+    group: int
+    """Columns of the head that share a scale."""
+    token_tiles: int
+    """Tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    vocab_size: int
+    work_stride: int
+    """Bytes from one row of work to the next (abi.screen_row)."""
+    low_stride: int
+    """Bytes from one row of the transformed input to the next."""
+    width: int
+    """Elements of such a row."""
+    rank: int
+    """How many of them the estimates were made of, rounded to int8."""
+
+
+DRAW = _Draw(*range(5))
+SCREEN = _Screen(*range(17))

@@ -1,0 +1,132 @@
+"""Parameters of FFNs in layout neuron: gates, columns, masks, and what is read when a token wants it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _NeuronGated(NamedTuple):
+    neurons: int
+    part_bytes: int
+    """Bytes of a gate row, an up row or a down column: all gates come first, then up and down of each neuron."""
+    groups: int
+    """Groups of columns in a part."""
+    group: int
+    """Columns that share a scale."""
+    x_stride: int
+    """Bytes from one token's x to the next."""
+    out_stride: int
+    rows: int
+    """Which count gives the tokens."""
+    block: int
+    """Neurons of a block, whose columns are summed by themselves; at most NEURON_WINDOW."""
+    chunk: int
+    """Neurons per claimed chunk where there are several tokens."""
+    activation: int
+    """Number of the hidden activation, see ACTIVATIONS."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    token_tiles: int
+    """Tokens of the blocks (abi.pack_token_tiles): compiled into the kernel, here for its twin."""
+    fused: int
+    """FUSED_*: what each thread does to row 0 of the source, alone, where COUNT_SEVERAL is 0; x is not read then."""
+    width: int
+    """Fused input: elements of the source's row."""
+    eps: int
+    """Fused input: epsilon of the norm, float32 bits."""
+    x_scales: int
+    """Place of the scales in a row of x: behind its values, padding included."""
+    x_offsets: int
+    """Place of the offsets (-8 x sum of a group) in a row of x."""
+    mask_stride: int
+    """With FLAG_MASK: bytes from one token's mask of neurons to the next."""
+    cold: int
+    """Neurons, the last ones, that lie by themselves in slots and not among the weights."""
+    shift: int
+    """Cold neurons: a cluster, which is in a slot, holds 1 << shift of them."""
+    cluster_bytes: int
+    """Cold neurons: bytes of a slot."""
+    before: int
+    """Neurons at the beginning that the record leaves out: whole blocks."""
+    behind: int
+    """Neurons at the end that it leaves out."""
+    limit: int
+    """As in LINEAR."""
+
+
+class _NeuronDown(NamedTuple):
+    neurons: int
+    part_bytes: int
+    groups: int
+    """Groups of outputs in a part."""
+    group: int
+    """Outputs that share a scale."""
+    x_stride: int
+    """Bytes from one token's activations of the neurons to the next."""
+    out_stride: int
+    width: int
+    """Outputs: hidden_size."""
+    rows: int
+    """Which count gives the tokens."""
+    chunk: int
+    """64-byte lines of a part per claimed chunk: even, at most NEURON_LINES."""
+    block: int
+    """Neurons of a block, as in neuron_gated."""
+    scratch: int
+    """Scratch bytes of a thread."""
+    cold: int
+    """As in neuron_gated."""
+    shift: int
+    cluster_bytes: int
+
+
+class _NeuronMask(NamedTuple):
+    neurons: int
+    rows: int
+    """Which count gives the tokens."""
+    out_stride: int
+    """Bytes from one token's mask to the next."""
+    in_stride: int
+    """Bytes from one token's scores, or x, to the next."""
+    width: int
+    """Signs: columns of x and of the gate."""
+    scratch: int
+    """Signs: scratch bytes of a thread."""
+    token_tiles: int
+    """Signs: tokens of the blocks (abi.pack_token_tiles): compiled into the kernel."""
+    x_scales: int
+    """Signs: place of the scales in a row of x: behind its values, padding included."""
+    x_offsets: int
+    """Signs: place of the offsets in a row of x."""
+    group: int
+    """Signs: elements of x that share a scale."""
+
+
+class _NeuronResolve(NamedTuple):
+    neurons: int
+    hot: int
+    """Neurons, the first ones, that lie among the weights."""
+    shift: int
+    """A cluster holds 1 << shift neurons."""
+    cluster_bytes: int
+    slots: int
+    base: int
+    """Number of the layer's first cluster among those of all layers."""
+    unit: int
+    """Where its clusters begin in the file, in units of STREAM_UNIT."""
+    most: int
+    """Clusters that are read together at most."""
+    part: int
+    """Number of the layer's first ticket, of abi.COLD_PARTS."""
+    rows: int
+    """Which count gives the tokens."""
+    mask_stride: int
+    """Bytes from one token's mask to the next."""
+    span: int
+    """Cold neurons of a part."""
+
+
+NEURON_GATED = _NeuronGated(*range(24))
+NEURON_DOWN = _NeuronDown(*range(14))
+NEURON_MASK = _NeuronMask(*range(10))
+NEURON_RESOLVE = _NeuronResolve(*range(12))

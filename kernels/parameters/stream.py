@@ -1,0 +1,13 @@
+"""Parameters of what gives a buffer of streamed weights back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Release(NamedTuple):
+    part: int
+    """Number of the part whose buffer is free."""
+
+
+RELEASE = _Release(*range(1))
