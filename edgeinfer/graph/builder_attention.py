@@ -1,0 +1,84 @@
+"""The builder's words for attention: rotation, stored K and V, and what is latent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .builder_base import BuilderBase
+from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
+from .ops import Attention, RopeStore, RotateQueries
+from .types import Tensor
+from .weights import Source
+
+
+class AttentionWords(BuilderBase):
+    """Operations on queries, keys and values."""
+
+    def rope_store(self, qkv: Tensor, q_norm: str | Source = "", k_norm: str | Source = "") -> Tensor:
+        """Normalise q and k heads where asked, rotate them, and write k and v to the layer's KV blocks.
+
+        A layer that reads another's K and V has queries alone.
+        """
+        c, i = self.config, self.layer or 0
+        q, k = (self._vector(f"layers.{i}.{name}", (source,), (c.head_size(i),)) if source else None
+                for name, source in (("q_norm", q_norm), ("k_norm", k_norm)))
+        if c.kv_layer(i) != i:
+            return self._op(RotateQueries(out=self._after(qkv), q=qkv, q_norm=q, **self._rotated(i)))
+        return self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
+                                  keys_as_values=i in c.keys_as_values, **self._rotated(i)))
+
+    def _rotated(self, i: int) -> dict[str, Any]:
+        """Heads of a layer, and how they turn."""
+        c, turn = self.config, self.config.turns(i)
+        rope = c.rotations[turn - 1] if turn and c.rotations else None
+        return {"heads": c.num_attention_heads, "kv_heads": c.kv_count(i), "head_dim": c.head_size(i),
+                "eps": c.rms_norm_eps, "rotary": c.turned(rope) if rope else 0, "apart": rope.span // 2 if rope else 0,
+                "table": max(turn - 1, 0), "layer": i}
+
+    def attention(self, qkv: Tensor, sinks: str | Source = "") -> Tensor:
+        """Causal (sliding-window) attention of the rotated queries over the stored blocks of their sequences.
+
+        `sinks` names a logit for each query head that takes part in its softmax and has no value.
+        """
+        c, i = self.config, self.layer or 0
+        n, of = c.head_size(i), c.kv_layer(i)
+        logits = self._vector(f"layers.{i}.sinks", (sinks,), (c.num_attention_heads,)) if sinks else None
+        return self._op(Attention(out=self._tensor("a", c.num_attention_heads * n), qkv=qkv, head_dim=n,
+                                  heads=c.num_attention_heads, kv_heads=c.kv_count(i), layer=self.layer,
+                                  scale=c.attention_scale or n**-0.5, window=c.window(i), cap=c.attention_softcap,
+                                  sinks=logits, kv_layer=None if of == i else of))
+
+    def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
+                    step: int, more: int = 0) -> Tensor:
+        """The product of each head's piece of x, they lie side by side, with the head's own matrix of this shape.
+
+        It has `step` columns of the output from its piece on; behind those of all heads are so many `more`.
+        """
+        (rows, cols), width = shape, heads * step + more
+        weight = self._weight(name, "matrix", sources, ((heads * rows // len(sources), cols),) * len(sources))
+        stored = self._types[name]
+        if stored.quantised:
+            out = replace(self._activation("q", cols, stored, x.rows), times=heads)
+            x = self._op(QuantizeHeads(out=out, x=x, layer=self.layer))
+        return self._op(HeadLinear(out=self._tensor(name.rsplit(".", 1)[-1], width), x=x, weight=weight, heads=heads,
+                                   step=step, layer=self.layer))
+
+    def store_latent(self, queries: Tensor, q: Tensor, compressed: Tensor, norm: str, q_first: int, first: int,
+                     eps: float) -> Tensor:
+        """Norm latent and rotate keys, which go to the layer's blocks and behind the queries; complete these.
+
+        Rotated parts of the queries are in `q` from a column on, latent and key in `compressed`.
+        """
+        c, rank = self.config, self.config.head_dim - self.config.rope_dim
+        return self._op(StoreLatent(out=self._after(queries), queries=queries, q=q, compressed=compressed, rank=rank,
+                                    norm=self._vector(f"layers.{self.layer}.kv_a_norm", (norm,), (rank,)),
+                                    heads=c.num_attention_heads, rotary=c.rope_dim, q_first=q_first, first=first,
+                                    eps=eps, layer=self.layer))
+
+    def latent_attention(self, queries: Tensor) -> Tensor:
+        """Causal attention over latent keys, whose first elements are V."""
+        c, rank = self.config, self.config.head_dim - self.config.rope_dim
+        return self._op(LatentAttention(out=self._tensor("a", c.num_attention_heads * rank), qkv=queries, kv_heads=1,
+                                        heads=c.num_attention_heads, head_dim=c.head_dim, values=rank,
+                                        scale=c.attention_scale, layer=self.layer))

@@ -1,0 +1,140 @@
+"""What the words of the builder are made of: names, tensors and weights of a graph in the making, and the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..quant import WeightType
+from ..sizes import round_up
+from .config import ModelConfig
+from .operation import Op
+from .ops import LayerNorm, Quantize, RmsNorm
+from .products import Linear, LinearPart
+from .types import Tensor
+from .weights import Source, Weight, as_source
+
+
+class BuilderBase:
+    """Operations and weights so far; parameters as of `GraphBuilder`."""
+
+    def __init__(self, config: ModelConfig, type_of: Callable[[Weight], WeightType]):
+        self.config = config
+        self.layer: int | None = None
+        """The layer that operations belong to from now on."""
+        self._type_of = type_of
+        self._ops: list[Op] = []
+        self._weights: dict[str, Weight] = {}
+        self._types: dict[str, WeightType] = {}
+        self._names: dict[str, int] = {}
+
+    def linear(
+        self,
+        x: Tensor,
+        name: str,
+        sources: tuple[str | Source, ...],
+        widths: tuple[int, ...],
+        bias: tuple[str | Source, ...] = (),
+        residual: Tensor | None = None,
+        in_ffn: bool = False,
+        kind: str = "matrix",
+        room: int = 0,
+    ) -> Tensor:
+        """x W^T (+ bias) (+ residual): the matrices of `sources`, of `widths` rows each, multiplied as one.
+
+        Where they are stored in several types, each run of sources of one type is a part by itself. The output has
+        `room` for further columns, which nobody has written.
+        """
+        if firsts := self._parts(name, len(sources)):
+            return self._linear_parts(x, name, sources, widths, bias, firsts, room)
+        weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
+        biases = self._vector(name + "_bias", bias, widths) if bias else None
+        out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room)
+        if room:
+            return self._op(LinearPart(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
+                                       first=0, layer=self.layer))
+        return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
+                               residual=residual, in_ffn=in_ffn, layer=self.layer))
+
+    def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
+                      bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
+        """A product in parts that begin at these sources; each makes its input, so that it may be fused with it."""
+        out, onto = self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), None
+        for first, end in zip(firsts, (*firsts[1:], len(sources)), strict=True):
+            part, mine = f"{name}.{first}", slice(first, end)
+            weight = self._weight(part, "matrix", sources[mine], tuple((w, x.width) for w in widths[mine]))
+            biases = self._vector(part + "_bias", bias[mine], widths[mine]) if bias else None
+            made = self._as_input(x, self._types[part]) if onto is None else self._again(x, self._types[part])
+            onto = self._op(LinearPart(out=out, x=made, weight=weight, bias=biases, first=sum(widths[:first]),
+                                       onto=onto, layer=self.layer))
+            out = self._after(onto)
+        assert onto
+        return onto
+
+    def _parts(self, name: str, sources: int) -> list[int]:
+        """The sources at which the parts of a matrix begin; none where it is stored whole."""
+        return [i for i in range(sources if sources > 1 else 0)
+                if self._type_of(Weight(f"{name}.{i}", (), "part")).layout != "plain"]
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _op(self, op: Op) -> Tensor:
+        self._ops.append(op)
+        return op.out
+
+    def _after(self, x: Tensor) -> Tensor:
+        """What an operation leaves that writes over x."""
+        return replace(x, name=self._tensor(x.name.rsplit(".", 1)[0], x.width).name)
+
+    def _ffn_weight(self, name: str, sources: tuple[str | Source, ...] = ()) -> Weight:
+        c, size = self.config, self.config.ffn_size(self.layer or 0)
+        shapes = ((size, c.hidden_size),) * 2 + ((c.hidden_size, size),)
+        parts = tuple(as_source(source, shape, name + "ffn") for source, shape in zip(sources, shapes, strict=False))
+        return Weight(name + "ffn", (size, 3, c.hidden_size), "ffn", parts, "neurons")
+
+    def _ffn_type(self, name: str) -> WeightType:
+        return self._type_of(self._ffn_weight(name))
+
+    def _tensor(self, stem: str, width: int) -> Tensor:
+        count = self._names[stem] = self._names.get(stem, -1) + 1
+        return Tensor(f"{stem}.{count}", width)
+
+    def _activation(self, stem: str, width: int, feeds: WeightType, rows: str) -> Tensor:
+        name = self._tensor(stem, width).name
+        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.group_size, rows)
+
+    def _feed_type(self, feeds: str | WeightType) -> WeightType:
+        """Type of the weight that a norm feeds; a matrix may be added only later."""
+        if isinstance(feeds, WeightType):
+            return feeds
+        if feeds in self._types:
+            return self._types[feeds]
+        first = self._type_of(Weight(feeds + ".0", (), "part"))
+        return first if first.layout != "plain" else self._type_of(Weight(feeds, (), "matrix"))
+
+    def _again(self, x: Tensor, weight: WeightType) -> Tensor:
+        """What a norm has made, made once more as another weight reads it; other tensors as they are."""
+        norm = next(op for op in reversed(self._ops) if op.out == x)
+        if not isinstance(norm, RmsNorm | LayerNorm):
+            return self._as_input(x, weight)
+        return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
+
+    def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
+        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):
+            return x
+        return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
+
+    def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
+                combine: str = "concat") -> Weight:
+        return self._weight(name, "vector", sources, tuple((w,) for w in widths), combine)
+
+    def _weight(self, name: str, kind: str, sources: tuple[str | Source, ...], shapes: tuple[tuple[int, ...], ...],
+                combine: str = "concat") -> Weight:
+        step = 16 if combine == "interleave16" else 1
+        rows = sum(round_up(shape[0], step) for shape in shapes)
+        parts = tuple(as_source(source, shape, name) for source, shape in zip(sources, shapes, strict=True))
+        weight = Weight(name, (rows, *shapes[0][1:]), kind, parts, combine)
+        self._weights[name] = weight
+        plain = "plain" if len(weight.shape) == 1 else "tile16"
+        self._types[name] = WeightType("f32", 0, plain) if kind == "vector" else self._type_of(weight)
+        return weight
