@@ -16,23 +16,10 @@ from .alternatives import (
 from .blocks import BlockPool, shared_blocks
 from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
-from .expert_slots import ExpertsOfLayer, ExpertsPlan, mixtures
+from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsOfLayer, ExpertsPlan, mixtures
 from .lifetimes import Placement, place_activations
-from .plan import (
-    DEVICE,
-    PAGE_BYTES,
-    PYTHON_RESERVE_BYTES,
-    READ_BYTES,
-    STREAM_BUFFERS,
-    VOCABULARY_RESERVE_BYTES,
-    Beside,
-    MemoryPlan,
-    Planner,
-    Region,
-    Request,
-    scratch,
-    sizes_of,
-)
+from .plan import DEVICE, STREAM_BUFFERS, MemoryPlan, Region, Request
+from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
 from .request import beside_draft, default_ctx, draft_config, resolve, to_request
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed

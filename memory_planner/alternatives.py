@@ -16,7 +16,8 @@ from edgeinfer.quant import KV_TYPES, WeightType, requestable
 from edgeinfer.sizes import format_size
 
 from .budget import process_budget
-from .plan import MemoryPlan, Planner, Request
+from .plan import MemoryPlan, Request
+from .planner import Planner
 from .request import DRAFT, to_request
 from .stream_layers import stream
 

@@ -9,7 +9,8 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
 
 from .budget import default_threads
-from .plan import Beside, MemoryPlan, Planner, Request
+from .plan import MemoryPlan, Request
+from .planner import Beside, Planner
 
 DEFAULT_CTX = 4096
 MOST_CHECKED = 16

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from edgeinfer.graph import Graph
 
-from .plan import STREAM_BUFFERS, MemoryPlan, Planner, Request
+from .plan import STREAM_BUFFERS, MemoryPlan, Request
+from .planner import Planner
 
 
 def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:

@@ -216,7 +216,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             scores[:, ~sees] = -np.inf
             largest = scores.max(axis=1, keepdims=True)
             scores -= largest
-            np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.plan.score_bytes)
+            np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.planner.score_bytes)
             total = scores.sum(axis=1, dtype=np.float64, keepdims=True) + np.exp(sinks[head] - largest)
             out += (scores / total).sum(axis=0)
         del keys

@@ -1,0 +1,201 @@
+"""The planner: from a graph and a request to the memory plan of a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
+from edgeinfer.kernels import abi
+from edgeinfer.sizes import round_up
+
+from .lifetimes import Placement, place_activations, row_stride
+from .plan import RESERVE, MemoryPlan, Region, Request
+from .reasons import pools, rotary, scored
+from .weights import PlacedWeights, place_weights, weight_regions
+from .windows import Windowed
+
+PYTHON_RESERVE_BYTES = 118_000_000
+"""The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
+VOCABULARY_RESERVE_BYTES = 340
+"""Of the tokenizer, for each entry of the vocabulary."""
+
+
+class Beside(NamedTuple):
+    """What runs beside a model in the same process."""
+
+    plan: Callable[[MemoryPlan], MemoryPlan]
+    """From the model's plan to that of both."""
+    without: dict[str, str | int]
+    """What to change to do without, as in `Alternative.options`."""
+
+
+class Planner:
+    """Plans runs of one model as it is stored.
+
+    Parameters
+    ----------
+    graph : Graph
+    weight_bytes : int
+        Length of weights.bin.
+    offsets : mapping of str to int, optional
+        Where each weight begins in weights.bin; by default where converting would put it.
+    beside : Beside, optional
+        What each plan has room for too.
+    """
+
+    def __init__(self, graph: Graph, weight_bytes: int, offsets: Mapping[str, int] | None = None,
+                 beside: Beside | None = None):
+        self.graph = graph
+        self.weight_bytes = weight_bytes
+        self.beside = beside
+        self._offsets = offsets
+        self._kinds = one_of_each(graph)
+        self._stores = [op.kv for op in graph.ops if op.kv and op.kv.stores]
+        self._state_bytes = sum(op.state_bytes for op in graph.ops)
+        self._records: dict[str, int] = {}
+        self._scratch: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._activations: dict[tuple[int, int], tuple[dict[str, Placement], int]] = {}
+        self._weights: dict[tuple[Any, ...], PlacedWeights] = {}
+
+    def alone(self) -> Planner:
+        """Return a planner of the model without what runs beside it."""
+        other = copy.copy(self)
+        other.beside = None
+        return other
+
+    def plan(self, request: Request) -> MemoryPlan:
+        """Give every region of a run its bytes, and everything in it its place."""
+        own = self._plan(request)
+        return self.beside.plan(own) if self.beside else own
+
+    def _plan(self, request: Request) -> MemoryPlan:
+        """The plan without what runs beside the model."""
+        c, graph = self.graph.config, self.graph
+        lazy = request.lazy and request.lazy.placed(c.num_hidden_layers)
+        request = replace(request, lazy=lazy)
+        rows = (request.tokens, request.outputs)
+        if rows not in self._activations:  # whatever the context
+            self._activations[rows] = place_activations(graph, *rows)
+        placements, arena = self._activations[rows]
+        homes = (request.homes, request.hot, request.slots, request.expert_slots)
+        if homes not in self._weights:
+            self._weights[homes] = place_weights(graph, self._offsets, request)
+        weights = self._weights[homes]
+        kv_blocks = request.kv_blocks
+        windowed, kv_layers, kv_bytes = self._place_kv(request)
+        flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
+        holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
+        logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
+        rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
+        splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
+        sizes = sizes_of(graph.types, splits, request)
+        if sizes[1:] not in self._scratch:
+            self._scratch[sizes[1:]] = scratch(self._kinds, sizes)
+        thread, shared = self._scratch[sizes[1:]]
+        regions = (
+            *weight_regions(graph, self.weight_bytes, request, weights),
+            _kv_region(request, kv_layers, kv_bytes, windowed, holes),
+            Region("activations", arena + 64, f"{request.tokens} tokens a walk, shared by lifetimes"),
+            Region("logits", logits.nbytes, f"{request.outputs} x {c.vocab_size} values"),
+            Region("constants", len(c.rotations) * request.ctx * rope_row + 64, rotary(c, request.ctx)),
+            Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
+                   f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),
+            *self._state(request),
+            *self._aux(request),
+            Region("tables", self._table_bytes(request, windowed) + weights.table_bytes,
+                   "ctx block, tokens, block tables, program"),
+            Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
+                   f"interpreter, libraries, tokenizer of {c.vocab_size}", RESERVE),
+        )
+        home_of = graph.homes()  # of logits that are capped where they lie, too
+        made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
+        places = {**placements, **dict.fromkeys(made, logits), **weights.places}
+        return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
+                          weights.cold, weights.experts, holes, weights.filed, windowed)
+
+    def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
+        """Lay out K and V: layers that keep all, then those that keep what their window sees."""
+        windowed = Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
+        if not windowed:
+            return None, *place_kv(self._stores, request.kv, request.kv_blocks)
+        whole = [access for access in self._stores if access.layer not in windowed.layers]
+        recent = [access for access in self._stores if access.layer in windowed.layers]
+        layers, end = place_kv(whole, request.kv, request.kv_blocks)
+        others, end = place_kv(recent, request.kv, windowed.blocks, end)
+        return windowed, {**layers, **others}, end
+
+    def _table_bytes(self, request: Request, windowed: Windowed | None) -> int:
+        """Bytes of the program, of ctx, and of what a walk is described by."""
+        if request.kv not in self._records:
+            graph = self.graph
+            self._records[request.kv] = sum(len(op.kernels(graph.types, request.kv)) for op in graph.ops)
+        listed = 4 * -(-request.ctx // abi.BLOCK_TOKENS) * (2 if windowed else 1)
+        return abi.CTX_BYTES + request.tokens * (abi.TOKEN_BYTES + 24) + abi.RECORD_BYTES * self._records[request.kv] \
+            + request.sequences * (abi.SEQUENCE_BYTES + 8 * abi.MOST_STEPS + listed)
+
+    def _state(self, request: Request) -> Iterator[Region]:
+        if self._state_bytes:
+            yield Region("state", request.sequences * self._state_bytes + 64,
+                         f"recurrent state of {request.sequences} sequences")
+
+    def _aux(self, request: Request) -> Iterator[Region]:
+        if request.lazy:
+            hidden = self.graph.config.hidden_size
+            heads = max((op.kv for op in self.graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
+            score = score_bytes(self.graph.config.num_attention_heads // heads.heads, heads.head_dim)
+            yield Region("aux", request.ctx * (4 * hidden + score) + 64,
+                         f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {request.lazy}, "
+                         f"and {score} to choose who goes on")
+
+
+def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
+               holes: Placement | None) -> Region:
+    """The region of K and V, of so many bytes without holes."""
+    several = request.sequences > 1 and request.own_tokens is not None
+    held = f" (a prompt once, {request.sequences} x {request.own_tokens} tokens)" if several else ""
+    strides = [layer.stride for layer in layers.values()]
+    return Region("kv", nbytes + (holes.nbytes if holes else 0) + 64,
+                  f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
+                  + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else ""))
+
+
+def score_bytes(group: int, head_dim: int) -> int:
+    """Bytes for each position while tokens are chosen: a head's keys, stored and as floats; scores of its queries."""
+    return 8 * abi.padded_head_dim(head_dim) + 12 * group + 32
+
+
+def one_of_each(graph: Graph) -> list[Op]:
+    """Return one operation of each kind and size: what layers have in common is asked once."""
+    found = {}
+    for op in graph.ops:
+        rows = tuple((x.width, x.dtype, x.group_size) for x in (op.out, *op.inputs))
+        head = getattr(op, "head_dim", 0)
+        found[type(op), rows, head, tuple((w.shape, graph.types[w.name]) for w in op.weights)] = op
+    return list(found.values())
+
+
+def place_kv(stores: Iterable[KvAccess], kv: str, blocks: int, end: int = 0) -> tuple[dict[int, Placement], int]:
+    """Lay out the K and V of layers that store any, from byte `end` on; gives their places and where they end.
+
+    Of a plane a block of a head has a multiple of 64 bytes, so all planes begin with a line.
+    """
+    layers = {}
+    for access in stores:
+        stride = access.position_bytes(kv) * abi.BLOCK_TOKENS
+        layers[access.layer] = Placement("kv", end, blocks * stride, stride)
+        end += round_up(blocks * stride, 64)
+    return layers, end
+
+
+def sizes_of(types: Types, splits: int, request: Request) -> Sizes:
+    """Return what scratch may depend on in a run."""
+    return Sizes(types, splits, min(request.tokens, abi.ATTENTION_TOKENS), request.decoded_tokens)
+
+
+def scratch(ops: Iterable[Op], sizes: Sizes) -> tuple[int, int]:
+    """Scratch bytes of a thread, and of what threads share: the most that any operation asks for."""
+    needs = [op.scratch(sizes) for op in ops]
+    return round_up(max(n.thread_bytes for n in needs) + 64, 64), max(n.shared_bytes for n in needs)

@@ -1,0 +1,129 @@
+"""Where weights lie: in the mapped file, in memory of the process, in buffers of a stream, or in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from edgeinfer.bundle import file_offsets
+from edgeinfer.dataclass import dataclass
+from edgeinfer.graph import Graph, TokenRows
+from edgeinfer.kernels import abi
+from edgeinfer.sizes import format_size, round_up
+
+from .cold import ColdPlan, masked
+from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
+from .lifetimes import Placement
+from .plan import LOCKED, MAPPED, STREAM_BUFFERS, Region, Request
+from .reasons import types_of
+
+
+@dataclass(frozen=True)
+class PlacedWeights:
+    """Where the weights lie."""
+
+    places: dict[str, Placement]
+    parts: tuple[tuple[str, ...], ...]
+    """Streamed ones."""
+    resident_bytes: int
+    buffer_bytes: int
+    """Of one part of the streamed ones."""
+    cold: ColdPlan | None
+    experts: ExpertsPlan | None
+    filed: tuple[str, ...]
+    """Tables that stay in their file, of which a token reads a row."""
+
+    @property
+    def filed_bytes(self) -> int:
+        """Of these tables."""
+        return sum(self.places[name].nbytes for name in self.filed)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the records and tables that streaming needs."""
+        pieces = (2 + self.places[name].nbytes // READ_BYTES for part in self.parts for name in part)
+        streamed = len(self.parts) * (abi.RECORD_BYTES + abi.PART_BYTES) + abi.PIECE_BYTES * sum(pieces)
+        records = (2 + abi.COLD_PARTS) * abi.RECORD_BYTES
+        cold = self.cold.queue_bytes + records * len(self.cold.hot) if self.cold else 0
+        return streamed + cold + (self.experts.queue_bytes if self.experts else 0)
+
+
+def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Request) -> PlacedWeights:
+    """Place each weight; without offsets where converting would put it."""
+    types, homes = graph.types, dict(request.homes)
+    offsets = offsets or file_offsets((w.name, types[w.name], w.shape) for w in graph.weights)
+    places: dict[str, Placement] = {}
+    resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
+    hot = {op.weight.name: cold.hot[op.layer or 0] for op in masked(graph)} if cold else {}
+    experts = ExpertsPlan.of(graph, offsets, request.expert_slots) if request.expert_slots else None
+    for weight in graph.weights:
+        name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
+        if cold and name in hot:
+            nbytes = hot[name] * cold.neuron_bytes
+        home = homes.get(name, homes.get("*", "weights")) if weight.kind != "predictor" else "resident"
+        if experts and weight.kind == "experts":
+            home = "experts"
+        places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
+        if home == "resident":
+            resident = round_up(resident + nbytes, 64)
+    parts, buffer = _place_streamed(graph, offsets, places)
+    filed = tuple(w.name for w in graph.weights if w.kind == "rows" and places[w.name].region == "weights")
+    return PlacedWeights(places, parts, resident, buffer, cold, experts, filed)
+
+
+def _place_streamed(graph: Graph, offsets: Mapping[str, int],
+                    places: dict[str, Placement]) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """Place streamed weights in the buffers in which layers take turns; gives the parts and the bytes of a buffer."""
+    layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
+    parts: dict[int | None, list[str]] = {}
+    for name, layer in layers.items():
+        if places[name].region == "streamed":
+            parts.setdefault(layer, []).append(name)
+    buffer = 0
+    for names in parts.values():  # as far behind the beginning of a page as in the file
+        end = 0
+        for name in names:
+            within = offsets[name] % PAGE_BYTES
+            places[name] = replace(places[name], offset=end + within)
+            end = round_up(end + within + places[name].nbytes, PAGE_BYTES)
+        buffer = max(buffer, end)
+    for number, names in enumerate(parts.values()):
+        for name in names:
+            at = places[name].offset + number % STREAM_BUFFERS * buffer
+            places[name] = replace(places[name], offset=at)
+    return tuple(map(tuple, parts.values())), buffer
+
+
+def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: PlacedWeights) -> Iterator[Region]:
+    """Regions in which weights lie; `file_bytes` are the length of weights.bin."""
+    def stored(home: str) -> str:
+        return types_of(graph, {name for name, place in weights.places.items() if place.region == home})
+
+    if any(place.region == "weights" and name not in weights.filed for name, place in weights.places.items()):
+        yield Region("weights", file_bytes - weights.filed_bytes, stored("weights"),
+                     LOCKED if request.mlock else MAPPED)
+    if weights.filed:
+        yield _rows(graph, request, weights)
+    if weights.resident_bytes:
+        yield Region("resident", weights.resident_bytes + 64,
+                     f"weights in memory of the process: {stored('resident')}")
+    if weights.parts:
+        yield Region("streamed", STREAM_BUFFERS * weights.buffer_bytes + 64,
+                     f"{STREAM_BUFFERS} buffers of {weights.buffer_bytes} bytes; "
+                     f"{len(weights.parts)} layers take turns")
+    if cold := weights.cold:
+        yield Region("cold", cold.nbytes, f"{cold.slots} slots of {cold.cluster_bytes} bytes for neurons that are "
+                                          "read when they are wanted")
+    if experts := weights.experts:
+        yield Region("experts", experts.nbytes, f"{experts.slots} slots of {experts.slot_bytes} bytes for "
+                                                f"{experts.total} experts that are read when they are wanted")
+
+
+def _rows(graph: Graph, request: Request, weights: PlacedWeights) -> Region:
+    """Pages of tables that stay in their file: as many as the contexts' tokens have rows on."""
+    tables = [op.table for op in graph.ops if isinstance(op, TokenRows) and op.table.name in weights.filed]
+    rows = [graph.types[table.name].tile_bytes(table.shape[1]) for table in tables]
+    tokens = request.ctx * request.sequences
+    most = tokens * sum(round_up(row, PAGE_BYTES) + PAGE_BYTES for row in rows)
+    return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows x {sum(rows)} B, "
+                  f"{format_size(weights.filed_bytes)} stay in the file", MAPPED)
