@@ -243,13 +243,12 @@ def test_threads_of_a_closed_session_are_not_lent(path: Path) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("what", ["Lowering", "KVCache", "load", "Executor"])
+@pytest.mark.parametrize("what", ["session.Lowering", "session.KVCache", "session.load", "walks.Executor"])
 def test_a_session_that_fails_to_open_leaves_nothing_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The thread that brings in the KV pool ends, and the pool with it."""
     from edgeinfer.runtime import memory
-    from edgeinfer.runtime import session as module
 
     def fail(*arguments: object) -> None:
         raise EdgeInferErrorForTest
@@ -267,7 +266,7 @@ def test_a_session_that_fails_to_open_leaves_nothing_open(
 
     monkeypatch.setattr(memory, "_populate", slowly)
     monkeypatch.setattr(memory, "PREFAULT_BYTES", 1 << 20)
-    monkeypatch.setattr(module, what, fail)
+    monkeypatch.setattr(f"edgeinfer.runtime.{what}", fail)
     before = threading.active_count()
     with pytest.raises(EdgeInferErrorForTest), session(path, ctx=4096, max_sequences=64):
         pass

@@ -25,7 +25,8 @@ from .lowering import Lowering
 from .memory import allocate
 from .pace import SMALL_BYTES, Pace
 from .planning import planner_of
-from .session import Logits, Session
+from .session import Session
+from .walks import Logits
 
 OWN = ("activations", "logits", "scratch", "tables")
 """Regions that the program has for itself."""

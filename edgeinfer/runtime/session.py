@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
@@ -14,46 +13,28 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Cold, read_cold
+from edgeinfer.bundle import Bundle, read_cold
 from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ExpertsDown, ModelConfig, NeuronDown, SelectedAttention, approximates
+from edgeinfer.graph import ModelConfig, approximates
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
-from edgeinfer.runner import (
-    DECODE,
-    Cancellation,
-    Runner,
-    Segment,
-    Sequence,
-    decoding,
-    integers,
-    plain_segments,
-)
+from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
 
-from .direct import File
-from .executor import Executor
 from .loading import fill_constants, load
 from .lowering import Lowering
 from .memory import Prefaulter, allocate
 from .pace import SMALL_BYTES, Pace
-from .planning import offsets_of, plan_run
-from .program import Program
+from .planning import plan_run
 from .readers import Readers
 from .sequence import KVCache
-from .slots import EXPERTS_KERNEL, RESOLVE_KERNEL, Slots
 from .stages import Stages
-from .stream import RELEASE_KERNEL, Stream
-from .tables import Tables
-from .threads import Pool
-
-Logits = NDArray[np.float32]
-SPLIT_ROWS = abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS
-"""Rows of a context from which on the attention of few tokens is split."""
+from .walks import Logits, Walker
+from .weight_readers import read_weights
 
 
-class Session(Runner):
+class Session(Walker):
     """Plans a run, takes all its memory, links its kernels and starts its threads.
 
     Parameters
@@ -89,7 +70,6 @@ class Session(Runner):
         Where layers are streamed, the first smaller request that would fit without.
     """
 
-    executor: Executor
     stages: Stages | None = None
     """How prompts go through the layers where not all of their tokens go through all of them."""
 
@@ -120,12 +100,7 @@ class Session(Runner):
             pace = Pace(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
             self._link(program, kernels, regions, host.executor.pool if host else None, pace)
             opened.callback(self.executor.close)
-            if self.plan.parts:
-                self._stream(regions["streamed"])
-            if cold:
-                self._read_cold(regions["cold"], cold)
-            if self.plan.experts:
-                self._read_experts(regions["experts"])
+            read_weights(self, regions, cold)
             if self.config.lazy:
                 self.stages = Stages(self)
             opened.pop_all()
@@ -257,34 +232,6 @@ class Session(Runner):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _link(self, program: Program, kernels: Kernels, regions: dict[str, NDArray[np.uint8]], pool: Pool | None,
-              pace: Pace) -> None:
-        """Make a program ready to walk over these regions."""
-        n, self.program = self.config.outputs, program
-        self.selects = any(isinstance(op, SelectedAttention) for op in self.graph.ops)
-        self._logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
-        self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
-        self._counts: tuple[tuple[int, int], ...] = ()
-        self._tables = Tables(self.plan.request.tokens, self.config.max_sequences)
-        self.executor = Executor(program, kernels, self.plan.request.threads, regions, pool, pace)
-        for word, table in ((abi.CTX_TOKENS, self._tables.tokens), (abi.CTX_SEQUENCES, self._tables.sequences),
-                            (abi.CTX_OUTPUTS, self._tables.outputs), (abi.CTX_DRAWS, self._tables.draws),
-                            (abi.CTX_CHOSEN, self._tables.steps)):
-            self.executor.set(word, table.ctypes.data)
-
-    def _admit(self, segments: Items[Segment]) -> None:
-        """Refuse a walk that does not fit the plan or makes no sense."""
-        most = self.plan.request
-        self.check_walk(segments, most.tokens)
-        decoded = sum(len(segment.ids) for segment in segments if segment.role == DECODE)
-        if decoded > most.decoded_tokens and self.selects:
-            raise RequestError(f"{decoded} tokens in decode role are more than the {most.decoded_tokens} for whose "
-                               "scores the plan has room; raise outputs.")
-        for segment in segments:
-            self.kv.check_own(segment.sequence)
-            self.check(segment.sequence, segment.ids)
-            segment.check()
-
     def _take_in(self, segments: Items[Segment], cancel: Cancellation | None, further: int = 0) -> Logits:
         """Walk over tokens, which their sequences hold afterwards, and over up to `further` that follow by themselves.
         """
@@ -304,81 +251,6 @@ class Session(Runner):
             for segment in segments:
                 self.kv.trim(segment.sequence)
         return logits
-
-    def _steps(self, segments: Items[Segment], further: int, offset: int = 0) -> int:
-        """How many more steps a walk over one token of each sequence is to take by itself: as many as take little
-        time, find their blocks and do not change how attention is split.
-        """
-        executor, longest = self.executor, max(len(segment.sequence) for segment in segments) + offset + 1
-        if executor.check or executor.stream or not all(all(segment.draws) for segment in segments):
-            return 0
-        most = executor.pace.further(len(segments), len(self.program.records))
-        further = min(further, most, self.plan.request.ctx - longest)
-        if longest <= SPLIT_ROWS:
-            further = min(further, SPLIT_ROWS - longest)
-        return further if self.kv.fits([segment.sequence for segment in segments], offset + 1 + further) else 0
-
-    def _run(self, segments: Items[Segment], first: int, stop: int | None, offset: int,
-             cancel: Cancellation | None, further: int = 0, rows: NDArray[np.int64] | None = None) -> Logits:
-        """Describe a walk and run it."""
-        with self.executor.pool.turn:
-            n, outputs, highest, drawn = self._tables.write(segments, offset, rows)
-            decoded = sum([len(part.ids) for part in segments if part.role == DECODE])
-            split = highest >= SPLIT_ROWS * self._splits_from(n)
-            counts = ((abi.COUNT_TOKENS, n), (abi.COUNT_OUTPUTS, outputs), (abi.COUNT_MERGE, n if split else 0),
-                      (abi.COUNT_DRAWS, outputs if drawn else 0), (abi.COUNT_SEVERAL, n if n > 1 else 0),
-                      (abi.COUNT_DECODED, decoded), (abi.COUNT_PROMPTED, n - decoded))
-            if counts != self._counts:  # from token to token they seldom change
-                self._counts = ()  # an interruption may come between any two of these lines
-                for index, value in counts:
-                    self.executor.set_count(index, value)
-                self._counts = counts
-            logits = self._logits[:outputs]
-            self.executor.run(first, stop, cancel, further)
-        return logits
-
-    def _splits_from(self, n: int) -> float:
-        """From how many splits of context on attention of n tokens goes split by split: there are more units of work
-        then, whose last splits are short. Measured with 8 and 16 tokens of 135M and 1.1B on two threads: between a
-        tenth and a fifth is lost below 512 rows, nothing from 1024 on (docs/attention.md).
-        """
-        if n > abi.ATTENTION_TOKENS:
-            return math.inf
-        units = n * self.model.num_attention_heads // 32  # of walks that are not split
-        return 1 if n <= 4 else 4 if units >= 4 * self.plan.request.threads else 2
-
-    def _stream(self, region: NDArray[np.uint8]) -> None:
-        """Start the threads that read streamed weights ahead of use."""
-        executor, state = self.executor, self.bundle.weights_state
-        ends = [i for i, record in enumerate(self.program.records) if record.kernel == RELEASE_KERNEL]
-        executor.read_with(Stream(self.plan, region, File.open(self.bundle.weights_path, state), state,
-                                   offsets_of(self.bundle), ends, executor.tickets, executor.kernels,
-                                   executor.pool.words))
-
-    def _read_cold(self, region: NDArray[np.uint8], cold: Cold) -> None:
-        """Start the threads that read neurons when a token wants them."""
-        executor, state, plan = self.executor, self.bundle.state(cold.path.name), self.plan.cold
-        assert plan
-        records = self.program.records
-        found = [i for i, record in enumerate(records)
-                 if record.kernel == RESOLVE_KERNEL and not record.flags & abi.FLAG_EARLY]
-        ranges = [(i + 1, next(j for j in range(i, len(records)) if isinstance(records[j].op, NeuronDown)) + 1)
-                  for i in found]
-        executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
-                                 executor.kernels, executor.pool.words))
-
-    def _read_experts(self, region: NDArray[np.uint8]) -> None:
-        """Start the threads that read experts when a token wants them."""
-        executor, state, records = self.executor, self.bundle.weights_state, self.program.records
-        assert self.plan.experts
-        ranges = []
-        for i, record in enumerate(records):
-            if record.kernel == EXPERTS_KERNEL:
-                last = max(j for j, other in enumerate(records)
-                           if isinstance(other.op, ExpertsDown) and record.op and other.op.layer == record.op.layer)
-                ranges.append((i + 1, last + 1))
-        executor.read_with(Slots(self.plan.experts, None, region, File.open(self.bundle.weights_path, state), state,
-                                 ranges, executor.tickets, executor.kernels, executor.pool.words))
 
     def _identity(self, decoded: bool) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.

@@ -25,7 +25,8 @@ from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
 from .memory import allocate
 
 if TYPE_CHECKING:
-    from .session import Logits, Session
+    from .session import Session
+    from .walks import Logits
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
