@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import (
-    Bundle,
-    BundleWriter,
-    Quantisation,
-    config_from_json,
-    is_bundle,
-)
+from edgeinfer.bundle import Bundle, BundleWriter, Quantisation, config_from_json, is_bundle
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import ModelConfig, RopeConfig, WeightType
 from tests.bundles import CONFIG, TENSORS, contents, tensor_bytes, write_bundle

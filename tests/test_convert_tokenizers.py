@@ -20,7 +20,7 @@ from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.errors import CheckpointError, TokenizerError
-from edgeinfer.models import _file_stamps
+from edgeinfer.models.resolving import _file_stamps
 from edgeinfer.text import ChatTemplate, Tokenizer
 from edgeinfer.text.libraries import held_back_stderr, library_errors
 from tests.checkpoints import SENTENCES, make_checkpoint

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
-from edgeinfer.graph import (
-    ModelConfig,
-    RopeConfig,
-    build_graph,
-    read_config,
-    requested_types,
-    supported_architectures,
-)
+from edgeinfer.graph import ModelConfig, RopeConfig, build_graph, read_config, requested_types, supported_architectures
 
 NEEDED = {
     "vocab_size": 100,

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM
-from edgeinfer.errors import (
-    BudgetError,
-    BundleError,
-    ClosedError,
-    ModelNotFoundError,
-    RequestError,
-    UsageError,
-)
+from edgeinfer.errors import BudgetError, BundleError, ClosedError, ModelNotFoundError, RequestError, UsageError
 from tests.checkpoints import make_checkpoint
 from tests.sessions import free_blocks, on_device
 

@@ -21,18 +21,7 @@ from edgeinfer.offload import Heat, choose, placer, predict
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
 from tests.command_line import edgeinfer
-from tests.offloaded import (
-    COLD,
-    CONFIG,
-    HOT,
-    IDS,
-    MIXED,
-    OPTIONS,
-    WIDE,
-    made,
-    offloaded,
-    resident,
-)
+from tests.offloaded import COLD, CONFIG, HOT, IDS, MIXED, OPTIONS, WIDE, made, offloaded, resident
 from tests.sessions import logits_of, session, tokens
 from tests.test_streaming import watched
 

@@ -22,17 +22,7 @@ from edgeinfer.runner import DECODE, Cancellation, Segment
 from tests.command_line import edgeinfer
 from tests.onnx_models import difference, expected
 from tests.onnx_pages import PAGE, PAGED
-from tests.sessions import (
-    TINY,
-    WINDOWED,
-    free_blocks,
-    logits_of,
-    on_device,
-    running,
-    scored,
-    tokens,
-    write_model,
-)
+from tests.sessions import TINY, WINDOWED, free_blocks, logits_of, on_device, running, scored, tokens, write_model
 from tests.test_device_requests import agree
 
 F32 = 1e-5

@@ -285,7 +285,7 @@ def test_segments_take_arrays_and_refuse_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["messages", "tools", "stopped", 1])
 def test_a_template_option_is_none_of_our_own_arguments(name: object) -> None:
-    from edgeinfer.llm import _template_options
+    from edgeinfer.llm.prompts import template_options
 
     with pytest.raises(UsageError, match="template_options names"):
-        _template_options({"template_options": {name: 1}})
+        template_options({"template_options": {name: 1}})

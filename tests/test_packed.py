@@ -18,20 +18,7 @@ from edgeinfer.inventory import list_models
 from edgeinfer.models import resolve
 from tests.checkpoints import make_checkpoint, refused, save_tensors
 from tests.command_line import edgeinfer
-from tests.packers import (
-    FORMS,
-    Raw,
-    bf16,
-    f16,
-    f32,
-    gptq,
-    i32,
-    make_packed,
-    mlx,
-    mxfp4,
-    write_config,
-    write_raw,
-)
+from tests.packers import FORMS, Raw, bf16, f16, f32, gptq, i32, make_packed, mlx, mxfp4, write_config, write_raw
 from tests.sessions import logits_of, session
 from tests.test_gguf_import import weights_of
 

@@ -17,16 +17,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.json_text import parse_json
 from edgeinfer.quant import WeightType
 
-from .format import (
-    PARTS,
-    WEIGHTS_FILE,
-    FileEntry,
-    Header,
-    Quantisation,
-    TensorEntry,
-    end_of_file,
-    next_offset,
-)
+from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry, end_of_file, next_offset
 from .header import HEADER_FILE, header_from_json, header_to_json
 from .write_back import WriteBack
 

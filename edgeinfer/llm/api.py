@@ -1,37 +1,29 @@
-"""The Python API: open a model, generate, stream, chat."""
+"""The class `LLM`: a model that is open, its requests, and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, Rule, checked, shown, whole
-from .config import BEAMS, GenerationConfig, Recipe, RuntimeConfig, from_options, rows_for_guesses
-from .errors import RequestError, UsageError
-from .models import Progress, Storage, resolve
-from .sizes import parse_size
+from ..checks import FUNCTION, NATS, PATH, checked
+from ..config import GenerationConfig, Recipe, rows_for_guesses
+from ..models import Progress, Storage, resolve
+from .prompts import Messages, Prompt, template_options
+from .requests import Requests
+from .settings import draft_of, recipe_of, runtime_config, with_beams
 
 if TYPE_CHECKING:
-    from .choice import Choice
-    from .engine import Completion, Drafter, Request, Speculation, Stream
-    from .memory_planner import MemoryPlan
-    from .pruning import Schedule
-    from .runner import Cancellation, Runner
-    from .runtime import Session
-    from .text import ChatTemplate, Tokenizer
-
-Prompt = str | Iterable[int]
-Messages = Sequence[Mapping[str, Any]]
-_SURELY_READ = 32_768
-"""Characters of a prompt that are tokenised whatever the context."""
-_BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
-    size if isinstance(size, str) else whole(size)))
+    from ..choice import Choice
+    from ..engine import Completion, Stream
+    from ..memory_planner import MemoryPlan
+    from ..pruning import Schedule
+    from ..runner import Cancellation, Runner
+    from ..text import ChatTemplate
 
 
-class LLM:
+class LLM(Requests):
     """An open model. A context manager; closing it gives all memory back.
 
     It may be used from several threads: requests wait for each other, and `cancel` and `close` reach the running one.
@@ -171,39 +163,27 @@ class LLM:
         group_size: int | None = None,
         progress: Progress | None = None,
     ):
-        passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-        if sparse is not None or head is not None or attention is not None:
-            passes = (passes or Recipe()).sparse(sparse).head(head).attention(attention)
+        passes = recipe_of(recipe, sparse, head, attention)
         self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
-        settings: dict[str, Any] = {  # of which each may be None, whatever its type
-            "ctx": ctx, "kv": kv, "threads": threads, "prefill_chunk": prefill_chunk, "max_sequences": max_sequences,
-            "own_tokens": own_tokens, "mlock": mlock, "mmap": mmap, "recipe": passes,
-            "draft_tokens": rows_for_guesses(self._speculate, draft_tokens),
-            "lazy": lazy, "kv_layout": kv_layout,
-            "budget_bytes": None if budget is None else checked("budget", budget, _BUDGET),
-        }
-        config, bound = RuntimeConfig(**settings), None if max_kld is None else checked("max_kld", max_kld, NATS)
-        if beams is not None and (beams := checked("beams", beams, BEAMS)) > 1:
-            config = replace(config, max_sequences=max(config.max_sequences, beams),
-                             own_tokens=config.own_tokens or GenerationConfig.max_tokens)
-        from . import opening
+        config = runtime_config(
+            budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
+            own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=passes,
+            draft_tokens=rows_for_guesses(self._speculate, draft_tokens), lazy=lazy, kv_layout=kv_layout)
+        bound = None if max_kld is None else checked("max_kld", max_kld, NATS)
+        config = with_beams(config, beams)
+        from .. import opening
 
         provider = opening.provider(device)
         if provider and kv is None:
             config = replace(config, kv=provider.kv[0])
-        draft = draft if draft is None or isinstance(draft, Recipe) else checked("draft", draft, PATH)
-        if isinstance(draft, Recipe) and self._speculate != "self":
-            raise UsageError(f"draft is the recipe {draft}, by which a model guesses for itself; give "
-                             "speculate='self', or a draft model.")
-        if self._speculate == "draft" and draft is None:
-            raise UsageError("speculate is 'draft', and no draft model is given; give one with draft (--draft MODEL).")
+        draft = draft_of(draft, self._speculate)
         self.name = checked("model", model, PATH)
         if progress is not None:
             checked("progress", progress, FUNCTION)
         self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
-        from .bundle import Bundle
-        from .engine import RequestQueue, Times
-        from .text import ChatTemplate, Tokenizer
+        from ..bundle import Bundle
+        from ..engine import RequestQueue, Times
+        from ..text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
         with ExitStack() as opened:  # whatever fails below, nothing stays open
@@ -237,25 +217,9 @@ class LLM:
             self._eos_ids |= self._tokenizer.eos_ids
 
     @property
-    def session(self) -> Session:
-        """The runner, where our own kernels run the model; raises `RequestError` where a device of others does."""
-        from .runtime import Session
-
-        if not isinstance(self.runner, Session):
-            raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
-        return self.runner
-
-    @property
     def plan(self) -> MemoryPlan:
         """Where the memory goes: `regions` with their bytes, `total_bytes`."""
         return self._queue.runner.plan
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises `RequestError` for a bundle without one."""
-        if self._tokenizer is None:
-            raise RequestError(f"The bundle {self.path} has no tokenizer; give token ids instead of text.")
-        return self._tokenizer
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -322,31 +286,13 @@ class LLM:
         TokenizerError
             The template refuses these messages.
         """
-        ids = self.chat_ids(messages, tools, **_template_options(options))
+        ids = self.chat_ids(messages, tools, **template_options(options))
         return self._request(ids, _reusing(options)).finish().text
 
     def chat_stream(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> Stream:
         """As `chat`, piece by piece."""
-        ids = self.chat_ids(messages, tools, **_template_options(options))
+        ids = self.chat_ids(messages, tools, **template_options(options))
         return self._stream(ids, _reusing(options))
-
-    def chat_ids(self, messages: Messages, /, tools: Messages | None = None, **template_options: Any) -> list[int]:
-        """Return the tokens of a conversation up to the beginning of the answer; raises as `chat`."""
-        if self.chat_template is None:
-            raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
-        with self._preparation() as stopped:
-            text = self.chat_template.render(messages, tools=tools, **template_options, stopped=stopped)
-            return self._encoded(text, stopped, add_bos=False, parse_special=True)
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue; raises `RequestError` where it is longer than the context."""
-        with self._preparation() as stopped:
-            return self._encoded(text, stopped)
-
-    @property
-    def most_prompt_bytes(self) -> int:
-        """Bytes of text beyond which no prompt fits the context, whatever they are."""
-        return max(_SURELY_READ, self.tokenizer.bytes_per_token() * int(self._queue.runner.config.ctx or 0))
 
     def cancel(self) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler.
@@ -378,111 +324,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request:
-        """Check a request; nothing runs before its first step."""
-        from .engine import BeamSearch, Generation, Request
-
-        options = dict(options)
-        reuse, cache = options.pop("reuse", None), options.pop("prompt_cache", None)
-        config = from_options(GenerationConfig, options)
-        reuse = reuse is not None and checked("reuse", reuse, FLAG)
-        cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
-        self._queue.check_open()
-        request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
-        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._speculation(config))
-        return Request(self._queue, generation, reuse, cache)
-
-    def _speculation(self, config: GenerationConfig) -> Speculation | None:
-        """Make what guesses tokens of a request."""
-        kind, rows = config.speculate or self._speculate, self.runner.config
-        if kind == "off":
-            return None
-        if not rows.draft_tokens:
-            raise RequestError(f"speculate is {kind!r}, and the model was opened with speculate='off'; open it "
-                               "without.")
-        if (config.draft_tokens or 0) > rows.draft_tokens:
-            raise RequestError(f"{config.draft_tokens} guesses were asked for, but the model is open for "
-                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens}.")
-        from .engine import Speculation
-
-        return Speculation(self._drafter(kind), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)
-
-    def _drafter(self, kind: str) -> Drafter:
-        """Make who guesses; raises `RequestError` where that was not opened."""
-        from .engine import DraftModel, PromptLookup, SelfDraft
-        from .runtime import LighterSession
-
-        if isinstance(self.draft, LighterSession):
-            if kind == "self":
-                return SelfDraft(self.session, self.draft)
-        elif self.draft and kind in ("auto", "draft"):
-            return DraftModel(self.draft, self.runner.model.vocab_size, self._kept)
-        if kind in ("draft", "self"):
-            how = "with draft=MODEL" if kind == "draft" else "with speculate='self'"
-            raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
-        return PromptLookup()
-
-    def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
-        from .engine import Stream
-
-        asked = from_options(GenerationConfig, {name: options.get(name) for name in ("n", "beams")})
-        if asked.beams != 1:
-            raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is "
-                               "known at the end; use complete.")
-        if asked.n != 1:
-            raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
-        return Stream(self._request(ids, options))
-
-    @contextmanager
-    def _preparation(self) -> Iterator[Callable[[], bool]]:
-        """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
-        from .runner import Cancellation
-
-        wish = Cancellation()
-        self._preparing.add(wish)
-        try:
-            yield lambda: wish.asked
-        finally:
-            self._preparing.discard(wish)
-
-    def _ids(self, prompt: Prompt) -> Iterable[int]:
-        if not isinstance(prompt, str):
-            if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)) or not hasattr(prompt, "__iter__") \
-                    or getattr(prompt, "shape", None) == ():
-                raise RequestError(f"The prompt is a {type(prompt).__name__}; it must be text or token ids.")
-            return prompt
-        if not prompt:
-            raise RequestError("The prompt is empty; give some text or at least one token id.")
-        return self.prompt_ids(prompt)
-
-    def _encoded(self, text: str, stopped: Callable[[], bool], **how: bool) -> list[int]:
-        """Tokenise a prompt, but no more of it than tells that it is too long."""
-        from .engine import too_long
-
-        runner = self._queue.runner
-        ctx = int(runner.config.ctx or 0)
-        if len(text) > _SURELY_READ and len(text) > self.most_prompt_bytes:
-            least = len(text) // self.tokenizer.bytes_per_token()
-            raise too_long(f"has {len(text)} characters, at least {least} tokens", least, runner)
-        ids = self.tokenizer.encode(text, **how, most=4 * ctx, stopped=stopped)
-        if len(ids) > 4 * ctx:
-            raise too_long(f"has more than {4 * ctx} tokens", 4 * ctx + 1, runner)
-        return ids
-
 
 def _reusing(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, of which `reuse` is True unless it is given."""
     return {**options, "reuse": True} if options.get("reuse") is None else options
-
-
-def _template_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of the template out of the options of a chat."""
-    given = options.pop("template_options", None)
-    named = {} if given is None else checked("template_options", given, OBJECT)
-    for name in named:
-        if not isinstance(name, str) or name in ("messages", "tools", "stopped"):
-            raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
-                             "tools and stopped, which have their own meaning.")
-    return dict(named)

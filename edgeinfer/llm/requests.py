@@ -1,0 +1,93 @@
+"""From a prompt and options to a request of the engine: what is generated, and who guesses for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checks import FLAG, PATH, checked
+from ..config import GenerationConfig, from_options
+from ..errors import RequestError
+from .prompts import Prompts
+
+if TYPE_CHECKING:
+    from ..engine import Drafter, Request, Speculation, Stream, Times
+    from ..runner import Runner
+    from ..runtime import Session
+
+
+class Requests(Prompts):
+    """The part of `LLM` that makes requests."""
+
+    runner: Runner
+    draft: Runner | None
+    _speculate: str
+    _times: Times
+    _kept: list[Any]
+    """Of the draft, for a request that goes on with the last one's text."""
+    _eos_ids: frozenset[int]
+
+    @property
+    def session(self) -> Session:
+        """The runner, where our own kernels run the model; raises `RequestError` where a device of others does."""
+        from ..runtime import Session
+
+        if not isinstance(self.runner, Session):
+            raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
+        return self.runner
+
+    def _request(self, ids: Iterable[int], options: Mapping[str, Any]) -> Request:
+        """Check a request; nothing runs before its first step."""
+        from ..engine import BeamSearch, Generation, Request
+
+        options = dict(options)
+        reuse, cache = options.pop("reuse", None), options.pop("prompt_cache", None)
+        config = from_options(GenerationConfig, options)
+        reuse = reuse is not None and checked("reuse", reuse, FLAG)
+        cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
+        self._queue.check_open()
+        request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
+        generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._speculation(config))
+        return Request(self._queue, generation, reuse, cache)
+
+    def _speculation(self, config: GenerationConfig) -> Speculation | None:
+        """Make what guesses tokens of a request."""
+        kind, rows = config.speculate or self._speculate, self.runner.config
+        if kind == "off":
+            return None
+        if not rows.draft_tokens:
+            raise RequestError(f"speculate is {kind!r}, and the model was opened with speculate='off'; open it "
+                               "without.")
+        if (config.draft_tokens or 0) > rows.draft_tokens:
+            raise RequestError(f"{config.draft_tokens} guesses were asked for, but the model is open for "
+                               f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens}.")
+        from ..engine import Speculation
+
+        return Speculation(self._drafter(kind), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs)
+
+    def _drafter(self, kind: str) -> Drafter:
+        """Make who guesses; raises `RequestError` where that was not opened."""
+        from ..engine import DraftModel, PromptLookup, SelfDraft
+        from ..runtime import LighterSession
+
+        if isinstance(self.draft, LighterSession):
+            if kind == "self":
+                return SelfDraft(self.session, self.draft)
+        elif self.draft and kind in ("auto", "draft"):
+            return DraftModel(self.draft, self.runner.model.vocab_size, self._kept)
+        if kind in ("draft", "self"):
+            how = "with draft=MODEL" if kind == "draft" else "with speculate='self'"
+            raise RequestError(f"speculate is {kind!r}, and the model was not opened for that; open it {how}.")
+        return PromptLookup()
+
+    def _stream(self, ids: Iterable[int], options: Mapping[str, Any]) -> Stream:
+        from ..engine import Stream
+
+        asked = from_options(GenerationConfig, {name: options.get(name) for name in ("n", "beams")})
+        if asked.beams != 1:
+            raise RequestError(f"A stream gives text as it grows, and which of {asked.beams} beams is the best is "
+                               "known at the end; use complete.")
+        if asked.n != 1:
+            raise RequestError(f"A stream gives one sample, and n is {options['n']!r}; use complete.")
+        return Stream(self._request(ids, options))

@@ -1,0 +1,115 @@
+"""Bundles in the user's cache: found, made by one process at a time, and made again where they cannot be opened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from .. import cache
+from ..bundle import FORMAT_VERSION, Bundle, is_bundle
+from ..errors import BundleError, DestinationError, ModelNotFoundError
+from ..lock import DestinationLock
+from ..process import say
+from .storage import Storage
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (stage, done, total, item); the stages are download, convert, compile and load."""
+
+
+def cached_bundle(
+    model: str, name: str, make: Callable[[Path], None], may_make: bool = True, format_1: str = "",
+    changed: Iterable[str] = (), progress: Progress | None = None,
+) -> Path:
+    """Return a bundle in the user's cache; make it where it is absent or this version cannot open it.
+
+    Of several processes that need it at once, one makes it and the others wait for it.
+
+    Parameters
+    ----------
+    model : what it is a bundle of, for people
+    name : the directory's name, to which the version of the format is added
+    make : writes a bundle to a path, over one that is there
+    may_make : False finds what can be opened, of an older format too
+    format_1 : the directory's name in format 1, where that was another
+    changed : patterns of the names of bundles that a new one replaces, for they were made of other files
+    progress : told while another process makes it
+
+    Raises
+    ------
+    ModelNotFoundError
+        There is none that can be opened, and none may be made.
+    """
+    directory = cache.cache_root() / "bundles"
+    target, *older = (directory / f"{name}-v{version}" for version in range(FORMAT_VERSION, 0, -1))
+    older += [directory / format_1] if format_1 else []
+    usable, _ = _usable((target, *older), 1 if may_make else len(older) + 1, progress)
+    if usable:
+        return usable
+    if not may_make:
+        raise ModelNotFoundError(f"{model} is a checkpoint that was not converted yet; use edgeinfer convert or run.")
+    turn = DestinationLock(directory / f"{target.name}.making")
+    try:
+        cache.make_directories(directory)
+        turn.acquire(_Waiting(model, progress))
+    except OSError as error:
+        raise DestinationError(
+            f"The cache {directory} cannot be written ({error.strerror or error}); set EDGEINFER_CACHE to another "
+            "directory, or convert the checkpoint with edgeinfer convert."
+        ) from error
+    try:
+        usable, reason = _usable((target, *older), 1, progress)  # another process may have made it meanwhile
+        if usable:
+            return usable
+        if reason:
+            say(f"{model} {reason}; it is converted again.")
+        make(target)
+        for path in {*older, *(path for pattern in changed for path in directory.glob(pattern))} - {target}:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        turn.release()
+    return target
+
+
+def _usable(paths: tuple[Path, ...], n_allowed: int, progress: Progress | None = None) -> tuple[Path | None, str]:
+    """Return the first bundle if it can be opened and is among the first n, and otherwise why it is not taken."""
+    for number, path in enumerate(paths):
+        if not is_bundle(path):
+            continue
+        try:
+            with Bundle.open(path) as bundle:
+                if number < n_allowed:
+                    if n_allowed == 1:
+                        bundle.check_contents(progress=progress and partial(progress, "load"))  # to be mended, not told
+                    return path, ""
+                return None, f"was converted by {bundle.header.made_by}, to bundle format {bundle.header.version}"
+        except BundleError as error:
+            reason = f"was converted before, but: {str(error).rstrip('.')}"
+            if n_allowed == 1:
+                return None, reason
+    return None, ""
+
+
+class _Waiting:
+    """Tells that another process makes what this one needs: a sentence once, then progress."""
+
+    def __init__(self, model: str, progress: Progress | None):
+        self._model, self._progress, self._told = model, progress, False
+
+    def __call__(self) -> None:
+        if not self._told:
+            say(f"Another process makes the bundle of {self._model}; this one waits for it.")
+            self._told = True
+        if self._progress:
+            self._progress("wait", 0, 0, "")
+
+
+def convert_into(source: str | Path, target: Path, progress: Progress | None, storage: Storage, origin: str,
+             hub: bool = False) -> None:
+    """Convert into the cache, as `edgeinfer convert` does; what is to be told of it is."""
+    from ..converters import convert_apart
+
+    for remark in convert_apart(source, target, storage.weights, storage.group_size, hub=hub, origin=origin,
+                                progress=progress):
+        say(remark)

@@ -1,0 +1,56 @@
+"""How weights are to be stored where a model is converted on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..bundle import Bundle
+from ..dataclass import dataclass
+from ..errors import UsageError
+
+WEIGHTS, GROUP_SIZE = "q4", 32
+"""How a checkpoint is stored when it is converted on the way; `edgeinfer convert` offers the others."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How weights are to be stored where something is converted on the way."""
+
+    weights: str | None = None
+    """Type of the matrices; None leaves those of a GGUF file as they are, and is q4 for others."""
+    group_size: int | None = None
+    """Weights per scale; by default 32."""
+    budget_bytes: int | None = None
+    """Most memory of the run, by which one of several files of a model on the hub is chosen; None: what there is."""
+
+    @property
+    def of_checkpoint(self) -> tuple[str, int]:
+        """Type and group size of a checkpoint's weights."""
+        return self.weights or WEIGHTS, self.group_size or GROUP_SIZE
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is said."""
+        return self.weights is not None or self.group_size is not None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is asked for."""
+        groups = f"groups of {self.group_size}" if self.group_size else ""
+        return tuple(filter(None, (self.weights or "", groups)))
+
+
+AS_IT_IS = Storage()
+
+
+def stored_so(bundle: Path, storage: Storage) -> Path:
+    """Return a bundle; raises `UsageError` where its weights are stored otherwise than was asked for."""
+    if storage.asked:
+        with Bundle.open(bundle) as opened:
+            own = opened.quantisation
+        if (storage.weights or own.weights, storage.group_size or own.group_size) != (own.weights, own.group_size):
+            raise UsageError(
+                f"{bundle} is a bundle with weights in {own.weights}, groups of {own.group_size}, and runs as it is "
+                f"stored, not in {' with '.join(storage.words)}; convert the "
+                "checkpoint or GGUF file that it was made of anew, or leave the type out.")
+    return bundle

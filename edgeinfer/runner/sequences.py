@@ -1,0 +1,139 @@
+"""What takes part in a walk: sequences, and segments of new tokens, chains or trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import field
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from edgeinfer.checks import shown, whole
+from edgeinfer.errors import RequestError
+from edgeinfer.kernels import abi
+
+from ..dataclass import dataclass
+
+PROMPT, DECODE = abi.ROLE_PROMPT, abi.ROLE_DECODE
+"""Roles of tokens: text that is read, and text that is being written."""
+GONE = -1
+"""Number of a block that was given back."""
+
+
+@dataclass(eq=False)
+class Recent:
+    """Blocks of one sequence in layers with a window."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Their numbers, one for each block of the sequence; GONE for the first ones, which were given back."""
+    gone: int = 0
+    """How many of the first ones are gone, or to be so."""
+    table: Any = None
+    address: int = 0
+    listed: int = 0
+    """As in `Sequence`."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens of one context, and where their runner keeps what it knows of them; made by `Runner.new_sequence`."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Token ids processed so far."""
+    blocks: list[int] = field(default_factory=list)
+    """Numbers of the KV blocks that hold them, `block_tokens` tokens each."""
+    reserved: int = 0
+    """Tokens behind the last one that blocks are held for while a prompt is walked in ranges of records."""
+    table: Any = None
+    """The blocks as the runner's kernels read them."""
+    address: int = 0
+    """Of the table."""
+    listed: int = 0
+    """First blocks that stand in the table already."""
+    recent: Recent | None = None
+    """What layers with a window keep; None where all layers keep all."""
+    cut: bool = False
+    """Whether rows behind the last token may hold what was forgotten or never taken in: it must not reach others, were
+    it NaN."""
+    decoded: int | None = None
+    """Index of the first token that may not have been walked as part of a prompt; None where all were."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Segment(NamedTuple):
+    """What one sequence takes part in a walk with."""
+
+    sequence: Sequence
+    ids: Items[int]
+    """Its new tokens."""
+    outputs: Items[int] = ()
+    """After which of them logits are wanted: indices into `ids`."""
+    role: int = PROMPT
+    """PROMPT or DECODE, of all of them: whatever approximates follows the role, never the number of tokens."""
+    parents: Items[int] | None = None
+    """For a tree: which of these tokens each one follows, by its index here, -1 for the sequence's last token; a parent
+    comes before its children. None is a chain: each follows the one before."""
+    draws: Items[int] = ()
+    """How the token behind each output is to be chosen: addresses of abi.DRAW_BYTES each, which must stay until
+    the walk is over, 0 for an output of which the logits are enough; or none at all. A runner that cannot choose leaves
+    DRAW_TOKEN as it is. One that does may leave a row of DECODE out, all NaN, where the draw allows it (DRAW_ALONE)."""
+
+    def check(self) -> None:
+        """Raise `RequestError` for a role, outputs, draws or parents that make no sense."""
+        if self.role not in (PROMPT, DECODE):
+            raise RequestError(f"The role of a segment is {self.role!r}; it is PROMPT or DECODE.")
+        if self.parents is not None:
+            _check_tree(self.parents, len(self.ids))
+        if self.outputs and not 0 <= min(self.outputs) <= max(self.outputs) < len(self.ids):
+            raise RequestError(f"Logits are wanted after tokens {list(self.outputs)} of {len(self.ids)}; count from 0.")
+        if self.draws and len(self.draws) != len(self.outputs):
+            raise RequestError(f"{len(self.draws)} draws are given for {len(self.outputs)} rows of logits; give one "
+                               "for each, 0 where none is wanted, or none at all.")
+
+
+def _check_tree(parents: Items[int], n_tokens: int) -> None:
+    if len(parents) != n_tokens or n_tokens > abi.MASK_TOKENS:
+        raise RequestError(f"A tree has {n_tokens} tokens and {len(parents)} parents; it takes one parent for each of "
+                           f"at most {abi.MASK_TOKENS} tokens.")
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise RequestError(f"Token {i} of a tree has the parent {parent}; a parent stands before it, and -1 is the "
+                               "sequence's last token.")
+
+
+def plain_segments(segments: Items[Segment]) -> Items[Segment]:
+    """Return segments whose numbers are Python's own: arrays and NumPy's integers are taken as well.
+
+    Raises
+    ------
+    RequestError
+        There are no segments, or what stands for tokens, outputs or parents is no list of integers.
+    """
+    if not isinstance(segments, (list, tuple)) or not all(isinstance(segment, Segment) for segment in segments):
+        raise RequestError(f"A walk takes a list of segments, and got {shown(segments)}.")
+    return [segment if all(map(_is_plain, segment[1:3])) and segment.parents is None else segment._replace(
+        ids=integers("ids", segment.ids), outputs=integers("outputs", segment.outputs),
+        parents=None if segment.parents is None else integers("parents", segment.parents)) for segment in segments]
+
+
+def decoding(sequences: Items[Sequence], ids: Items[int], draws: Items[int]) -> list[Segment]:
+    """Return the segments of a walk over one token of each sequence; see `Runner.decode`."""
+    if len(sequences) != len(ids):
+        raise RequestError(f"{len(sequences)} sequences cannot go on with {len(ids)} tokens; give one for each.")
+    each = zip(sequences, ids, draws or repeat(0), strict=False)
+    return [Segment(sequence, (token,), (0,), DECODE, None, (draw,)) for sequence, token, draw in each]
+
+
+def _is_plain(items: Any) -> bool:
+    return type(items) in (list, tuple, range) and {int}.issuperset(map(type, items))
+
+
+def integers(name: str, items: Any) -> Items[int]:
+    """Return `items` as Python's integers; raises `RequestError` for anything else."""
+    if _is_plain(items):
+        return items
+    try:
+        return [whole(item) for item in items]
+    except (TypeError, OverflowError):
+        raise RequestError(f"The {name} of a segment are {shown(items)}; they must be integers.") from None
