@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,30 +16,19 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.config import GROUP_SIZES
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import (
-    WRAPPERS,
-    Graph,
-    ModelConfig,
-    Source,
-    TypeOf,
-    Weight,
-    build_graph,
-    read_config,
-    requested_types,
-)
+from edgeinfer.graph import WRAPPERS, Graph, ModelConfig, TypeOf, Weight, build_graph, read_config, requested_types
 from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
 from .expert_names import with_experts
 from .folder import checkpoint_file
 from .json_file import CONFIG_FILE, read_json
-from .safetensors_file import SafetensorsFile, SourceTensor
+from .safetensors_file import SourceTensor
+from .shards import TensorFile, open_shards
+from .tensor_check import HEAD, check_tensors
 from .text_tensors import Names, guesses_ahead, is_buffer, names_of_text, unread_keys
-from .uses import Use, check_uses
 
 GENERATION_FILE = "generation_config.json"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 TRAVELLING = re.compile(
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json"
     r"|merges\.txt|generation_config\.json|chat_template\.jinja|chat_template\.json|LICENSE[A-Za-z0-9_.\-]{0,40}"
@@ -48,32 +37,14 @@ TRAVELLING = re.compile(
 """Files that a bundle takes along: tokenizer, chat template, licence and card; never code, never pickles."""
 TEMPLATE = re.compile(r"[A-Za-z0-9_\-]{1,64}\.jinja")
 """Further chat templates, in a folder; the names of those that a bundle takes along."""
-HEAD = "lm_head.weight"
 WEIGHTS = "q4"
 """Type of the matrices where nothing is asked for."""
-COMPARED = 1 << 20
-"""Elements of two tensors that are compared at a time."""
 
 
 def quantisation_of(type_of: Callable[[Weight], WeightType], weights: str, group_size: int) -> Quantisation:
     """The request as the bundle's header states it."""
     embedding, head = (type_of(Weight(kind, (1, 1), kind)).dtype for kind in ("embedding", "head"))
     return Quantisation(weights, group_size, embedding, head)
-
-
-class TensorFile(Protocol):
-    """A file with tensors, of whichever format."""
-
-    path: Path
-    tensors: dict[str, SourceTensor]
-    aliases: dict[str, str]
-    """Further names of its tensors."""
-
-    def read(self, name: str, starts: Sequence[int], count: int) -> NDArray[np.float32]:
-        """Read `count` elements from each of the elements `starts` on, as float32 of shape (len(starts), count)."""
-
-    def close(self) -> None:
-        """Close the file."""
 
 
 @dataclass
@@ -222,86 +193,8 @@ class Checkpoint:
         return type_of, quantisation_of(type_of, weights, group_size)
 
     def check(self, graph: Graph, compare: bool = True) -> list[str]:
-        """Compare the tensors with what the graph needs.
-
-        Parameters
-        ----------
-        graph : Graph
-        compare : bool
-            Whether a head that should be the embedding is compared with it, element by element.
-
-        Returns
-        -------
-        list of str
-            Remarks about tensors that are rightly left out.
-
-        Raises
-        ------
-        CheckpointError
-            If a tensor is missing or has another shape, if it or a part of it belongs to no part of the model, or a
-            part to two that do not say so.
-        """
-        self._follow_tie(graph)
-        uses: dict[str, list[Use]] = {}
-        for weight in graph.weights:
-            for source in weight.sources:
-                for part in source.parts:
-                    self._check_shape(weight, part)
-                    uses.setdefault(part.name, []).append((weight.name, part, part.shared or part is not source))
-        for name, found in uses.items():
-            check_uses(found, self.files[self.stored(name)].path, self.config.model_type)
-        remarks = []
-        for name in sorted(set(self.files) - set(map(self.stored, uses)) - self.ignored):
-            if name == self.stored(HEAD) and self.config.tie_word_embeddings:
-                embedding = next(weight.sources[0].name for weight in graph.weights if weight.kind == "embedding")
-                if compare and not self._same(HEAD, embedding):
-                    remarks.append(f"{HEAD} differs from {embedding} and is left out: tie_word_embeddings is true.")
-                continue
-            raise CheckpointError(
-                f"The tensor {name} in {self.files[name].path} belongs to no part of a {self.config.model_type} model; "
-                f"{self.says} and the weights do not fit together."
-            )
-        return remarks
-
-    def _follow_tie(self, graph: Graph) -> None:
-        """Where head and embedding are one matrix, the checkpoint may have it under the head's name alone."""
-        embedding = next((weight.sources[0].name for weight in graph.weights if weight.kind == "embedding"), HEAD)
-        if self.config.tie_word_embeddings and self.stored(embedding) not in self.files and HEAD in self.files:
-            self.aliases[embedding] = HEAD
-
-    def _check_shape(self, weight: Weight, source: Source) -> None:
-        name, shape = source.name, source.stored
-        if self.stored(name) not in self.files:
-            tie = name == HEAD and "; if the head is the embedding, set tie_word_embeddings to true in " + self.says
-            raise CheckpointError(f"{self.path} lacks the tensor {name}{self._missing_alias(name) or tie or ''}.")
-        have, file = self.tensor(name).shape, self.files[self.stored(name)]
-        if have == shape:
-            return
-        if weight.kind in ("embedding", "head") and len(have) == 2 and have[1] == shape[1]:
-            raise CheckpointError(
-                f"{self.says} says vocab_size {shape[0]}, but {name} in {file.path} has {have[0]} rows; they must "
-                "agree."
-            )
-        raise CheckpointError(
-            f"The tensor {name} in {file.path} has shape {list(have)}, but {self.says} needs {list(shape)}."
-        )
-
-    def _missing_alias(self, name: str) -> str:
-        """What the files say that a missing tensor is, in words; empty where they say nothing."""
-        for file in self.files.values():
-            if other := file.aliases.get(name):
-                return f", which {file.path} calls another name of {other:.80}, and that is not stored there"
-        return ""
-
-    def _same(self, a: str, b: str) -> bool:
-        if self.tensor(a).shape != self.tensor(b).shape:
-            return False
-        rows, step = self.tensor(a).shape[0], max(1, COMPARED // prod(self.tensor(a).shape[1:]))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            if not np.array_equal(self.read_rows(a, start, stop), self.read_rows(b, start, stop)):
-                return False
-        return True
+        """Compare the tensors with what the graph needs; see `check_tensors`."""
+        return check_tensors(self, graph, compare)
 
 
 def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -325,80 +218,3 @@ def text_model(fields: Mapping[str, Any], config: ModelConfig, stored: Collectio
     if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
         config = replace(config, tie_word_embeddings=HEAD not in {*stored, *names.aliases})
     return config, names
-
-
-def open_shards(path: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """Open model.safetensors, or all files that the index names; each tensor's file by name, and further names."""
-    if checkpoint_file(path, INDEX_FILE):
-        index = shard_index(path)
-        names = sorted(set(index.values()))
-    elif checkpoint_file(path, SINGLE_FILE, anywhere=True):
-        index, names = {}, [SINGLE_FILE]
-    else:
-        raise no_weights(path)
-    if missing := [name for name in names if checkpoint_file(path, name, anywhere=True) is None]:
-        raise CheckpointError(f"{path / INDEX_FILE} names the file {missing[0]}, which is missing; download it again.")
-    files: dict[str, TensorFile] = {}
-    opened: list[SafetensorsFile] = []
-    try:
-        for name in names:
-            opened.append(SafetensorsFile(path / name))
-            for tensor in opened[-1].tensors:
-                if tensor in files:
-                    raise CheckpointError(f"The tensor {tensor} is both in {files[tensor].path} and in {path / name}.")
-                files[tensor] = opened[-1]
-        for tensor, name in index.items():
-            shared = any(file.aliases.get(tensor) in files for file in opened)
-            if files[tensor].path != path / name if tensor in files else not shared:
-                raise CheckpointError(
-                    f"{path / INDEX_FILE} says that {name} holds the tensor {tensor}, but it does not."
-                )
-        return files, further_names(files)
-    except BaseException:
-        for file in opened:
-            file.close()
-        raise
-
-
-def further_names(files: dict[str, TensorFile]) -> dict[str, str]:
-    """Names that the files' metadata give to stored tensors; one that is stored itself keeps its own elements.
-
-    Tensors that share their elements are saved once, and the metadata say which name stands for which
-    (``safetensors.torch.save_model``). Everything else in there is left alone.
-
-    Raises
-    ------
-    CheckpointError
-        Two files disagree.
-    """
-    aliases: dict[str, str] = {}
-    for file in dict.fromkeys(files.values()):
-        for name, other in file.aliases.items():
-            if name not in files and other in files and aliases.setdefault(name, other) != other:
-                raise CheckpointError(f"{file.path} calls {name:.80} another name of {other:.80}, but another file of "
-                                      f"the checkpoint one of {aliases[name]:.80}; download it again.")
-    return aliases
-
-
-def shard_index(path: Path) -> dict[str, str]:
-    """The index's map from tensor to file name; names with folders in them are refused."""
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map.")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors", name):
-            raise CheckpointError(
-                f"{path / INDEX_FILE} names the file {name!r:.80}, which is no plain safetensors file name."
-            )
-    return weight_map
-
-
-def no_weights(path: Path) -> CheckpointError:
-    """The error for a directory without safetensors, with the remedy where there are pickles."""
-    pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickles:
-        return CheckpointError(
-            f"{path} has its weights only as a pickle ({pickles[0]}), which could run any code when it is loaded; "
-            "save the model again with safetensors (transformers' save_pretrained does so) or download that version."
-        )
-    return CheckpointError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")

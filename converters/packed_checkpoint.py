@@ -28,7 +28,7 @@ from edgeinfer.graph import (
 )
 from edgeinfer.quant import quantise
 
-from .checkpoint import Checkpoint, checkpoint_fields, open_shards, text_model
+from .checkpoint import Checkpoint, checkpoint_fields, text_model
 from .expert_names import with_experts
 from .packed_config import take_scheme
 from .packed_gather import gathered
@@ -36,6 +36,7 @@ from .packed_import import moved
 from .packed_kinds import F32, PLAIN, PackedKind
 from .packed_tensor import PackedTensor
 from .parts_by_type import name_of_part, parts_by_type
+from .shards import open_shards
 
 SPARE_GROUP = 32
 """Group size that a header states where all weights are floats."""

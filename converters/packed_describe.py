@@ -11,13 +11,14 @@ from edgeinfer.config import GROUP_SIZES
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import ModelConfig, Source, build_graph, read_config, requested_types
 
-from .checkpoint import INDEX_FILE, SINGLE_FILE, WEIGHTS, quantisation_of
+from .checkpoint import WEIGHTS, quantisation_of
 from .expert_names import with_experts
 from .folder import checkpoint_file
 from .gguf_describe import FileDescription
 from .packed_checkpoint import Kinds, PackedCheckpoint, refuse_dear, storage_of
 from .packed_config import Scheme, take_scheme
 from .packed_kinds import PackedKind
+from .shards import INDEX_FILE, SINGLE_FILE
 
 FLOAT_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 """Types of safetensors by torch's names."""

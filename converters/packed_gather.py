@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from . import packed_decode as decode
-from .checkpoint import TensorFile
 from .packed_config import Scheme
 from .packed_tensor import PackedTensor, Parts, Recent
 from .safetensors_file import SafetensorsFile
+from .shards import TensorFile
 
 Decode = Callable[[str, Parts, Scheme, Recent], PackedTensor]
 _GPTQ = ("qweight", "qzeros", "scales", "g_idx")
