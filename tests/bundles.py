@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import HEADER_FILE, Bundle, BundleWriter, Quantisation
 from edgeinfer.bundle.header import checksum
 from edgeinfer.graph import ModelConfig
-from edgeinfer.quant import WeightType
+from edgeinfer.quant import WeightType, layouts
 
 CONFIG = ModelConfig(
     model_type="llama", vocab_size=40, hidden_size=24, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4,
@@ -77,3 +78,16 @@ def alter_header(bundle: Path, change: Callable[[dict[str, Any]], object]) -> No
     data.pop("checksum", None)
     data["checksum"] = checksum(data)
     (bundle / HEADER_FILE).write_text(json.dumps(data))
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    """All weights of a bundle as float32, by name."""
+    data, out = np.fromfile(path / "weights.bin", np.uint8), {}
+    with Bundle.open(path) as bundle:
+        for entry in bundle.header.tensors:
+            raw, stored = data[entry.offset : entry.offset + entry.nbytes], entry.type
+            values = (raw.view("<f4")[: entry.shape[0]] if stored.layout == "plain" else
+                      layouts.unpack_tile16(raw, stored.dtype, stored.group_size, entry.shape))
+            whole = re.sub(r"qkv\.[0-9]", "qkv", entry.name)  # parts of a matrix, in their order
+            out[whole] = np.concatenate([out[whole], values]) if whole in out else values
+    return out

@@ -10,6 +10,7 @@ import pytest
 
 from edgeinfer.converters import Checkpoint
 from edgeinfer.converters.gguf_names import gguf_name
+from edgeinfer.converters.gguf_types import BY_NAME
 from edgeinfer.graph import ModelConfig
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -165,3 +166,36 @@ HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 
           "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "Q1_0": (0,), "TQ1_0": (52,),
           "TQ2_0": (64,), **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,))}
 """Bytes of each block at which there is a number in half precision."""
+
+
+OF_256 = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "head_dim": 16,
+          "num_key_value_heads": 2, "num_hidden_layers": 2}
+"""Sizes of a model whose rows are whole blocks of 256."""
+
+
+def sizes_for(*kinds: str) -> dict[str, int]:
+    return OF_256 if any(BY_NAME[kind].elements == 256 for kind in kinds) else SIZES
+
+
+def split(path: Path, directory: Path, source: Path, count: int = 3) -> list[Path]:
+    """Write a model in parts, of which the first has the fields, as llama-gguf-split does."""
+    gguf = pytest.importorskip("gguf")
+    write_gguf(path, source)
+    reader = gguf.GGUFReader(path)
+    parts = [directory / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        for key, value in reader.fields.items():
+            if i == 0 and key.startswith("llama."):
+                add = writer.add_float32 if "freq_base" in key or "epsilon" in key else writer.add_uint32
+                add(key, value.contents())
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts

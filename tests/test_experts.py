@@ -18,11 +18,10 @@ from edgeinfer.describe import describe
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedModelError
 from edgeinfer.graph import ExpertsConfig, ModelConfig, build_graph, read_config, requested_types
 from tests import golden_cases
-from tests.bundles import alter_header
+from tests.bundles import alter_header, weights_of
 from tests.gguf_files import write_gguf
 from tests.make_golden import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from tests.sessions import TINY, scored, session, tokens, write_model
-from tests.test_gguf_import import weights_of
 
 MIXTURE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(9, 3, 40))
 SHARED = replace(TINY, model_type="qwen2_moe", num_hidden_layers=3, attention_bias=True,

@@ -20,9 +20,8 @@ from edgeinfer.llm import LLM
 from edgeinfer.models import Storage, checkpoint_path, resolve
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
-from tests.gguf_files import SIZES, write_gguf
+from tests.gguf_files import SIZES, split, write_gguf
 from tests.hub_server import serve
-from tests.test_gguf_import import split
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGEST = "ab" * 32

@@ -18,11 +18,11 @@ from edgeinfer.graph import ExpertsConfig, build_graph, read_config, requested_t
 from edgeinfer.pruning import Schedule
 from edgeinfer.runtime.stages import importance
 from tests import golden_cases
+from tests.bundles import weights_of
 from tests.gguf_files import write_gguf
 from tests.make_golden import GPT_OSS
 from tests.packers import mxfp4, raw_parts, write_config, write_raw
 from tests.sessions import TINY, scored, session, tokens, write_model
-from tests.test_gguf_import import weights_of
 
 CONFIG = {**GPT_OSS, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
           "num_attention_heads": 6, "num_key_value_heads": 2, "experts_per_token": 2, "initial_context_length": 16,

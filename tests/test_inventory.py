@@ -179,7 +179,7 @@ def test_stores_that_are_damaged(home: Path, source: Path) -> None:
 
 
 def test_split_models_are_one(home: Path, tmp_path: Path, source: Path) -> None:
-    from tests.test_gguf_import import split
+    from tests.gguf_files import split
 
     write_gguf(tmp_path / "whole.gguf", source, "Q8_0")
     folder = tmp_path / "parts"

@@ -16,11 +16,11 @@ from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.inventory import list_models
 from edgeinfer.models import resolve
+from tests.bundles import weights_of
 from tests.checkpoints import make_checkpoint, refused, save_tensors
 from tests.command_line import edgeinfer
 from tests.packers import FORMS, Raw, bf16, f16, f32, gptq, i32, make_packed, mlx, mxfp4, write_config, write_raw
 from tests.sessions import logits_of, session
-from tests.test_gguf_import import weights_of
 
 EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m"}
 WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric")

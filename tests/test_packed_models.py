@@ -13,8 +13,8 @@ from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import UsageError
 from edgeinfer.models import Storage, resolve
+from tests.bundles import weights_of
 from tests.packers import FORMS, Raw, compressed_config, f16, make_packed, mxfp4, raw_parts, write_config, write_raw
-from tests.test_gguf_import import weights_of
 
 MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 32, "norm_topk_prob": True, "torch_dtype": "float16"}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.converters import GgufTokenizer, read_gguf_tokenizer
+from edgeinfer.text import Tokenizer
 from tests.checkpoints import SENTENCES
 
 P = "tokenizer.ggml."
@@ -133,3 +135,23 @@ def sentencepiece_metadata(
         P + "scores": [p.get_score(i) for i in pieces],
         P + "unknown_token_id": p.unk_id(), P + "eos_token_id": p.eos_id(),
         **{P + key: item for key, item in more.items()}}
+
+
+TEXTS = [
+    "", " ", "  ", " a", *SENTENCES, "two  spaces\n\n\nlines\t tab \r\n", "日本語のテキスト。",
+    "🦙🚀 👨‍👩‍👧", "naïve Ünï",
+    "12345 l'été 'LL we'Ve", "e\u0301 combining", "\x00\x01", "<s> </s> <unk>", "x=[1,22,333]; // №½",
+]  # fmt: skip
+
+
+def read(metadata: dict[str, Any]) -> GgufTokenizer:
+    found = read_gguf_tokenizer(metadata, "m.gguf")
+    assert found is not None
+    return found
+
+
+def opened(metadata: dict[str, Any], folder: Path) -> Tokenizer:
+    """The tokenizer as a bundle's, behind which nothing knows of GGUF."""
+    for name, content in read(metadata).files.items():
+        (folder / name).write_bytes(content)
+    return Tokenizer.open(folder)
