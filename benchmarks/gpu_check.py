@@ -122,7 +122,7 @@ def print_row(row: Row) -> None:
 
 def bundle_of(name: str) -> Path:
     """A bundle, or one with random weights of a shape."""
-    from edgeinfer.cli.bench import find_bundle
+    from edgeinfer.cli.bench_run import find_bundle
     from edgeinfer.cli.progress import ProgressLine
     from edgeinfer.converters import SHAPES
 

@@ -37,13 +37,7 @@ from edgeinfer.bench.traffic import bytes_per_token  # noqa: E402
 from edgeinfer.bundle import Bundle, read_predictor  # noqa: E402
 from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle  # noqa: E402
-from edgeinfer.devices import (  # noqa: E402
-    DENSE_SHARE,
-    GATES_SHARE,
-    MASKED_SHARE,
-    break_even_density,
-    parse_profile,
-)
+from edgeinfer.devices import DENSE_SHARE, GATES_SHARE, MASKED_SHARE, break_even_density, parse_profile  # noqa: E402
 from edgeinfer.graph import ModelConfig, NeuronGated  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runner import DECODE, Segment  # noqa: E402

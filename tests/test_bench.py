@@ -197,7 +197,7 @@ def test_a_process_without_its_first_token_is_reported(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.cli.bench.READ_BYTES", 8 << 20)
+    monkeypatch.setattr("edgeinfer.cli.bench_run.READ_BYTES", 8 << 20)
 
 
 @pytest.mark.usefixtures("small_reads")

@@ -178,7 +178,7 @@ def test_all_commands_tell_the_same_decision(
 def test_bench_measures_what_run_would_do(
     bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeinfer.cli.bench.READ_BYTES", 8 << 20)
+    monkeypatch.setattr("edgeinfer.cli.bench_run.READ_BYTES", 8 << 20)
     started: list[str] = []
     monkeypatch.setattr("edgeinfer.bench.startup._first_ms", lambda command, path: started.extend(command) or 7.0)
     measure(bundle)

@@ -1,0 +1,197 @@
+"""A plan as `edgeinfer plan` reports it: its JSON object, what else would fit, how fast it will be, remarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import RuntimeConfig
+from ..errors import BudgetError
+from .on_gpu import PROMPT, speed_object
+from .output import alternative_object, not_ours
+
+if TYPE_CHECKING:
+    from ..choice import Choice, Way
+    from ..describe import ModelDescription
+    from ..devices import DeviceProfile
+    from ..memory_planner import Alternative, Beside, MemoryPlan
+
+MOST_THREADS = 256
+DEVICE_MEMORY = "memory of"
+
+
+class PlanReport:
+    """One plan, what it was made for, and what else would fit."""
+
+    def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
+                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None):
+        from ..memory_planner import Planner, default_ctx, default_threads, to_request
+
+        threads = config.threads or (_cores(device) if device else default_threads())
+        self.model, self.device, self.profile, self.choice = model, device, profile, choice
+        self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
+        self.budget, self.budget_source = self._limit()
+        self.planner = Planner(model.graph, model.weight_bytes, beside=beside)
+        self.plan: MemoryPlan = self.planner.plan(to_request(self.config))
+
+    def _limit(self) -> tuple[int, str]:
+        from ..memory_planner import process_budget
+
+        if self.config.budget_bytes is not None:
+            return self.config.budget_bytes, "--budget"
+        if self.device is not None:
+            return self.device.memory_bytes, f"{DEVICE_MEMORY} {self.device.title}"
+        return process_budget(), "what this system can give now"
+
+    def report(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        from ..memory_planner import alternatives, largest_ctx, refusal, streaming, without
+        from .neurons import neurons_object
+        from .windows import windows_object
+
+        plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
+        fits = plan.total_bytes <= self.budget
+        options = [] if fits else [*filter(None, [without(self.planner, config, self.budget)]),
+                                   *alternatives(self.planner, config, self.budget, model.rebuild)]
+        options += [] if fits else [*self._cold(), *self._experts()]
+        by_expert = any("kept_experts" in option.options for option in options)
+        if not fits and not by_expert and (streamed := streaming(self.planner, config, self.budget)):
+            options.append(streamed)
+        report: dict[str, Any] = {
+            "model": model.name, "source": model.source, "fits": fits,
+            "parameters": model.parameters, "weights": model.quantisation.weights,
+            "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
+            "device": None if self.device is None else self.device.name,
+            "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
+            "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes,
+            "mapped_bytes": plan.mapped_bytes, "reclaimable_bytes": plan.reclaimable_bytes,
+            "budget_bytes": self.budget, "budget_source": self.budget_source,
+            "remaining_bytes": self.budget - plan.total_bytes,
+            "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
+            "pure_weight_bytes": round(model.pure_weight_bytes(4)),
+            "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
+            "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
+            "alternatives": [self._alternative(option) for option in options],
+            "file_types": model.file_types or None,
+            "estimate": (found := self._estimate()), "notes": self._notes(found),
+            "neurons": neurons_object(model, self.profile), "lazy": self._pruned(),
+            "windows": windows_object(plan),
+        }
+        if not fits:
+            report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
+        return report
+
+    def _flash(self) -> list[Way]:
+        """The way with this recipe that reads cold neurons from storage, where `run` has one."""
+        ways = (self.choice.way, *self.choice.others) if self.choice else ()
+        return [way for way in ways if way.plan.cold and way.config.recipe == self.config.recipe]
+
+    def _cold(self) -> list[Alternative]:
+        from ..memory_planner import cold
+
+        return [cold(way.plan, way.read_bytes) for way in self._flash()]
+
+    def _kept(self) -> MemoryPlan | None:
+        """The plan that keeps some experts in memory, where `run` has one."""
+        from ..memory_planner import to_request
+        from ..offload import keep_experts
+
+        return keep_experts(self.planner, to_request(self.config), self.budget)
+
+    def _experts(self) -> list[Alternative]:
+        from ..memory_planner import kept_experts
+        from ..offload import from_flash
+
+        plan = self._kept()
+        return [kept_experts(plan, from_flash(plan.experts).nbytes)] if plan and plan.experts else []
+
+    def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
+        """Return what tokens read of experts, and how fast they come where storage was measured."""
+        from ..devices import estimate
+        from ..offload import ALIKE, SKEWED, from_flash
+
+        plan, found = self._kept(), {}
+        assert plan and plan.experts
+        for name, half in (("alike", ALIKE), ("skewed", SKEWED)):
+            expected, speed = from_flash(plan.experts, half), None
+            if self.profile is not None and self.profile.storage_sequential_gbs:
+                traffic = replace(self.model.traffic(self.config.kv), flash_bytes=expected.nbytes)
+                speed = estimate(self.profile, traffic, self.config.ctx or 0).decode_tok_per_s
+            found[name] = {"busier_half": half, "hit_rate": expected.hit_rate, "streamed_bytes": round(expected.nbytes),
+                           "decode_tok_per_s": speed}
+        return {"experts": plan.experts.total, "streamed_bytes": option.streamed_bytes, "routing": found,
+                "decode_tok_per_s": found["alike"]["decode_tok_per_s"]}
+
+    def _alternative(self, option: Alternative) -> dict[str, Any]:
+        """Return an alternative as a JSON object; how fast reading from storage is, where storage was measured."""
+        from ..devices import estimate
+
+        out, speed = alternative_object(option), None
+        if "cold_neurons" in option.options:
+            speed = next(way.at_depth(self.config.ctx or 0) for way in self._flash())
+            return {**out, "streamed_bytes": option.streamed_bytes,
+                    "decode_tok_per_s": speed if self.choice and self.choice.probed else None}
+        if "kept_experts" in option.options:
+            return {**out, **self._read_of_experts(option)}
+        if "streamed_layers" not in option.options:
+            return out
+        if self.profile is not None and self.profile.storage_sequential_gbs:
+            traffic = replace(self.model.traffic(self.config.kv), streamed_bytes=option.streamed_bytes)
+            depth = int(option.options.get("ctx", self.config.ctx or 0))
+            speed = estimate(self.profile, traffic, depth).decode_tok_per_s
+        return {**out, "streamed_bytes": option.streamed_bytes, "decode_tok_per_s": speed}
+
+    def _estimate(self) -> dict[str, Any] | None:
+        """Return the speed with a full context, and with an empty one; None where this machine was not probed."""
+        from ..devices import SERVED
+
+        if self.profile is None:
+            return None
+        lazy, on_gpu = self._pruned(), self.profile.device_class == SERVED
+        traffic = self.model.traffic("f16" if on_gpu else self.config.kv)
+        return speed_object(self.profile, traffic, self.config.ctx or 0, self.config.max_sequences if on_gpu else 1,
+                            lazy["share"] if lazy else 1.0)
+
+    def _pruned(self) -> dict[str, Any] | None:
+        """Return what will become of a prompt; None where none is pruned."""
+        lazy, n_layers = self.config.lazy, self.model.layers
+        return lazy.placed(n_layers).outlook(min(PROMPT, self.config.ctx or 0), n_layers) if lazy else None
+
+    def _notes(self, found: dict[str, Any] | None) -> list[str]:
+        notes, own = [], self.model.config.max_position_embeddings
+        if self.model.file_note:
+            notes.append(self.model.file_note)
+        placed = next((way.sparse for way in self._flash()), self.model.sparse)
+        if placed and (said := placed.sentence()):
+            notes.append(said[0].upper() + said[1:])
+        if placed and self.model.sparse and placed.runs != self.model.sparse.runs:
+            notes.append("With neurons that are read from storage no layer falls back to dense or exact: masks say "
+                         "what to read.")
+        if (self.config.ctx or 0) > own:
+            notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
+        if found and self.profile and (remark := not_ours(found, self.profile)):
+            notes.append(remark)
+        if self.profile is None:
+            notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
+        elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
+            notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
+                         f"{self.config.threads}.")
+        if self.budget_source.startswith(DEVICE_MEMORY) and self.device and len(self.device.memory_gib) != 1:
+            notes.append("The budget is all the memory of the device's largest common version: --budget says that "
+                         "yours has less, or leaves room for the system and other programs.")
+        if not self.config.mlock:
+            notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
+                         "short, which --mlock forbids.")
+        return notes
+
+
+def _cores(device: DeviceProfile) -> int:
+    """Return the threads on a device: its processor cores; a GPU's multiprocessors run none."""
+    return min(device.cores, MOST_THREADS) if device.isa in _our_isas() else 1
+
+
+def _our_isas() -> set[str]:
+    """Return the instruction sets of processors on which threads of ours run."""
+    from ..kernels import LADDER
+
+    return {isa.name for isa in LADDER}
