@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from .conversion import convert, open_checkpoint
     from .folders import Found, models_below
     from .gguf_describe import FileDescription, check_tokenizer, describe_gguf, gguf_purpose, gguf_structure
-    from .gguf_file import GgufHeader, PassedOver, gguf_origin, gguf_parts, is_gguf, read_headers
+    from .gguf_file import gguf_origin, gguf_parts, is_gguf, read_headers
+    from .gguf_header import GgufHeader, PassedOver
     from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
     from .hub import fetch, fetch_config
     from .hub_files import cached_gguf, fetch_gguf

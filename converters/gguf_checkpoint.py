@@ -32,7 +32,8 @@ from edgeinfer.quant import GROUP_SIZES, quantise
 
 from .checkpoint import Checkpoint
 from .gguf_config import LONG, ROPE_FACTORS, SHORT, read_gguf_model
-from .gguf_file import GgufHeader, GgufTensor, read_headers
+from .gguf_file import read_headers
+from .gguf_header import GgufHeader, GgufTensor
 from .gguf_import import moved
 from .gguf_names import SHARED_GATE, with_gguf_names
 from .gguf_tensors import GgufFile

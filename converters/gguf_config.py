@@ -13,7 +13,7 @@ from edgeinfer.errors import CheckpointError, UnsupportedModelError
 from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequencies, read_config
 
 from .gguf_families import ACTIVATIONS, OWN_KEYS, PARTIAL, RUNNABLE, TIED, WINDOWED, family_fields
-from .gguf_file import GgufHeader, GgufTensor
+from .gguf_header import GgufHeader, GgufTensor
 from .gguf_latent import NAME as LATENT_NAME
 from .gguf_latent import read_latent_rotation
 from .gguf_mixtures import MIXTURES, mixture_fields, read_choice

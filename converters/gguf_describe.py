@@ -14,7 +14,8 @@ from edgeinfer.graph import ModelConfig, TypeOf
 
 from .gguf_checkpoint import FACTORS, MOST_FACTORS, GgufCheckpoint, all_tensors, kept
 from .gguf_config import PURPOSES, config_fields, purpose
-from .gguf_file import GgufHeader, GgufTensor, PassedOver, read_headers
+from .gguf_file import read_headers
+from .gguf_header import GgufHeader, GgufTensor, PassedOver
 from .gguf_tokenizer import check_kind
 
 OF_STRUCTURE = ("general.architecture", "general.type", "tokenizer.ggml.model", "tokenizer.ggml.pre",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.files import open_plain
 
-from .gguf_file import GgufHeader
+from .gguf_header import GgufHeader
 from .gguf_types import BY_NAME
 from .gguf_values import dequantise
 from .safetensors_file import SourceTensor

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from edgeinfer.converters import describe_gguf, read_gguf_tokenizer
-from edgeinfer.converters.gguf_file import _Reader, read_header
+from edgeinfer.converters.gguf_file import read_header
+from edgeinfer.converters.gguf_header import HeaderReader
 from edgeinfer.converters.gguf_names import with_gguf_names
 from edgeinfer.converters.gguf_types import EXACT, GGUF_TYPES
 from edgeinfer.describe import describe
@@ -326,14 +327,14 @@ def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping of it would end the process by SIGBUS."""
-    path, read = tmp_path / "model.gguf", _Reader.header
+    path, read = tmp_path / "model.gguf", HeaderReader.header
     path.write_bytes(header(fields_of("llama-3.2-1b"), tensors_of("llama-3.2-1b")))
 
-    def cut_then_read(reader: _Reader) -> Any:
+    def cut_then_read(reader: HeaderReader) -> Any:
         os.truncate(path, 0)
         return read(reader)
 
-    monkeypatch.setattr(_Reader, "header", cut_then_read)
+    monkeypatch.setattr(HeaderReader, "header", cut_then_read)
     with pytest.raises(CheckpointError, match=r"model\.gguf is cut short: its header goes on after"):
         describe_gguf(path)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from edgeinfer.converters import convert
-from edgeinfer.converters.gguf_file import PassedOver, read_headers
+from edgeinfer.converters.gguf_file import read_headers
+from edgeinfer.converters.gguf_header import PassedOver
 from edgeinfer.converters.ollama import ADAPTER_LAYER
 from edgeinfer.converters.stores import llama_cpp_folder, lm_studio_folders
 from edgeinfer.errors import CheckpointError
