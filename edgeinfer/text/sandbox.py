@@ -17,25 +17,29 @@ with threads may stop for ever in the child, and neither macOS nor Windows has a
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
 from typing import Any, cast
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes, pass_context
-from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_round
-from jinja2.parser import Parser
+from jinja2 import Template, TemplateSyntaxError, Undefined, nodes, pass_context
+from jinja2.ext import loopcontrols
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from ..errors import CancelledError, TokenizerError
 from .growth import FILTERS, METHODS, TESTS, estimate_filter, estimate_format, estimate_method, text_size
+from .sandbox_functions import (
+    BoundedNamespace,
+    RefusedError,
+    WorkLimitError,
+    raise_exception,
+    round_number,
+    strftime_now,
+    to_json,
+)
+from .sandbox_nodes import CountWork, GenerationTag
 
 MAX_STEPS = 1_000_000
 MADE_BYTES, MADE_SHARE = 8 << 20, 64
@@ -45,84 +49,6 @@ MAX_TOKENS = 20_000
 
 _LOOP_NAMES = frozenset(
     "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed".split())
-_STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,200}")
-
-
-class WorkLimitError(TemplateError):
-    """A template did more work than it may."""
-
-
-class RefusedError(TemplateError):
-    """A template called ``raise_exception``."""
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace without underscored names, which could be taken for Python's internals."""
-
-    def __init__(*args: Any, **values: Any) -> None:
-        for name in dict(*args[1:], **values):
-            _check_name(name)
-        Namespace.__init__(*args, **values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        Namespace.__setitem__(self, name, value)
-
-    def __repr__(self) -> str:
-        return "<namespace>"  # printing the values could take for ever where they share parts
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
-
-
-class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's text for training; here it is only a block."""
-
-    tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance variable)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _CountWork(NodeTransformer):
-    """Route whatever loops, makes or compares values through counting filters, which templates cannot redefine."""
-
-    def _counted(self, node: Any, name: str = "_made") -> nodes.Filter:
-        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = self._counted(node.iter, "_count_loop")
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return self._counted(nodes.List(node.nodes, lineno=node.lineno), "_concat")
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        node.expr = self._counted(node.expr, "_step")
-        for operand in node.ops:
-            operand.expr = self._counted(operand.expr, "_step")
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return self._counted(node) if isinstance(node.arg, nodes.Slice) else node
-
-    def _visit_container(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        if getattr(node, "ctx", "load") != "load":  # the targets of an assignment
-            return node
-        return self._counted(node)
-
-    visit_List = visit_Tuple = visit_Dict = _visit_container
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # a constant passes through `finalize` as expressions do
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -134,18 +60,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_GenerationTag, loopcontrols],
+            extensions=[GenerationTag, loopcontrols],
             finalize=self._finalize,
             optimized=False,  # folding constants would do work before anything is counted
             cache_size=0,
         )
         self.start({}, None)
-        own: dict[str, Callable[..., Any]] = {"tojson": _to_json, "safe": str, "round": _round}
+        own: dict[str, Callable[..., Any]] = {"tojson": to_json, "safe": str, "round": round_number}
         self.filters = {name: self._guarded(name, own.get(name, self.filters[name])) for name in FILTERS}
         for work in (self._count_loop, self._made, self._concat, self._step):
             self.filters[work.__name__] = work
         self.tests = {name: self.tests[name] for name in TESTS}
-        self._functions = (_raise_exception, _strftime_now, self.globals["range"], dict, _Namespace)
+        self._functions = (raise_exception, strftime_now, self.globals["range"], dict, BoundedNamespace)
         names = ("raise_exception", "strftime_now", "range", "dict", "namespace")
         self.globals = dict(zip(names, self._functions, strict=True))
 
@@ -172,7 +98,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if any(number > MAX_TOKENS for number, _token in enumerate(self.lex(source))):
             raise TemplateSyntaxError(f"it has more than {MAX_TOKENS} words and signs", 1)
-        return _CountWork().visit(super()._parse(source, name, filename))
+        return CountWork().visit(super()._parse(source, name, filename))
 
     @staticmethod
     @pass_context
@@ -247,7 +173,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a template may see an attribute: methods of the list, a loop's own, a namespace's values."""
-        if isinstance(obj, _Namespace):
+        if isinstance(obj, BoundedNamespace):
             return not attr.startswith("_")
         return attr in (_LOOP_NAMES if isinstance(obj, LoopContext) else METHODS.get(type(obj), ()))
 
@@ -283,37 +209,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > (2 if operator in ("*", "**") else 4) * MAX_BITS // 2:
             raise WorkLimitError(f"it computes a number of more than {MAX_BITS} bits")
-
-
-def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
-    if not isinstance(precision, int) or abs(precision) > 15:
-        raise WorkLimitError("round takes a precision of 15 digits at most")
-    return do_round(value, precision, method)  # type: ignore[arg-type]
-
-
-def _strftime_now(pattern: Any) -> str:
-    if not isinstance(pattern, str) or not _STRFTIME.fullmatch(pattern):
-        raise WorkLimitError("strftime_now takes a pattern of at most 200 characters, without widths")
-    return datetime.now().strftime(pattern)
-
-
-def _raise_exception(message: Any = "no reason given") -> None:
-    raise RefusedError(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as chat templates expect it: not escaped for web pages, no ASCII escapes."""
-    if isinstance(indent, (int, str)) and len(" " * min(indent, 17) if isinstance(indent, int) else indent) > 16:
-        raise WorkLimitError("tojson may indent by 16 at most")
-    if separators is not None and any(len(text) > 16 for text in separators):
-        raise WorkLimitError("tojson takes separators of at most 16 characters")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def compile_template(text: str, source: str) -> Template:

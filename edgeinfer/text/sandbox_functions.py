@@ -1,0 +1,78 @@
+"""What a chat template may call of ours, namespaces among it, and how it is ended: all bounded."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.filters import do_round
+from jinja2.sandbox import SecurityError
+from jinja2.utils import Namespace
+
+_STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,200}")
+
+
+class WorkLimitError(TemplateError):
+    """A template did more work than it may."""
+
+
+class RefusedError(TemplateError):
+    """A template called ``raise_exception``."""
+
+
+class BoundedNamespace(Namespace):
+    """Jinja's namespace without underscored names, which could be taken for Python's internals."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):
+            _check_name(name)
+        Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"  # printing the values could take for ever where they share parts
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
+
+
+def round_number(value: Any, precision: int = 0, method: str = "common") -> Any:
+    """Return a number rounded, as Jinja rounds, to a bounded number of digits."""
+    if not isinstance(precision, int) or abs(precision) > 15:
+        raise WorkLimitError("round takes a precision of 15 digits at most")
+    return do_round(value, precision, method)  # type: ignore[arg-type]
+
+
+def strftime_now(pattern: Any) -> str:
+    """Return the time by a pattern, of which no part can be widened."""
+    if not isinstance(pattern, str) or not _STRFTIME.fullmatch(pattern):
+        raise WorkLimitError("strftime_now takes a pattern of at most 200 characters, without widths")
+    return datetime.now().strftime(pattern)
+
+
+def raise_exception(message: Any = "no reason given") -> None:
+    """End the template, as its author wants it."""
+    raise RefusedError(str(message))
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as chat templates expect it: not escaped for web pages, no ASCII escapes."""
+    if isinstance(indent, (int, str)) and len(" " * min(indent, 17) if isinstance(indent, int) else indent) > 16:
+        raise WorkLimitError("tojson may indent by 16 at most")
+    if separators is not None and any(len(text) > 16 for text in separators):
+        raise WorkLimitError("tojson takes separators of at most 16 characters")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
