@@ -13,15 +13,7 @@ from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import place_of_head
-from edgeinfer.quality import (
-    MAX_KLD,
-    QUALITY_FILE,
-    Setting,
-    measured_identity,
-    measurement,
-    read_quality,
-    to_json,
-)
+from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
 from edgeinfer.runtime import Session, everywhere
 
 from .fitting import Told

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from ..abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
     COUNT_TOKENS,
-    FLAG_HOLES,
     FLAG_LAST,
     FLAG_SINKS,
     INSTEAD_MEAN,
@@ -26,26 +25,21 @@ from ..abi import (
     MASK_TOKENS,
     MEAN_BLOCKS,
     SPLIT_BLOCKS,
-    TOKEN_BASE,
-    TOKEN_MASK,
-    TOKEN_ROW,
-    TOKEN_SEQUENCE,
     padded_head_dim,
     score_row_bytes,
 )
 from ..parameters import ATTENTION
+from .attention_paths import SPLIT_TOKENS, Doubles, Path, Stored, paths, seen_tokens, value_dim
 from .elementwise import quantise_rows
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
 
-Doubles = NDArray[np.float64]
 LOWEST = float(np.float32(-1e30))
 """Score of what a token does not see in a block of which it sees a part, or what the layer lacks; largest score of a
 split of which nothing counts."""
 NEVER = LOWEST / 2
 """Less than any score of what is there: who wants at least this wants everything."""
-SPLIT_TOKENS = BLOCK_TOKENS * SPLIT_BLOCKS
 
 
 class Partial(NamedTuple):
@@ -100,111 +94,6 @@ def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
     return (np.rint(codes).astype(np.float64) * (scales * np.float32(scale))).reshape(q.shape)
 
 
-class Stored(NamedTuple):
-    """What blocks hold, in order."""
-
-    k: Doubles
-    """(kv_heads, positions, n)."""
-    v: Doubles
-    """(kv_heads, positions, n)."""
-    v_scales: Doubles | None
-    """With int8 KV: (kv_heads, positions)."""
-
-    def of(self, head: int, rows: NDArray[np.int64]) -> tuple[Doubles, Doubles, Doubles | None]:
-        """K, V and scales of V of a head at some positions."""
-        return self.k[head, rows], self.v[head, rows], None if self.v_scales is None else self.v_scales[head, rows]
-
-
-def value_dim(p: Any) -> int:
-    """Elements of a value: where it is not stored, those of a key that stand for it."""
-    return int(p.values or p.head_dim)
-
-
-def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32]) -> Stored:
-    """K and V of the blocks in order."""
-    p = view.parameters(ATTENTION)
-    padded, kv_heads = padded_head_dim(p.head_dim), p.kv_heads
-    dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
-    step = 4 if kv == "int8" else 1
-    plane = kv_heads * p.blocks * p.block_bytes
-
-    def of_plane(at: int, dtype: type, n: int) -> NDArray:
-        """What a plane has of each head in the blocks, n elements each: (kv_heads, blocks, n)."""
-        return view.array(2, dtype, (kv_heads, p.blocks, n), at=at)[:, blocks]
-
-    latent = bool(p.values)
-    lines = of_plane(0, dtype, BLOCK_TOKENS * padded).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
-    k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
-    if latent:
-        v = k
-    else:
-        values = of_plane(plane, dtype, BLOCK_TOKENS * padded)
-        if kv == "int8":
-            values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
-        v = values.reshape(kv_heads, -1, padded).astype(np.float64)
-    v_scales = None
-    if kv == "int8":
-        scales = of_plane((1 if latent else 2) * plane, np.float16, 2 * BLOCK_TOKENS).astype(np.float64)
-        scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
-        v_scales = scales[1].reshape(kv_heads, -1)
-        k, v = k * scales[0].reshape(kv_heads, -1, 1), v * v_scales[..., None]
-    return Stored(k[..., : p.head_dim], v[..., : value_dim(p)], v_scales)
-
-
-class Path(NamedTuple):
-    """What a token sees."""
-
-    low: int
-    """Place of the first row in the whole path, which starts with row 0."""
-    rows: NDArray[np.int64]
-    """Rows of the sequence, the token's own last."""
-    there: NDArray[np.bool_]
-    """Which of them the layer has."""
-
-    @property
-    def place(self) -> int:
-        """The token's own place."""
-        return self.low + len(self.rows) - 1
-
-    @property
-    def splits(self) -> range:
-        """The splits that these places lie in."""
-        return range(self.low // SPLIT_TOKENS, (self.low + len(self.rows) - 1) // SPLIT_TOKENS + 1)
-
-
-def paths(view: RecordView, n_tokens: int, window: int) -> list[Path]:
-    """What each of the first n tokens sees; window 0 sees the whole path."""
-    out: list[Path] = []
-    fields = (view.tokens(field)[:n_tokens] for field in (TOKEN_ROW, TOKEN_BASE, TOKEN_MASK))
-    for row, base, mask in zip(*(map(int, field) for field in fields), strict=True):
-        rows = np.arange(row + 1)
-        if mask != -1:
-            rows = rows[(rows < base) | (rows == row) | (mask >> np.clip(rows - base, 0, 63) & 1 == 1)]
-        low = max(0, len(rows) - window) if window else 0
-        out.append(Path(low, rows[low:], _there(view, len(out), rows[low:])))
-    return out
-
-
-class Seen(NamedTuple):
-    """A token of the walk with what it sees."""
-
-    t: int
-    path: Path
-    stored: Stored
-
-
-def seen_tokens(view: RecordView, kv: str, first: int, end: int) -> list[Seen]:
-    """Tokens first to end - 1 with their paths and what their sequences hold, sequence by sequence."""
-    p, out = view.parameters(ATTENTION), []
-    sequences, found = view.tokens(TOKEN_SEQUENCE)[first:end], paths(view, end, p.window)[first:]
-    for sequence in np.unique(sequences):
-        mine = np.flatnonzero(sequences == sequence)
-        n_blocks = max(int(found[t].rows[-1]) for t in mine) // BLOCK_TOKENS + 1
-        stored = stored_keys_and_values(view, kv, view.block_table(int(sequence), n_blocks, p.recent))
-        out += [Seen(first + int(t), found[t], stored) for t in mine]
-    return out
-
-
 def queries_of(view: RecordView, kv: str, tokens: int) -> Doubles:
     """Queries of the first tokens as the products see them: (tokens, KV heads, heads of each, n)."""
     p = view.parameters(ATTENTION)
@@ -218,16 +107,6 @@ def sinks_of(view: RecordView) -> Doubles | None:
     if not view.flags & FLAG_SINKS:
         return None
     return view.array(8, np.float32, (view.parameters(ATTENTION).heads,)).astype(np.float64)
-
-
-def _there(view: RecordView, t: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of which of these rows of token t's sequence the layer has K and V."""
-    if not view.flags & FLAG_HOLES:
-        return np.ones(len(rows), bool)
-    sequence, recent = int(view.tokens(TOKEN_SEQUENCE)[t]), view.parameters(ATTENTION).recent
-    blocks = view.block_table(sequence, int(rows.max()) // BLOCK_TOKENS + 1, recent)
-    holes = view.array(6, np.uint8, (int(blocks.max()) + 1, BLOCK_TOKENS))
-    return holes[blocks[rows // BLOCK_TOKENS], rows % BLOCK_TOKENS] == 0
 
 
 def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
-from .attention import LOWEST, SPLIT_TOKENS, Path, queries_of, score, score_row, seen_tokens
+from .attention import LOWEST, queries_of, score, score_row
+from .attention_paths import SPLIT_TOKENS, Path, seen_tokens
 from .expected import Expected
 from .tolerances import TINY
 from .view import RecordView, float_of

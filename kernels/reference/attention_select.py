@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS
 from ..parameters import ATTENTION
-from .attention import NEVER, Path, paths, score_row
+from .attention import NEVER, score_row
+from .attention_paths import Path, paths
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of

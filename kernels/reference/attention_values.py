@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS, INSTEAD_MEAN, SPLIT_BLOCKS, STRETCH_SPLITS
 from ..parameters import ATTENTION
-from .attention import LOWEST, NEVER, Seen, mean_blocks, mean_of, partials, score_row, seen_tokens, weigh
+from .attention import LOWEST, NEVER, mean_blocks, mean_of, partials, score_row, weigh
+from .attention_paths import Seen, seen_tokens
 from .attention_select import wanted_blocks
 from .expected import Expected
 from .tolerances import TINY, TOLERANCES
