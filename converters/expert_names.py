@@ -15,15 +15,16 @@ from edgeinfer.graph import Graph, Source, Weight
 _PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.(weight|bias)")
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.(weight|bias)")
 _ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
-            "block_sparse_moe.router", "block_sparse_moe.primary_router")
+            "block_sparse_moe.router", "block_sparse_moe.primary_router", "router.proj")
 _BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
               ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}),
               ("block_sparse_moe.experts.{}.", {"gate": "gate", "up": "up", "down": "down"}))
 """Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's, SmallThinker's."""
 _TOGETHER = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
              ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-             ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"))
-"""Tensors of all experts, gate rows above up rows: transformers 5's own, and Granite's."""
+             ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+             ("experts.gate_up_proj", "experts.down_proj"))
+"""Tensors of all experts, gate rows above up rows: transformers 5's own, Granite's and Gemma 4's."""
 _IN_TURNS = ("gpt_oss",)
 """Architectures whose tensors of all experts have a gate row and an up row in turns, as columns where they are not
 quantised."""

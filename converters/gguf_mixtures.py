@@ -10,11 +10,13 @@ from edgeinfer.graph import ConfigReader
 _COUNTS = {"llama": "num_local_experts", "granitemoe": "num_local_experts", "gpt-oss": "num_local_experts",
            "smallthinker": "moe_num_primary_experts"}
 """What families call the number of their experts, where not num_experts."""
-_OWN_SIZE = ("qwen2moe", "qwen3moe")
+_CHOSEN = {"smallthinker": "moe_num_active_primary_experts", "gemma4": "top_k_experts"}
+"""What they call the number of those that a token goes through, where not num_experts_per_tok."""
+_OWN_SIZE = ("qwen2moe", "qwen3moe", "gemma4")
 """Architectures whose config has a size of experts beside that of a plain FFN."""
 _NORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
 """Whether the weights of a token's experts add up to 1 where a file does not say it; elsewhere they always do."""
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "smallthinker")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "smallthinker", "gemma4")
 """Architectures whose files may have experts; a llama with experts is a Mixtral."""
 SOFTMAX = 1
 _WAYS = {"gpt-oss": {SOFTMAX: "softmax", 3: "softmax of the chosen"},
@@ -35,8 +37,10 @@ def mixture_fields(name: str, get: Callable[[str], Any]) -> dict[str, Any]:
     get : callable
         The value of a key, without the architecture's name before it; None where it is absent.
     """
-    chosen = "moe_num_active_primary_experts" if name == "smallthinker" else "num_experts_per_tok"
+    chosen = _CHOSEN.get(name, "num_experts_per_tok")
     fields = {_COUNTS.get(name, "num_experts"): get("expert_count"), chosen: get("expert_used_count")}
+    if name == "gemma4":
+        fields["enable_moe_block"] = True
     if name == "smallthinker":
         return fields | {"moe_ffn_hidden_size": get("expert_feed_forward_length") or get("feed_forward_length"),
                          "moe_primary_router_apply_softmax": get("expert_gating_func") == SOFTMAX}

@@ -45,15 +45,22 @@ _ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedf
 _INPUTS = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"}
 _OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")} | {
     "gpt_oss": _LAYER | {"post_attention_layernorm": "post_attention_norm"},
-    "gemma4_text": _LAYER | _ON_THE_WAY_OUT | _INPUTS}
-_SCALAR = re.compile(r"model\.layers\.([0-9]+)\.layer_scalar")
+    "gemma4_text": _LAYER | _ON_THE_WAY_OUT | _INPUTS | {
+        "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2"}}
+_ALONE = re.compile(r"model\.layers\.([0-9]+)\.(self_attn\.sinks|layer_scalar|router\.scale|router\.per_expert_scale)")
+_NUMBERS = {"self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight",
+            "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+"""Tensors whose names here end in neither weight nor bias."""
+_FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
-_SINKS = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.sinks")
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe")
 """Architectures whose q and k rows llama.cpp's converter reorders, for a rotation that turns neighbours."""
-_IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi")
-"""Architectures whose q, k and v the converter leaves in one tensor, as rows one behind the other."""
+_IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi", "gpt_oss")
+"""Architectures whose q, k and v a converter leaves in one tensor, as rows one behind the other."""
+_OR_APART = ("phi", "gpt_oss")
+"""Of these, those that also have three."""
 _PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
 """Architectures to whose norms the converter adds 1."""
 
@@ -69,7 +76,7 @@ def _renamed(weight: Weight, config: ModelConfig, names: Collection[str]) -> Wei
         return apart
     fused = re.fullmatch(r"layers\.([0-9]+)\.qkv(_bias)?", weight.name) if config.model_type in _IN_ROWS else None
     name = f"blk.{fused[1]}.attn_qkv.{'bias' if fused[2] else 'weight'}" if fused else ""
-    if fused and (config.model_type != "phi" or name in names):
+    if fused and (config.model_type not in _OR_APART or name in names):
         return replace(weight, sources=_rows(name, weight))
     return with_stacks(weight, lambda source: _source(source, config, names))
 
@@ -94,6 +101,13 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
     if source.each and name not in names and (single := name.replace("_exps.", ".{}.")).format(0) in names:
         name = single  # files of early 2024 have a tensor for each expert
     plain = replace(source, name=name, stored=stored, steps=())
+    if (part := _FUSED.fullmatch(name)) and name not in names and (both := f"{part[1]}gate_up{part[3]}") in names:
+        rows, second = stored[1], part[2] == "up"
+        plain = replace(plain, name=both, stored=(stored[0], 2 * rows, *stored[2:]))
+        if config.model_type == "gpt_oss":  # in turns
+            plain = plain.every(2, int(second))
+        else:
+            plain = plain.rows(rows * second, rows * (1 + second))
     if config.model_type in INTERLEAVED and re.search(r"\.attn_[qk]\.", name):
         plain = plain.rope_halves(config.head_dim)
     return replace(plain, steps=(*plain.steps, *steps))
@@ -101,12 +115,10 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
 
 def gguf_name(name: str, model_type: str = "") -> str:
     """The file's name of a tensor; one that has none there keeps its own, and will be said to be missing."""
-    if scalar := _SCALAR.fullmatch(name):
-        return f"blk.{scalar[1]}.layer_output_scale.weight"
+    if alone := _ALONE.fullmatch(name):
+        return f"blk.{alone[1]}.{_NUMBERS[alone[2]]}"
     match, layer = _NAME.fullmatch(name.replace(".gate.e_score_correction_bias", ".e_score_correction.bias")), \
         _OWN.get(model_type, _LAYER)
     if match and match[1] and match[2] in layer:
         return f"blk.{match[1]}.{layer[match[2]]}.{match[3]}"
-    if sinks := _SINKS.fullmatch(name):
-        return f"blk.{sinks[1]}.attn_sinks.weight"
     return f"{_OUTER[match[4]]}.{match[5]}" if match and match[4] in _OUTER else name

@@ -67,7 +67,7 @@ class Family:
 FAMILIES = (
     Family("linear", tuple(f"linear_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
     Family("gated", tuple(f"gated_{w}" for w in WEIGHTS), _PRODUCT, LINEAR),
-    Family("route", ("route", "sort_routes"), ("source", "out", "bias", "scratch"), ROUTE),
+    Family("route", ("route", "sort_routes"), ("source", "out", "bias", "scratch", "factors"), ROUTE),
     Family("experts_input", ("experts_input_q8", "experts_input_f32"), ("source", "out", "list"), EXPERTS_INPUT),
     Family("experts", tuple(f"experts_{part}_{w}" for part in ("gated", "down") for w in WEIGHTS),
            ("weights", "x", "out", "bias", "scratch", "source", "routes", "list", "places"), LINEAR),

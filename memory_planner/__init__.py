@@ -20,7 +20,7 @@ from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsOfLayer, ExpertsPlan, m
 from .lifetimes import Placement, place_activations
 from .plan import DEVICE, STREAM_BUFFERS, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
-from .request import beside_draft, default_ctx, draft_config, resolve, to_request
+from .request import beside_draft, default_ctx, draft_config, in_memory, resolve, to_request
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed
 
@@ -28,5 +28,6 @@ __all__ = ["DEVICE", "MARGIN_TOKENS", "PAGE_BYTES", "PYTHON_RESERVE_BYTES", "REA
            "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsOfLayer",
            "ExpertsPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "Windowed",
            "alternatives", "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config",
-           "fit", "fits", "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations", "process_budget",
-           "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streaming", "to_request", "without"]
+           "fit", "fits", "in_memory", "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations",
+           "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streaming",
+           "to_request", "without"]

@@ -38,7 +38,7 @@ class Request:
     """Whether the weights are locked into memory."""
     homes: tuple[tuple[str, str], ...] = ()
     """Weights that do not lie in the mapped file, by name: ``resident`` or ``streamed``; the name ``*`` means all
-    others."""
+    others but tables of which a token reads a row, which ``rows`` means."""
     hot: tuple[int, ...] = ()
     """Resident neurons of each layer's FFN, where masks leave others to be read when they are wanted; none: all."""
     slots: int = 0

@@ -15,6 +15,8 @@ from .planner import Beside, Planner
 DEFAULT_CTX = 4096
 MOST_CHECKED = 16
 """Rows of logits for guesses of several sequences together: walks of more tokens do not pay."""
+RESIDENT = (("*", "resident"), ("rows", "resident"))
+"""Homes of weights of which none are mapped."""
 
 
 def default_ctx(model: ModelConfig) -> int:
@@ -44,9 +46,17 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     ctx = ctx or config.ctx or DEFAULT_CTX
     outputs = _outputs(config)
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
-    homes = () if config.mmap else (("*", "resident"),)
+    homes = () if config.mmap else RESIDENT
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
                    homes, own_tokens=config.own_tokens, lazy=config.lazy)
+
+
+def in_memory(request: Request) -> Request:
+    """Return the request with weights in memory of the process, where no pages of a mapped file are taken away.
+
+    Tables of which a token reads a row stay in the file, unless nothing is to be mapped.
+    """
+    return replace(request, homes=RESIDENT[:1 + (RESIDENT[1] in request.homes)])
 
 
 DRAFT = "draft"
@@ -65,7 +75,7 @@ def beside_draft(draft: Planner) -> Beside:
 
 def to_draft_request(request: Request) -> Request:
     """What to plan for the draft model of a run: it walks the same texts, and draws one token of each at a time."""
-    homes = tuple(home for home in request.homes if home[0] == "*")
+    homes = RESIDENT if RESIDENT[0] in request.homes else ()
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
     return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, expert_slots=0,
                    own_tokens=own, lazy=None)

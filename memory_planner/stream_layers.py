@@ -8,17 +8,17 @@ from edgeinfer.graph import Graph
 
 from .plan import STREAM_BUFFERS, MemoryPlan, Request
 from .planner import Planner
+from .request import in_memory
 
 
 def stream(planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
     """Plan with the fewest streamed layers that the budget allows; None where even all of them are not enough.
 
     Weights that are not streamed lie in memory of the process: pages of a mapped file would be taken away by the system
-    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed. Tables of
-    which a token reads a row stay in the file, unless nothing is to be mapped.
+    just when memory is short, and read again one by one. Embedding, head and vectors are never streamed.
     """
     layers = _layers(planner.graph)
-    request = replace(request, homes=_rows(planner.graph, request))
+    request = in_memory(request)
     low, high = STREAM_BUFFERS + 1, len(layers)  # fewer would take the place that they are to give
     if high < low or planner.plan(_streaming(request, layers, high)).total_bytes > budget:
         return None
@@ -43,12 +43,6 @@ def _layers(graph: Graph) -> list[list[str]]:
         if len(of) == 1 and (layer := next(iter(of))) is not None:
             layers.setdefault(layer, []).append(name)
     return list(layers.values())
-
-
-def _rows(graph: Graph, request: Request) -> tuple[tuple[str, str], ...]:
-    """Where what is not streamed lies."""
-    tables = [] if ("*", "resident") in request.homes else [w.name for w in graph.weights if w.kind == "rows"]
-    return ("*", "resident"), *((name, "weights") for name in tables)
 
 
 def _streaming(request: Request, layers: list[list[str]], n: int) -> Request:

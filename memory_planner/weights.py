@@ -60,7 +60,8 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
         name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
         if cold and name in hot:
             nbytes = hot[name] * cold.neuron_bytes
-        home = homes.get(name, homes.get("*", "weights")) if weight.kind != "predictor" else "resident"
+        kind = "rows" if weight.kind == "rows" else "*"
+        home = homes.get(name, homes.get(kind, "weights")) if weight.kind != "predictor" else "resident"
         if experts and weight.kind == "experts":
             home = "experts"
         places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from edgeinfer.memory_planner import ExpertsPlan, MemoryPlan, Planner, Request, mixtures
+from edgeinfer.memory_planner import ExpertsPlan, MemoryPlan, Planner, Request, in_memory, mixtures
 
 ALIKE, SKEWED = 0.5, 0.75
 """Share of a token's choices that the busier half of a layer's experts takes: where all are alike, and where routing is
@@ -29,7 +29,7 @@ def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan 
         Bytes of the whole process.
     """
     def planned(slots: int) -> MemoryPlan:
-        return planner.plan(replace(request, homes=(("*", "resident"),), expert_slots=slots))
+        return planner.plan(replace(in_memory(request), expert_slots=slots))
 
     layers = mixtures(planner.graph)
     if not layers:

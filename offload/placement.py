@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import NeuronGated
-from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, masked
+from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, in_memory, masked
 
 from .experts import keep_experts
 from .prediction import Floats
@@ -91,7 +91,7 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     layers = {op.layer for op in masked(planner.graph)}
 
     def planned(hot: tuple[int, ...], slots: int) -> MemoryPlan:
-        return planner.plan(replace(request, homes=(("*", "resident"),), hot=hot, slots=slots))
+        return planner.plan(replace(in_memory(request), hot=hot, slots=slots))
 
     whole = masked(planner.graph)[0].weight.shape[0]
     none = tuple(0 if i in layers else whole for i in range(planner.graph.config.num_hidden_layers))

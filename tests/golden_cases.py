@@ -74,6 +74,8 @@ def weights(name: str, shape: list[int] | tuple[int, ...]) -> np.ndarray:
         values = 1 + 0.4 * uniform
         if "wide-heads/" in name and name.endswith("q_norm.weight"):  # scores of 512 products, which nothing divides
             values /= 16
+    elif name.endswith(("router.scale", "router.per_expert_scale")):  # the first is divided by sqrt(hidden_size)
+        values = (8 if name.endswith("router.scale") else 1) * (1 + 0.4 * uniform)
     elif name.endswith("bias"):
         values = 0.5 * uniform
     elif name.endswith("embed_tokens.weight"):

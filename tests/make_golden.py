@@ -70,6 +70,11 @@ GEMMA4 = {"model_type": "gemma4_text", **BASE, "num_hidden_layers": 7, "layer_ty
           "rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 300.0,
                                                  "partial_rotary_factor": 0.5},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}  # fmt: skip
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 38}
+GEMMA4_UNIFIED = {
+    **{key: value for key, value in GEMMA4.items() if "per_layer" not in key}, "model_type": "gemma4_unified_text",
+    "num_hidden_layers": 4, "layer_types": None, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1}
 FALCON = {"model_type": "falcon", "vocab_size": 99, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6,
           "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "rope_theta": 300.0}  # fmt: skip
 SIDE = {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
@@ -141,6 +146,19 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-wide-heads": {
         **GEMMA4, "num_hidden_layers": 3, "layer_types": SEVEN[:2] + SEVEN[-1:], "num_kv_shared_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+    },
+    "gemma4-mixture": {
+        **GEMMA4, **GEMMA4_EXPERTS, "num_hidden_layers": 4, "layer_types": None, "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "num_key_value_heads": 3, "use_bidirectional_attention": "vision",
+    },
+    "gemma4-mixture-rows": {**GEMMA4, **GEMMA4_EXPERTS, "num_hidden_layers": 4, "layer_types": SEVEN[:3] + SEVEN[-1:],
+                            "num_kv_shared_layers": 2},
+    "gemma4-unified": GEMMA4_UNIFIED,
+    "gemma4-unified-wrapped": {
+        "model_type": "gemma4_unified", "text_config": {**GEMMA4_UNIFIED, "tie_word_embeddings": True},
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 2, "output_proj_dims": 16},
+        "audio_config": {"audio_embed_dim": 16}, "image_token_id": 98,
     },
     "gemma4-wrapped": {
         "model_type": "gemma4", "text_config": {**GEMMA4, "num_hidden_layers": 4, "layer_types": SEVEN[:3] + SEVEN[-1:],

@@ -72,15 +72,18 @@ class _State:
     def _tensor(self, source: Any) -> np.ndarray:
         """By the architecture's name, or what the checkpoint calls it where that differs."""
         name = source.name
+        routers = (name.replace(".mlp.gate.", other) for other in (".block_sparse_moe.router.", ".mlp.router.",
+                                                                   ".router.proj."))
         names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
-                 name.replace(".mlp.gate.", ".block_sparse_moe.router."), name.replace(".mlp.gate.", ".mlp.router."))
+                 *routers)
         return next(self._tensors[one] for one in names if one in self._tensors)
 
     def stacks(self, weight: Any) -> list[np.ndarray]:
         """Matrices of all experts for each source, as transformers 5 keeps them: gate and up in one tensor."""
         module = weight.sources[0].name.partition(".{}.")[0]
         if module + ".down_proj" not in self._tensors:
-            module = module.replace(".mlp.", ".block_sparse_moe.")
+            others = (module.replace(".mlp.", other) for other in (".block_sparse_moe.", "."))
+            module = next(other for other in others if other + ".down_proj" in self._tensors)
         if module + ".down_proj_bias" in self._tensors:
             return self._stacks_in_turns(weight, module)
         if len(weight.sources) == 1:
@@ -210,6 +213,8 @@ def route(state: _State, op: Any, logits: np.ndarray) -> np.ndarray:
     weights = np.take_along_axis(scores, ids, axis=1)
     if op.normalise:
         weights = weights / weights.sum(axis=1, keepdims=True)
+    if op.factors:
+        weights = weights * state.whole(op.factors)[ids]
     state.chosen[op.layer] = ids, (weights * np.array(op.scale, state.dtype))
     return np.zeros((len(logits), op.out.width), state.dtype)
 
@@ -235,7 +240,8 @@ def experts_down(state: _State, op: Any, x: np.ndarray, *rest: np.ndarray) -> np
     (downs,), (experts, weights) = state.stacks(op.weight), state.chosen[op.layer]
     biases = state.stacks(op.bias)[0] if op.bias else np.zeros((len(downs), 1), state.dtype)
     y = np.stack([downs[e] @ row + biases[e] for e, row in zip(experts.reshape(-1), x, strict=True)])
-    return rest[-1] + (y.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+    y = (y.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)
+    return rest[-1] + y if op.residual else y
 
 
 def sigmoid_gate(state: _State, op: Any, x: np.ndarray, gate: np.ndarray) -> np.ndarray:

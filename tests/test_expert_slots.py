@@ -15,10 +15,11 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.cli.streaming import Usage, line
 from edgeinfer.config import RuntimeConfig
-from edgeinfer.graph import ExpertsConfig
-from edgeinfer.memory_planner import MemoryPlan, Planner, Request
+from edgeinfer.graph import ExpertsConfig, read_config
+from edgeinfer.memory_planner import MemoryPlan, Planner, Request, in_memory
 from edgeinfer.offload import ALIKE, SKEWED, from_flash, keep_experts, placer
 from edgeinfer.runtime import Session, plan_run
+from tests import golden_cases
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens, write_model
 from tests.test_gpt_oss import MIXTURE as BIASED
@@ -32,6 +33,8 @@ LARGER = replace(TINY, model_type="qwen2_moe", hidden_size=128, num_hidden_layer
 EARLY = replace(TINY, model_type="smallthinker", num_hidden_layers=3, hidden_act="relu",
                 experts=ExpertsConfig(7, 3, 44, scores="sigmoid"))
 """The router stands before the attention, so reads go on meanwhile."""
+BESIDE = read_config(golden_cases.load("gemma4-mixture-rows").config)
+"""Experts side by side with an FFN, and added to nothing before they are normed; a table that stays in its file."""
 IDS = tokens(70)
 
 
@@ -43,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slots(n: int) -> Callable[[Planner, Request, int], MemoryPlan]:
     """So many experts are kept, whatever the budget."""
     def place(planner: Planner, request: Request, budget: int) -> MemoryPlan:
-        return planner.plan(replace(request, homes=(("*", "resident"),), expert_slots=n))
+        return planner.plan(replace(in_memory(request), expert_slots=n))
 
     return place
 
@@ -65,8 +68,8 @@ def resident(path: Path, **options: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(("config", "weights", "n"), [
     (MIXTURE, "q4", 9), (MIXTURE, "f16", 20), (LARGER, "q4", 7), (LARGER, "int8", 12), (EARLY, "q4", 8),
-    (BIASED, "q4", 12),
-], ids=["9", "20", "shared", "all", "early", "biased"])
+    (BIASED, "q4", 12), (replace(BESIDE, max_position_embeddings=256), "int8", 11),
+], ids=["9", "20", "shared", "all", "early", "biased", "beside"])
 def test_the_bits_of_the_model_in_memory(config: Any, weights: str, n: int, models: Path) -> None:
     path = write_model(models, config, weights)
     want = resident(path)
@@ -113,6 +116,19 @@ def test_a_plan_keeps_what_the_budget_allows(tmp_path: Path) -> None:
             assert plan.experts
             assert plan.experts.experts <= plan.experts.slots < plan.experts.total
             assert budget - 2 * plan.experts.slot_bytes < plan.total_bytes <= budget
+
+
+def test_tables_of_rows_stay_in_their_file(models: Path) -> None:
+    """Unless nothing is to be mapped."""
+    path = write_model(models, BESIDE)
+    with Bundle.open(path) as bundle:
+        for mmap in (True, False):
+            config = RuntimeConfig(threads=1, ctx=64, prefill_chunk=16, mmap=mmap, budget_bytes=1 << 40)
+            _, _, _, graph, plan, *_ = plan_run(bundle, config)
+            kept = keep_experts(Planner(graph, bundle.weights_bytes), plan.request, 1 << 40)
+            assert kept and kept.experts
+            assert kept.places["layer_rows"].region == ("weights" if mmap else "resident")
+            assert bool(kept.filed_bytes) == mmap
 
 
 def test_a_bundle_that_lacks_room_even_for_a_layer_is_streamed_or_refused(models: Path) -> None:

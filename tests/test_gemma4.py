@@ -17,7 +17,7 @@ from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.describe import describe
 from edgeinfer.errors import BundleError, CheckpointError, EdgeInferError, UnsupportedModelError
-from edgeinfer.graph import Attention, ModelConfig, TokenRows, build_graph, read_config, requested_types
+from edgeinfer.graph import Attention, ExpertsConfig, ModelConfig, TokenRows, build_graph, read_config, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
 from tests import golden_cases
@@ -42,7 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_threads_and_chunks(model: Path) -> None:
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(9, 3, 38)])
+def test_threads_and_chunks(experts: ExpertsConfig | None, model: Path, tmp_path: Path) -> None:
+    if experts:
+        model = tmp_path / "m"
+        write_random_bundle(replace(with_windows(SMALL, 40), experts=experts), model, "q4", 32)
     rows = []
     for threads, chunk in ((1, 512), (1, 7), (3, 64)):
         with session(model, ctx=2 * SPLIT, threads=threads, prefill_chunk=chunk) as opened:
@@ -51,7 +55,7 @@ def test_threads_and_chunks(model: Path) -> None:
     assert all(row.tobytes() == rows[0].tobytes() for row in rows)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-keys-as-values"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-keys-as-values", "gemma4-mixture-rows"])
 def test_every_record_is_what_its_twin_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
     write_random_bundle(read_config(golden_cases.load(name).config), tmp_path / "m", "int8", 32)
@@ -205,13 +209,24 @@ def test_a_token_reads_a_row_of_the_table() -> None:
     assert rows == [5184] and described.bytes_per_token < 1.6e9 and described.parameters > 4.6e9
 
 
+def test_the_plan_of_the_mixture() -> None:
+    """26B-A4B: a token reads 8 of 128 experts of 30 layers beside the rest, 4.5 bits a weight with their scales."""
+    described = describe("gemma-4-26b-a4b")
+    expert = 3 * 2816 * 704 * 4.5 / 8
+    assert described.all_bytes_per_walk - described.bytes_per_token == pytest.approx(30 * 120 * expert, rel=0.02)
+    text = edgeinfer("plan", "gemma-4-26b-a4b", "--ctx", 4096, "--budget", "6GB").out
+    assert re.search(r"kept experts 1\d{3} \(6\.00 GB\), 5\d\d MB from storage for each token", text)
+
+
 # -- configs and checkpoints -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is True.*of Gemma 4 the dense models run"),
+        ({"enable_moe_block": True}, "config.json lacks 'num_experts'"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts is 5; it must be .* 1 to 4"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "config.json lacks 'moe_intermediate_size'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is "),
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7, but no .* layer before the last ones"),
         ({"attention_bias": True}, "attention_bias is True"),

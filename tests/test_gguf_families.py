@@ -7,6 +7,7 @@ written here anew.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "stablelm": "stablelm", "stablelm-parallel": "stablelm", "phi": "phi2", "starcoder2-window": "starcoder2",
     "starcoder2-no-bias": "starcoder2", "cohere": "command-r", "qwen2-vl-wrapped": "qwen2vl",
     "qwen3-vl-wrapped": "qwen3vl", "gemma4": "gemma4", "gemma4-keys-as-values": "gemma4",
+    "gemma4-mixture": "gemma4", "gemma4-mixture-rows": "gemma4", "gemma4-unified-wrapped": "gemma4",
 }  # fmt: skip
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
@@ -87,6 +89,9 @@ def gemma4(c: ModelConfig) -> dict[str, Any]:
         "rope.freq_base_swa": c.local_rope.theta if c.local_rope else 0.0}
     if c.ffn_sizes:
         found["feed_forward_length"] = list(c.ffn_sizes)
+    if e := c.experts:
+        found |= {"expert_count": e.total, "expert_used_count": e.active,
+                  "expert_feed_forward_length": e.intermediate_size}
     return found | ({"attention.head_count_kv": list(c.kv_heads)} if c.keys_as_values else {})
 
 
@@ -96,7 +101,7 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, out = gguf.get_tensor_name_map(kind, c.num_hidden_layers), {}
     for name, stored in case.tensors.items():
-        if "visual" in name:
+        if re.search(r"visual|embed_(vision|audio)", name):
             continue
         values = stored.astype(np.float32)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
@@ -109,7 +114,12 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
             for part, n in heads.items():
                 values = permuted(values, n) if part in name else values
-        text = name.replace("model.language_model.", "model.") + (".weight" if name.endswith("layer_scalar") else "")
+        text = name.replace("model.language_model.", "model.")
+        if "router" in name and name.endswith("scale"):
+            name = "ffn_down_exps" if "expert" in name else "ffn_gate_inp"
+            out[f"blk.{text.split('.')[2]}.{name}.scale"] = values
+            continue
+        text += "" if name.endswith(("weight", "bias")) else ".weight"
         out[names.get_name(text, try_suffixes=(".weight", ".bias"))] = values
     if arch == "gemma4":
         turning, pairs = c.rope.dims // 2, c.rope.span // 2
@@ -221,7 +231,9 @@ def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
         ("gemma4", "gemma4.rope.dimension_count", 10, "rope.dimension_count 10, .* width of a head, 22"),
         ("gemma4", "gemma4.feed_forward_length", [100, 200, 100, 100, 200, 200, 200], "is none of Gemma 4's"),
         ("gemma4", "gemma4.attention.sliding_window_pattern", [True, False], "for each of 7 layers"),
-        ("gemma4", "gemma4.expert_count", 8, "expert_count is 8"),
+        ("gemma4", "gemma4.expert_count", 8, "lacks 'top_k_experts'"),
+        ("gemma4-mixture", "gemma4.expert_used_count", 10, "top_k_experts is 10; it must be .* from 1 to 9"),
+        ("gemma4-mixture", "gemma4.expert_gating_func", 2, "expert_gating_func is 2"),
         ("gemma4", "gemma4.block_count", 2**32 - 1, "4294967295 layers, but edgeinfer takes at most 4096"),
         ("gemma4", "gemma4.attention.shared_kv_layers", 2**32 - 1, "must be a number from 0 to 6"),
         ("gemma4", "gemma4.attention.shared_kv_layers", "x", "must be a number from 0 to 6"),

@@ -26,9 +26,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
         "bamboo", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-        "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral",
-        "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smallthinker",
-        "smollm3", "sparsellama", "stablelm", "starcoder2"]
+        "gemma4_unified_text", "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite",
+        "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_moe", "smallthinker", "smollm3", "sparsellama", "stablelm", "starcoder2"]
 
 
 def test_absent_fields_take_the_architecture_s_defaults() -> None:

@@ -18,7 +18,7 @@ STRIDE = 16
 
 
 def route(isa: str, logits: np.ndarray, active: int, threads: int = 1, bias: np.ndarray | None = None,
-          **parameters: int | float) -> tuple[np.ndarray, np.ndarray]:
+          factors: np.ndarray | None = None, **parameters: int | float) -> tuple[np.ndarray, np.ndarray]:
     """Experts and weights of each token."""
     bench, (tokens, experts) = Bench(), logits.shape
     width = -(-experts // 16) * 16
@@ -27,12 +27,13 @@ def route(isa: str, logits: np.ndarray, active: int, threads: int = 1, bias: np.
     out_stride = -(-active // 4) * 64
     places = [bench.put("activations", rows), bench.reserve("activations", tokens * out_stride),
               bench.put("constants", np.zeros(width, np.float32) if bias is None else bias),
-              bench.scratch(12 * width, 3)]
+              bench.scratch(12 * width, 3), 0 if factors is None else bench.put("constants", factors)]
     bench.tokens([0] * tokens)
     values = fill(ROUTE, experts=experts, active=active, in_stride=4 * width, out_stride=out_stride,
                   rows=abi.COUNT_TOKENS, scratch=12 * width,
                   **{"scale": 1.0, "groups": 1, "active_groups": 1, "group_best": 1, **parameters})
-    found = bench.run(isa, "route", places, values, abi.FLAG_BIAS * (bias is not None), threads)
+    flags = abi.FLAG_BIAS * (bias is not None) | abi.FLAG_SCALED * (factors is not None)
+    found = bench.run(isa, "route", places, values, flags, threads)
     return found["experts"], found["weights"]
 
 
@@ -64,6 +65,15 @@ def test_a_bias_counts_for_the_choice_alone_and_groups_are_chosen_first(
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
     np.testing.assert_allclose(weights, np.take_along_axis(scores, ids, axis=1), rtol=1e-5)
     assert (ids != route(isa, logits, 6, **more)[0]).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_weights_are_multiplied_by_what_each_expert_has(isa: str) -> None:
+    rng = np.random.default_rng(5)
+    logits, factors = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 33), 33))
+    plain, scaled = (route(isa, logits, 4, factors=own, normalise=1) for own in (None, factors))
+    np.testing.assert_array_equal(scaled[0], plain[0])
+    np.testing.assert_allclose(scaled[1], plain[1] * factors[plain[0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -191,10 +201,10 @@ class Layer:
 
     def run(self, isa: str, tokens: slice = slice(None), threads: int = 1, chunk: int = 3,
             activation: str = "silu", limit: float = 0.0,
-            in_slots: bool = False) -> np.ndarray:
+            in_slots: bool = False, onto: bool = True) -> np.ndarray:
         """The layer's output for some of the tokens, record by record, each against its twin.
 
-        With `in_slots` matrices lie in no order, and each product is two records.
+        With `in_slots` matrices lie in no order, and each product is two records; `onto` the residual, or zeros.
         """
         bench, mix, x = Bench(), self.mix.of(tokens), self.x[tokens]
         n, active = mix.ids.shape
@@ -236,7 +246,7 @@ class Layer:
             x_place = inputs[step] if self.group or step == 0 else given
             places = [bench.put("weights", weights), x_place, to, bench.put("constants", bias), scratch, given, rows,
                       listed]
-            flags = abi.FLAG_BIAS * self.bias
+            flags = abi.FLAG_BIAS * self.bias | abi.FLAG_RESIDUAL * (onto and step)
             if not in_slots:
                 bench.run(isa, name + suffix, places, values, flags, threads, keep=True)
                 return
@@ -245,6 +255,7 @@ class Layer:
             for since, until in ((0, mix.experts // 2), (mix.experts // 2, mix.experts)):
                 values[LINEAR.since], values[LINEAR.until] = since, until
                 bench.run(isa, name + suffix, places, values, flags | routes.FLAG_SLOTS, threads, keep=True)
+                flags |= abi.FLAG_RESIDUAL * step
 
         if several:
             lay(0, source, 4 * x.shape[1], 1)
@@ -310,9 +321,12 @@ def test_matrices_in_slots_give_the_bits_of_those_in_order(dtype: str, group: in
     rng = np.random.default_rng(7)
     layer = Layer(rng, dtype, group, mixture(rng, 20, 7, 3, 0.5), 65, 38, bias=True)
     for tokens in (slice(None), slice(3, 4), slice(0, 2)):
-        whole = layer.run(isa, tokens)
-        for threads in (1, 3):
-            np.testing.assert_array_equal(layer.run(isa, tokens, threads, in_slots=True), whole)
+        for onto in (True, False):
+            whole = layer.run(isa, tokens, onto=onto)
+            for threads in (1, 3):
+                np.testing.assert_array_equal(layer.run(isa, tokens, threads, in_slots=True, onto=onto), whole)
+        added = layer.run(isa, tokens) - layer.residual[tokens]
+        np.testing.assert_allclose(added, whole, atol=1e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -19,12 +19,13 @@ BILLIONS = {  # of the model cards and reports, said independently of the table
     "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7,
     "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
     "gemma-2-2b": 2.614, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
-    "gemma-3-12b": 11.77, "gemma-4-31b": 30.7, "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
+    "gemma-3-12b": 11.77, "gemma-4-31b": 30.7, "gemma-4-26b-a4b": 25.2, "gemma-4-12b": 11.95,
+    "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-4": 14.7,
     "deepseek-r1-distill-qwen-1.5b": 1.78, "olmoe-1b-7b": 6.92, "deepseek-v2-lite": 15.7,
     "glm-4.7-flash": 29.94, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.1, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2,
-          "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9,
+          "olmoe-1b-7b": 1.28, "deepseek-v2-lite": 2.66, "glm-4.7-flash": 3.9, "gemma-4-26b-a4b": 3.8,
           "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
           "smallthinker-4b-a0.6b": 0.63 + 0.233, "smallthinker-21b-a3b": 3.72}
 """The cards of gpt-oss and SmallThinker leave the embedding out."""

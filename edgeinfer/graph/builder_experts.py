@@ -15,10 +15,11 @@ from .weights import Source, Weight
 class ExpertWords(BuilderBase):
     """Operations over lists of (token, expert)."""
 
-    def route(self, h: Tensor, name: str, hf: str) -> Tensor:
+    def route(self, h: Tensor, name: str, hf: str, factors: str = "") -> Tensor:
         """Which experts each token goes through, as a router chooses by h; `hf` is the layer's module.
 
-        The tensors of all families go by one set of names (converters/expert_names.py has the others).
+        The tensors of all families go by one set of names (converters/expert_names.py has the others). `factors` names
+        what the weights of each expert are multiplied by.
         """
         e = self.config.experts
         assert e
@@ -29,10 +30,11 @@ class ExpertWords(BuilderBase):
             scores=e.scores, normalise=e.normalise, scale=e.scale, groups=e.groups, active_groups=e.active_groups,
             group_best=e.group_best, layer=self.layer,
             bias=self._vector(name + "router_bias", (hf + "gate.e_score_correction_bias",), (e.total,))
-            if e.choice_bias else None))
+            if e.choice_bias else None,
+            factors=self._vector(name + "expert_factors", (factors,), (e.total,)) if factors else None))
 
-    def experts(self, x: Tensor, routes: Tensor, name: str, hf: str, residual: Tensor) -> Tensor:
-        """residual + the weighted FFNs of x of the experts that `route` chose; names as there."""
+    def experts(self, x: Tensor, routes: Tensor, name: str, hf: str, residual: Tensor | None) -> Tensor:
+        """(residual +) the weighted FFNs of x of the experts that `route` chose; names as there."""
         c, e = self.config, self.config.experts
         assert e
         listed = self._op(SortRoutes(out=self._tensor("listed", 2 * ENTRY * e.active), routes=routes, experts=e.total,
@@ -48,7 +50,8 @@ class ExpertWords(BuilderBase):
             limit=c.hidden_act_limit, experts=e.total, active=e.active, layer=self.layer))
         down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
         rows = self._listed(f, listed, down, e.active) if self._types[down.name].quantised else f
-        return self._op(ExpertsDown(out=self._after(residual), x=rows, weight=down, bias=outer, source=f,
+        out = self._after(residual) if residual else self._tensor("experts", c.hidden_size)
+        return self._op(ExpertsDown(out=out, x=rows, weight=down, bias=outer, source=f,
                                     routes=routes, listed=listed, residual=residual, experts=e.total, active=e.active,
                                     layer=self.layer))
 

@@ -32,6 +32,8 @@ class Route(RowOp):
     logits: Tensor
     bias: Weight | None = None
     """What is added to scores for the choice alone."""
+    factors: Weight | None = None
+    """What the weights of each expert are multiplied by."""
     experts: int
     active: int
     """Experts that a token goes through."""
@@ -177,8 +179,8 @@ class ExpertsGated(_Experts):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsDown(_Experts):
-    """residual + the weighted f D^T of the chosen experts, added by expert."""
+    """(residual +) the weighted f D^T of the chosen experts, added by expert."""
 
     KERNELS = ("experts_down_{stored.suffix}",)
     OVER = "residual"
-    residual: Tensor
+    residual: Tensor | None = None

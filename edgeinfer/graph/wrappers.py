@@ -8,7 +8,7 @@ from typing import Any
 from .reader import ConfigReader
 
 WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mistral3": "mistral",
-            "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+            "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 """model_type of the whole, and of the text model."""
 ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """How the inner config may call the text model."""

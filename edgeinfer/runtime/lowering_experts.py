@@ -17,8 +17,9 @@ def _(op: Route, at: Lowering) -> list[Record]:
                       out_stride=at.stride(op.out), rows=rows(op.out), scores=SCORES[op.scores],
                       normalise=int(op.normalise), scale=float(op.scale), groups=op.groups,
                       active_groups=op.active_groups, group_best=op.group_best, scratch=at.plan.thread_scratch_bytes)
-    operands = [at.at(op.logits), at.at(op.out), at.at(op.bias), at.scratch]
-    found = [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, abi.FLAG_BIAS if op.bias else 0)]
+    operands = [at.at(op.logits), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.factors)]
+    flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_SCALED if op.factors else 0)
+    found = [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
     return [*found, _resolve(op, at)] if at.plan.experts else found
 
 
@@ -109,6 +110,8 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
     operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.routes), at.at(op.listed)]
     kernel, flags = op.kernels(at.types, at.kv)[0], abi.FLAG_BIAS if op.bias else 0
+    if isinstance(op, ExpertsDown) and op.residual:
+        flags |= abi.FLAG_RESIDUAL
     if at.plan.experts:
         return _from_slots(op, at, kernel, operands, parameters, flags)
     return [at.record(op, kernel, operands, parameters, flags)]
@@ -125,7 +128,8 @@ def _from_slots(op: ExpertsGated | ExpertsDown, at: Lowering, kernel: str, opera
     for part, since in enumerate(range(0, plan.experts, plan.span)):
         own = parameters.copy()
         own[LINEAR.since], own[LINEAR.until] = since, min(since + plan.span, plan.experts)
+        onto = abi.FLAG_RESIDUAL if part and isinstance(op, ExpertsDown) else 0  # the parts before
         found.append(at.record(op, kernel, [_slots(at), *operands[1:], _places(number, at)], own,
-                               flags | routes.FLAG_SLOTS, step=part, ticket=ticket + part,
+                               flags | routes.FLAG_SLOTS | onto, step=part, ticket=ticket + part,
                                label=f"{op.label}, experts {since} to {own[LINEAR.until] - 1}"))
     return found

@@ -1,8 +1,9 @@
 """Matrix products of a mixture's experts, whose matrices lie one behind the other in tile16.
 
 `experts_gated_*` is act(x G^T) * (x U^T) of each (token, expert) of the list, in its order; `experts_down_*` adds the
-weighted f D^T of each token's experts to its row. Both run the register blocks of `linear.py` over the tokens of one
-expert after the other, so only matrices of experts that some token goes through are read, each once.
+weighted f D^T of each token's experts to its row, or without FLAG_RESIDUAL to zeros. Both run the register blocks of
+`linear.py` over the tokens of one expert after the other, so only matrices of experts that some token goes through are
+read, each once.
 
 `experts_gated` is claimed by chunks of an expert's rows. In `experts_down` a thread has some rows of the output and
 goes with them through all experts, so it alone adds to them, by expert: which tokens share the walk, how many threads
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..abi import COUNT_SEVERAL, FLAG_BIAS, FUSED_QUANTISE, GATED_SCRATCH_BYTES
+from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, FUSED_QUANTISE, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
 from ..routes import (
@@ -167,6 +168,14 @@ def add_weighted(rows, n, tiles, entries, out, stride):
             store_f32x16(to + 64 * i, fma(weight, y, load_f32x16(to + 64 * i)))
 
 
+@outlined
+def clear(out, rows, stride, tiles):
+    """Write zeros to the first 16 x `tiles` values of rows."""
+    for t in range(rows):
+        for i in range(tiles):
+            store_f32x16(out + t * stride + 64 * i, splat_f32(0.0))
+
+
 def _added(make_product, group, n):
     """Row tiles for the n entries from t on: product, bias, and what is added to the tokens' rows."""
     m = row_tiles(group, n)
@@ -204,6 +213,9 @@ def _register_down(name, chunk_of):
         start = claim(ctx) * chunk
         while start < tiles:
             after = claim(ctx) * chunk
+            if not flags(rec) & FLAG_RESIDUAL:
+                clear(operand(rec, ctx, 2) + 64 * start, count(ctx, parameter(rec, LINEAR.rows)),
+                      parameter(rec, LINEAR.out_stride), min(chunk, tiles - start))
             for s in range(since, stop):
                 expert, first, n = segment(work, s)
                 base, next_s, next_start = expert * tiles, s + 1, start

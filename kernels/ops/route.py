@@ -4,17 +4,18 @@
 not by their scores: outputs of experts are added in the order of this list, and so by expert however many tokens a walk
 has. Ties go to the lower number. Scores grow with logits, so where nothing is added to them logits are compared; where
 a bias is, it counts for the choice and not for the weights (arXiv 2408.15664), and groups of experts may be
-chosen before experts (arXiv 2412.19437, section 2.1.2). A token's row depends on nothing else.
+chosen before experts (arXiv 2412.19437, section 2.1.2). With FLAG_SCALED each expert has a number by which its weights
+are multiplied. A token's row depends on nothing else.
 
 `sort_routes` sorts the entries of all tokens by expert, by counting.
 
-Operands: 0 logits or rows of entries, 1 out, 2 bias, 3 scratch. Parameters: parameters.ROUTE. Twins:
-reference/route.py.
+Operands: 0 logits or rows of entries, 1 out, 2 bias, 3 scratch, 4 numbers of experts. Parameters: parameters.ROUTE.
+Twins: reference/route.py.
 """
 
 from __future__ import annotations
 
-from ..abi import FLAG_BIAS
+from ..abi import FLAG_BIAS, FLAG_SCALED
 from ..parameters import ROUTE
 from ..registry import kernel
 from ..routes import (
@@ -133,8 +134,8 @@ def choose(keys, experts, active):
 
 
 @outlined
-def list_chosen(keys, scores, experts, t, normalise, scale, out):
-    """Write an entry for each expert whose key is TAKEN, by their numbers."""
+def list_chosen(keys, scores, experts, t, normalise, scale, factors, out):
+    """Write an entry for each expert whose key is TAKEN, by number; weights times its factor (address 0: none)."""
     total = first_lane(splat_f32(1e-20))
     if normalise:
         for i in range(experts):
@@ -145,6 +146,8 @@ def list_chosen(keys, scores, experts, t, normalise, scale, out):
             weight = load_f32(scores + 4 * i)
             if normalise:
                 weight = div_f32(weight, total)
+            if factors:
+                weight = weight * load_f32(factors + 4 * i)
             store_i32(out + ROUTE_EXPERT, i)
             store_i32(out + ROUTE_TOKEN, t)
             store_f32(out + ROUTE_WEIGHT, weight * scale)
@@ -168,7 +171,10 @@ def route(rec, ctx, tid, n_threads):
         close_groups(keys, sums, experts, groups, parameter(rec, ROUTE.active_groups),
                      parameter(rec, ROUTE.group_best))
         choose(keys, experts, parameter(rec, ROUTE.active))
-        list_chosen(keys, own, experts, t, parameter(rec, ROUTE.normalise), float_parameter(rec, ROUTE.scale),
+        factors = 0
+        if flags(rec) & FLAG_SCALED:
+            factors = operand(rec, ctx, 4)
+        list_chosen(keys, own, experts, t, parameter(rec, ROUTE.normalise), float_parameter(rec, ROUTE.scale), factors,
                     operand(rec, ctx, 1) + t * parameter(rec, ROUTE.out_stride))
         t = claim(ctx)
     return 0

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.quant import WeightType, layouts
 
-from ..abi import FLAG_BIAS, q8_row_bytes, unpack_token_tiles
+from ..abi import FLAG_BIAS, FLAG_RESIDUAL, q8_row_bytes, unpack_token_tiles
 from ..parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROWS
 from ..routes import FLAG_SLOTS, LINE, PLACE_BYTES, PLACE_DOWN, PLACE_GATE_UP
 from .elementwise import quantise_rows
@@ -144,13 +144,14 @@ def experts_gated_twin(dtype: str, group: int) -> Callable[[RecordView], list[Ex
 
 
 def experts_down_twin(dtype: str, group: int) -> Callable[[RecordView], list[Expected]]:
-    """The twin of ``experts_down_<dtype>``: the weighted outputs of a token's experts, added to its row."""
+    """The twin of ``experts_down_<dtype>``: the weighted outputs of a token's experts, added to its row or to 0."""
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(LINEAR)
         routes, x = _operands(view, dtype, group)
         out = view.array(2, np.float32, (view.count(p.rows), layouts.TILE_ROWS * p.tiles), (p.out_stride, 4))
-        y, tolerance = out.astype(np.float64), 1e-6 * np.abs(out).astype(np.float64)
+        y = out.astype(np.float64) if view.flags & FLAG_RESIDUAL else np.zeros(out.shape)
+        tolerance = 1e-6 * np.abs(y)
         for expert, part in _computed(view, routes)[0]:
             w, bias = _weights(view, expert, p.tiles, dtype, group, PLACE_DOWN)
             product, near = linear_reference(x[part], w, bias)

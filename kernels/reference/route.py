@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import COUNT_SEVERAL, FLAG_BIAS
+from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_SCALED
 from ..parameters import ROUTE
 from ..routes import ROUTE_BYTES, ROUTE_EXPERT, ROUTE_SEGMENTS, ROUTE_TOKEN, ROUTE_WEIGHT, SCORE_SIGMOID
 from .expected import Expected
@@ -71,6 +71,7 @@ def route_twin(view: RecordView) -> list[Expected]:
     logits = view.array(0, np.float32, (tokens, p.experts), (p.in_stride, 4)).astype(np.float64)
     scores = scores_of(logits, p.scores == SCORE_SIGMOID)
     biased = bool(view.flags & FLAG_BIAS)
+    factors = view.array(4, np.float32, (p.experts,)) if view.flags & FLAG_SCALED else np.ones(p.experts)
     values = scores + view.array(2, np.float32, (p.experts,)) if biased else logits
     wanted = choose_experts(values, p.active, p.groups, p.active_groups, p.group_best)
     experts, numbers, weights = (_view(view.address(1), kind, field, tokens, p.active, p.out_stride)
@@ -80,9 +81,11 @@ def route_twin(view: RecordView) -> list[Expected]:
 
     def weighted() -> Doubles:
         y = np.take_along_axis(scores, experts.astype(np.int64), axis=1)
-        return (y / (y.sum(axis=1, keepdims=True) + 1e-20) if p.normalise else y) * float_of(p.scale)
+        own = factors[experts.astype(np.int64)]
+        return own * (y / (y.sum(axis=1, keepdims=True) + 1e-20) if p.normalise else y) * float_of(p.scale)
 
-    near = TOLERANCES["route"] * abs(float_of(p.scale)) * (1 if p.normalise else scores.max(axis=1, initial=0)[:, None])
+    most = abs(float_of(p.scale)) * np.abs(factors).max()
+    near = TOLERANCES["route"] * most * (1 if p.normalise else scores.max(axis=1, initial=0)[:, None])
     return [Expected("experts", experts, chosen),
             Expected("tokens", numbers, np.broadcast_to(np.arange(tokens)[:, None], numbers.shape)),
             Expected("weights", weights, weighted, exact=False, tolerance=near + TINY)]

@@ -1,4 +1,4 @@
-"""Gemma 4's text models: heads by kind of layer, KV that layers share, a further row of each token for every layer."""
+"""Gemma 4's text models: heads by kind of layer, shared KV, a row of each token for every layer, experts by FFNs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from math import sqrt
 from typing import Any
 
 from ...errors import CheckpointError
+from ...quant import WeightType
 from ..builder import GraphBuilder
 from ..common import LAYER_TYPES
-from ..config import ModelConfig, RopeConfig
+from ..config import ExpertsConfig, ModelConfig, RopeConfig
 from ..graph import Graph
-from ..reader import ConfigReader
+from ..mixture import count_experts
+from ..reader import ABSENT, ConfigReader
 from ..rope import read_section
 from ..types import Tensor
 from ..weights import Source
@@ -23,11 +25,15 @@ DEFAULTS = {**gemma.DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings
             "num_attention_heads": 8}
 
 
-def read(c: ConfigReader) -> ModelConfig:
-    """The last layers read the K and V of the last one before them that is of their kind, and may have wider FFNs."""
-    c = _without_mixture(c)
+def read(c: ConfigReader, window: int = 512, longest: int = LONGEST, inputs: int = 256) -> ModelConfig:
+    """The last layers read the K and V of the last one before them that is of their kind, and may have wider FFNs.
+
+    Of fields that are absent, `window`, `longest` and `inputs` are sliding_window, max_position_embeddings and
+    hidden_size_per_layer_input.
+    """
+    c, experts = _as_text(c), _experts(c)
     layers, kinds = c.integer("num_hidden_layers", high=2**12), _kinds(c)
-    window = c.integer("sliding_window", 512)
+    window = c.integer("sliding_window", window)
     head_dims, kv_heads = _heads(c, kinds)
     kv_layers = _kv_layers(c, kinds)
     wide, size = c.flag("use_double_wide_mlp"), c.integer("intermediate_size", high=2**20)
@@ -35,16 +41,17 @@ def read(c: ConfigReader) -> ModelConfig:
     full, local = _rotations(c, dict(zip(kinds, head_dims, strict=True)))
     windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
     some = any(windows)
-    width = 0 if c.is_null("hidden_size_per_layer_input") else c.integer("hidden_size_per_layer_input", 256, low=0,
+    width = 0 if c.is_null("hidden_size_per_layer_input") else c.integer("hidden_size_per_layer_input", inputs, low=0,
                                                                          high=2**14)
     rows = c.integer("vocab_size_per_layer_input", 262144, high=2**22)
     config = gemma.read_gemma(
-        c.instead(rope_parameters=None), DEFAULTS, windows=windows if some else (), rope=full, attention_scale=1.0,
+        c.instead(rope_parameters=None), {**DEFAULTS, "max_position_embeddings": longest}, attention_scale=1.0,
+        windows=windows if some else (), rope=full,
         local_rope=local if some else None, ropes=tuple(2 if w else 1 for w in windows) if some else (),
         rotary_dim=None, value_norm=True, logits_softcap=c.number("final_logit_softcapping", None) or 0.0,
         head_dims=head_dims, kv_heads=kv_heads, kv_layers=kv_layers if kv_layers != tuple(range(layers)) else (),
         ffn_sizes=sizes if len(set(sizes)) > 1 else (), layer_input=width,
-        layer_input_vocab=rows if width else 0,
+        layer_input_vocab=rows if width else 0, experts=experts,
         keys_as_values=tuple(i for i in range(layers) if kinds[i] == FULL and kv_layers[i] == i)
         if c.flag("attention_k_eq_v") else ())
     if config.attention_bias:
@@ -55,13 +62,19 @@ def read(c: ConfigReader) -> ModelConfig:
     return config
 
 
-def _without_mixture(c: ConfigReader) -> ConfigReader:
-    """The config of a dense model, whose text is causal whatever pictures are."""
+def _as_text(c: ConfigReader) -> ConfigReader:
+    """The config of a model whose text is causal whatever pictures are."""
+    return c.instead(use_bidirectional_attention=None) if c.get("use_bidirectional_attention") == "vision" else c
+
+
+def _experts(c: ConfigReader) -> ExpertsConfig | None:
+    """Those that every layer of a mixture has beside its FFN."""
     if c.flag("enable_moe_block"):
-        raise c.unsupported("enable_moe_block", True, "of Gemma 4 the dense models run")
+        n, active = count_experts(c, "num_experts", ABSENT, ABSENT, "top_k_experts")
+        return ExpertsConfig(n, active, c.integer("moe_intermediate_size", high=2**20))
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         c.get(name)  # which mean nothing without
-    return c.instead(use_bidirectional_attention=None) if c.get("use_bidirectional_attention") == "vision" else c
+    return None
 
 
 def _kinds(c: ConfigReader) -> list[str]:
@@ -162,10 +175,8 @@ def _layer_inputs(g: GraphBuilder, c: ModelConfig, x: Tensor) -> Tensor:
 def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | None) -> Tensor:
     """One block: attention and FFN between norms, then what the token's own row adds; all of it times a number."""
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
-    mlp, scalar = hf + "mlp.", hf + "layer_scalar"
-    x = _attended(g, c, x, i, hf, name)
-    h = g.rms_norm(x, name + "ffn_norm", hf + "pre_feedforward_layernorm.weight", feeds=g.ffn_input(name))
-    h = g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
+    scalar, x = hf + "layer_scalar", _attended(g, c, x, i, hf, name)
+    h = _mixture(g, c, x, hf, name) if c.experts else _ffn(g, x, hf, name)
     x = g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight",
                      scalar="" if inputs else scalar)
     if not inputs:
@@ -175,6 +186,30 @@ def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | 
     h = g.linear(h, name + "input_out", (hf + "per_layer_projection.weight",), (d,), kind="inputs")
     return g.normed_sum(x, h, name + "input_norm", hf + "post_per_layer_input_norm.weight", scalar=scalar,
                         eps_times=2 / c.layer_input)
+
+
+def _ffn(g: GraphBuilder, x: Tensor, hf: str, name: str) -> Tensor:
+    """The plain FFN of norm(x)."""
+    mlp = hf + "mlp."
+    h = g.rms_norm(x, name + "ffn_norm", hf + "pre_feedforward_layernorm.weight", feeds=g.ffn_input(name))
+    return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
+
+
+def _mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, hf: str, name: str) -> Tensor:
+    """norm(FFN) + norm(experts), each of x by a norm of its own; the router's is scaled by 1 / sqrt(hidden_size).
+
+    The router comes first: the FFN is computed while experts are read. What the model multiplies each expert's weights
+    by stays an operand: matrices are not scaled, so that codes of a file can be kept.
+    """
+    d, floats = c.hidden_size, WeightType("f32")
+    scale = Source(hf + "router.scale", (d,)).scaled(d**-0.5)
+    routes = g.route(g.rms_norm(x, name + "router_norm", scale, feeds=floats), name, hf + "mlp.",
+                     hf + "router.per_expert_scale")
+    h = g.rms_norm(_ffn(g, x, hf, name), name + "ffn_own_norm", hf + "post_feedforward_layernorm_1.weight",
+                   feeds=floats)
+    e = g.rms_norm(x, name + "experts_norm", hf + "pre_feedforward_layernorm_2.weight", feeds=floats)
+    e = g.experts(e, routes, name, hf + "mlp.", residual=None)
+    return g.normed_sum(h, e, name + "experts_own_norm", hf + "post_feedforward_layernorm_2.weight")
 
 
 def _attended(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, hf: str, name: str) -> Tensor:

@@ -1,0 +1,15 @@
+"""Gemma 4's text model where no encoder makes tokens of pictures and sounds (12B): no rows of tokens for layers."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..reader import ConfigReader
+from . import gemma4_text
+from .gemma4_text import forward
+
+__all__ = ["forward", "read"]
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Windows and contexts are longer where the config does not say it."""
+    return gemma4_text.read(c, window=1024, longest=2 * gemma4_text.LONGEST, inputs=0)
