@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
 
+from .gguf_ollama import as_llama_cpp
 from .gguf_types import GGUF_TYPES, GgufType
 
 MAGIC = b"GGUF"
@@ -124,6 +125,7 @@ class HeaderReader:
                 raise self._bad(f"it has the tensor {name:.60} twice")
             tensors[name] = self._tensor(name, alignment)
         end = self.presumed + self._at
+        fields, tensors = as_llama_cpp(fields, tensors)
         return GgufHeader(self._path, fields, tensors, -(-end // alignment) * alignment, self._whole, version)
 
     def _check_version(self, version: int) -> None:

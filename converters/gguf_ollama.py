@@ -1,0 +1,53 @@
+"""GGUF files that ollama's own converter wrote: their names as llama.cpp has them.
+
+Most files in ollama's store are llama.cpp's. Its own have a few other names, and hold what sees pictures beside the
+text model, which llama.cpp keeps in a file of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_KEY = "general.architecture"
+ARCHITECTURES = {"gptoss": "gpt-oss"}
+"""ollama's names of architectures, and llama.cpp's."""
+_KEYS = {"gemma3": {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}}
+_TENSORS = {
+    "gptoss": ((r"(blk\.\d+)\.attn_out\.", r"\1.attn_output."), (r"(blk\.\d+)\.ffn_norm\.", r"\1.post_attention_norm."),
+               (r"(blk\.\d+)\.attn_sinks$", r"\1.attn_sinks.weight")),
+    "gemma4": ((r"(blk\.\d+)\.ffn_gate_inp\.per_expert_scale$", r"\1.ffn_down_exps.scale"),
+               (r"(blk\.\d+)\.layer_scalar$", r"\1.layer_output_scale.weight")),
+}
+_SEEING = ("gemma3", "gemma4")
+"""Architectures whose files may hold what sees and hears, beside the text model."""
+_SENSES = re.compile(r"(v|a|mm)\..+")
+_SENSES_KEYS = re.compile(r"(vision|audio|mm)\..+")
+
+
+def as_llama_cpp(fields: Mapping[str, Any], tensors: Mapping[str, _T]) -> tuple[dict[str, Any], dict[str, _T]]:
+    """Return the fields and tensors of a header by llama.cpp's names, those of pictures and sounds left out."""
+    name = fields.get(_KEY)
+    own = ARCHITECTURES.get(name, name) if isinstance(name, str) else ""
+    if not (own != name or name in _KEYS or name in _TENSORS):
+        return dict(fields), dict(tensors)
+    prefix, keys, found = f"{name}.", _KEYS.get(str(name), {}), {}
+    for key, value in fields.items():
+        inner = key.removeprefix(prefix)
+        if inner == key:
+            found[key] = value
+        elif not (own in _SEEING and _SENSES_KEYS.fullmatch(inner)):
+            found[f"{own}.{keys.get(inner, inner)}"] = value
+    found[_KEY] = own
+    if name == "gptoss" and "gpt-oss.rope.scaling.factor" in found:  # a rotation that its files do not name
+        found.setdefault("gpt-oss.rope.scaling.type", "yarn")
+    kept = {tensor: value for tensor, value in tensors.items() if not (own in _SEEING and _SENSES.fullmatch(tensor))}
+    return found, {_renamed(tensor, str(name)): value for tensor, value in kept.items()}
+
+
+def _renamed(tensor: str, name: str) -> str:
+    for pattern, instead in _TENSORS.get(name, ()):
+        tensor = re.sub(pattern, instead, tensor)
+    return tensor

@@ -1,0 +1,60 @@
+"""GGUF files with the names of ollama's own converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.converters import convert
+from edgeinfer.converters.gguf_ollama import as_llama_cpp
+from tests import gguf_files, golden_cases
+from tests.test_gpt_oss import logits_of, replace_limit
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gpt_oss(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With q, k and v, and gates and ups, in tensors of their own or in one."""
+    case, plain = golden_cases.load("gpt-oss"), gguf_files.tensors_of
+
+    def tensors_of(checkpoint: object) -> dict[str, np.ndarray]:
+        out = plain(checkpoint)  # type: ignore[arg-type]
+        for name in list(out) if fused else []:
+            if "ffn_gate_exps" in name:
+                both = [out.pop(name), out.pop(name.replace("gate", "up"))]
+                out[name.replace("gate", "gate_up")] = np.stack(both, axis=2).reshape(
+                    both[0].shape[0], -1, *both[0].shape[2:])
+            if "attn_q." in name:
+                out[name.replace("attn_q", "attn_qkv")] = np.concatenate(
+                    [out.pop(name.replace("attn_q", "attn_" + part)) for part in "qkv"])
+        words = {"attn_output": "attn_out", "post_attention_norm": "ffn_norm", "attn_sinks.weight": "attn_sinks"}
+        for word, theirs in words.items():
+            out = {name.replace(word, theirs): values for name, values in out.items()}
+        return out
+
+    monkeypatch.setattr(gguf_files, "tensors_of", tensors_of)
+    monkeypatch.setattr(gguf_files, "architecture", lambda config: "gptoss")
+    gguf_files.write_gguf(tmp_path / "m.gguf", golden_cases.write_checkpoint(case, tmp_path / "hf"), fields={
+        "gptoss.rope.scaling.factor": 4.0, "gptoss.rope.scaling.original_context_length": 16,
+        "gptoss.attention.sliding_window": case.config["sliding_window"]})
+    convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    replace_limit(tmp_path / "bundle", case.config["swiglu_limit"])
+    found = logits_of(tmp_path / "bundle", case.ids)
+    assert np.abs(found - case.logits).max() / np.abs(case.logits).max() < 1e-5
+
+
+def test_what_sees_beside_the_text_model_is_left_out() -> None:
+    fields = {"general.architecture": "gemma3", "gemma3.vision.block_count": 27, "gemma3.mm.tokens_per_image": 256,
+              "gemma3.rope.local.freq_base": 10000.0, "gemma3.block_count": 34, "tokenizer.ggml.model": "llama"}
+    found, tensors = as_llama_cpp(fields, {"v.blk.0.attn_k.weight": 1, "mm.mm_input_projection.weight": 2,
+                                           "blk.0.attn_k.weight": 3})
+    assert tensors == {"blk.0.attn_k.weight": 3}
+    assert found == {"general.architecture": "gemma3", "gemma3.rope.freq_base_swa": 10000.0, "gemma3.block_count": 34,
+                     "tokenizer.ggml.model": "llama"}
+
+
+def test_other_names_of_gemma_4() -> None:
+    _, tensors = as_llama_cpp({"general.architecture": "gemma4"}, {
+        "blk.3.ffn_gate_inp.per_expert_scale": 1, "blk.3.layer_scalar": 2, "a.conv1d.0.weight": 3})
+    assert tensors == {"blk.3.ffn_down_exps.scale": 1, "blk.3.layer_output_scale.weight": 2}
