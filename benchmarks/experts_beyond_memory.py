@@ -8,14 +8,13 @@ budget that edgeinfer is given. Tokens are in no order and others in each round,
 Sides take turns; whoever waits is stopped. Bytes are what the system says that each process had read from the disk.
 
 Predicted is the time of a token in memory, as measured here without a limit, and the bytes of the experts that a cache
-of those chosen most does not hold, at the speed of scattered reads of 1 MiB by eight threads, the median of readings
+of those chosen most does not hold, at the speed of scattered reads as the runtime has them, the median of readings
 before the rounds and behind each. docs/experts.md has the outcome.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import sys
 import threading
@@ -36,26 +35,27 @@ from benchmarks.peers.machine import describe  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters.random_experts import rates_of  # noqa: E402
-from edgeinfer.offload import expected, placer  # noqa: E402
-from edgeinfer.runtime import plan_run  # noqa: E402
-from edgeinfer.sizes import parse_size  # noqa: E402
+from edgeinfer.memory_planner import READERS, MemoryPlan  # noqa: E402
+from edgeinfer.offload import FromFlash, expected, placer  # noqa: E402
+from edgeinfer.runtime import allocate, plan_run  # noqa: E402
+from edgeinfer.sizes import parse_size, round_up  # noqa: E402
 
-READ, THREADS, SECONDS = 1 << 20, 8, 1.0
+SECONDS = 1.0
 OURS, IN_MEMORY, PEER = "edgeinfer, experts when wanted", "edgeinfer, all in memory", "llama.cpp with mmap"
 
 
-def storage_gbs(path: Path) -> float:
-    """GB/s of scattered reads past the page cache."""
+def storage_gbs(path: Path, nbytes: float) -> float:
+    """GB/s of scattered reads of so many bytes past the page cache, into such memory as the runtime has."""
     size, handle = path.stat().st_size, os.open(path, os.O_RDONLY | os.O_DIRECT)
-    done, until = [0] * THREADS, time.perf_counter() + SECONDS
+    done, until, length = [0] * READERS, time.perf_counter() + SECONDS, round_up(round(nbytes), 4096)
 
     def read(number: int) -> None:
         random = np.random.default_rng(number + int(time.time()))
-        with mmap.mmap(-1, READ) as page:
-            while time.perf_counter() < until:
-                done[number] += os.preadv(handle, [page], int(random.integers(size // READ - 1)) * READ)
+        memory = allocate(max(length, 2 << 20))[:length].data
+        while time.perf_counter() < until:
+            done[number] += os.preadv(handle, [memory], int(random.integers(size // length)) * length)
 
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(THREADS)]
+    threads = [threading.Thread(target=read, args=(n,)) for n in range(READERS)]
     began = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -91,13 +91,19 @@ def measure(side: Side, tokens: int, prompt: int, seed: int) -> tuple[float, flo
     return sum(found["seconds"]) / tokens, (read_bytes(side.pid) - before) / (tokens + 1), found.get("hit_rate"), took
 
 
-def predicted(path: Path, limit: int, threads: int, half: float, seconds: float, gbs: float) -> str:
-    """Say what was to be expected of tokens that go through experts as the bundle's routers say."""
+def reading(path: Path, limit: int, threads: int, half: float) -> tuple[MemoryPlan, FromFlash]:
+    """The plan, and what tokens read that go through experts as the bundle's routers say."""
     with Bundle.open(path) as bundle:
         plan = plan_run(bundle, RuntimeConfig(ctx=CTX, threads=threads, budget_bytes=limit), placer(bundle)).plan
     assert plan.experts
     own = plan.experts
-    found = expected(own, rates_of(own.experts, own.active, half).tolist() * len(own.layers))
+    return plan, expected(own, rates_of(own.experts, own.active, half).tolist() * len(own.layers))
+
+
+def predicted(plan: MemoryPlan, found: FromFlash, seconds: float, gbs: float) -> str:
+    """Say what was to be expected of them."""
+    assert plan.experts
+    own = plan.experts
     return (f"{own.slots} of {own.total} experts ({own.slots / own.total:.0%}) of {own.expert_bytes / 1e6:.2f} MB in a "
             f"plan of {plan.total_bytes / 1e6:.0f} MB; predicted: hit rate {found.hit_rate:.0%}, "
             f"{found.nbytes / 1e6:.0f} MB a token, {1 / (seconds + found.nbytes / gbs / 1e9):.2f} tokens/s at "
@@ -128,7 +134,8 @@ def main() -> None:
             print("No control group could be made here (that takes root and a memory controller).")
         for name, side in found.items():
             side.ask("decode", tokens=asked.warm_up if name != PEER else max(1, asked.warm_up // 16), seed=0)
-        speeds = [storage_gbs(asked.bundle / "weights.bin")]
+        plan, read = reading(asked.bundle, asked.limit, asked.threads, asked.half)
+        speeds = [storage_gbs(asked.bundle / "weights.bin", read.read_bytes)]
         for number in range(asked.rounds):
             for name, side in found.items():
                 tokens = asked.slow_tokens if name == PEER else asked.tokens
@@ -136,12 +143,12 @@ def main() -> None:
                 rounds.setdefault(name, []).append(row)
                 print(f"{name}: {1000 * row[0]:.0f} ms, {row[1] / 1e6:.0f} MB a token, hits {row[2]}, prompt "
                       f"{row[3]:.2f} s", flush=True)
-            speeds.append(storage_gbs(asked.bundle / "weights.bin"))
+            speeds.append(storage_gbs(asked.bundle / "weights.bin", read.read_bytes))
         peaks = {name: side.ask("memory")["peak_rss_bytes"] for name, side in found.items()}
     middle = {name: [median(row[i] or 0 for row in rows) for i in range(4)] for name, rows in rounds.items()}
     print("storage, GB/s: " + ", ".join(f"{gbs:.2f}" for gbs in speeds))
     if IN_MEMORY in middle:
-        print(predicted(asked.bundle, asked.limit, asked.threads, asked.half, middle[IN_MEMORY][0], median(speeds)))
+        print(predicted(plan, read, middle[IN_MEMORY][0], median(speeds)))
     print(f"limit {asked.limit / 1e6:.0f} MB\n| side | tokens/s | rounds, ms a token | MB read a token | hits | "
           "prompt, s | peak, MB | times the tokens/s of llama.cpp |\n|---|---|---|---|---|---|---|---|")
     for name, (took, nbytes, hits, prompt) in middle.items():

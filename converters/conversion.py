@@ -114,11 +114,13 @@ def convert(
                 writer.add_file(name, content)
             if not open_texts(writer.folder, {**dict.fromkeys(made, checkpoint.path), **files}, checkpoint):
                 remarks.append(f"{source} has no tokenizer, so the bundle takes token ids only.")
+            strides = graph.strides
             for weight in graph.weights:
                 stored = graph.types[weight.name]
                 sums: list[quantise.ErrorSums] = []
                 moved = checkpoint.moved(weight, stored, reading.count, sums)
-                entry = writer.add(weight.name, stored, weight.shape, moved or packed(reading, weight, stored, sums))
+                entry = writer.add(weight.name, stored, weight.shape, moved or packed(reading, weight, stored, sums),
+                                   weight.pieces, strides.get(weight.name, 0))
                 errors = sum(sums, quantise.ErrorSums())
                 tensors.append(TensorReport(weight.name, stored.dtype, entry.nbytes, errors,
                                             checkpoint.file_types(weight), not errors.squared_error, moved is not None))
@@ -180,7 +182,7 @@ def graph_bytes(graph: Graph) -> int:
 
 def bundle_bytes(graph: Graph, files: Sequence[Path]) -> int:
     """Bytes on the disk of a bundle with these files, gaps and header included; a little more than less."""
-    weights = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    weights = weights_file_bytes(graph)
     return weights + sum(path.stat().st_size for path in files) + ENTRY_BYTES * (len(graph.weights) + 4 * len(files))
 
 

@@ -98,14 +98,15 @@ def write_random_bundle(
         if config.experts is None:
             raise UsageError(f"The model has no experts, so routing ({routing:g}) makes no sense; leave it out.")
         routers = Routing(rng, config.experts.total, config.experts.active, routing)
-    total, done = graph_bytes(graph), 0
+    total, done, strides = graph_bytes(graph), 0, graph.strides
     asked = quantisation_of(type_of, weights, group_size)
     with BundleWriter(destination, config, asked, overwrite=overwrite, source=f"random weights, seed {seed}") as writer:
         writer.reserve(total)
         for weight in graph.weights:
             stored = graph.types[weight.name]
-            entries.append(writer.add(weight.name, stored, weight.shape, random_bytes(rng, weight, stored, neurons,
-                                                                                        routers)))
+            data = random_bytes(rng, weight, stored, neurons, routers)
+            entries.append(writer.add(weight.name, stored, weight.shape, data, weight.pieces,
+                                      strides.get(weight.name, 0)))
             done += entries[-1].nbytes
             if progress:
                 progress(done, total, weight.name)

@@ -182,8 +182,9 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: 
         cost = predict(plan.cold, _statistics(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
         name, waiting, read_bytes = FLASH, cost.seconds, cost.flash_bytes
     if plan.experts and profile.storage_sequential_gbs:
-        name, read_bytes = EXPERTS, from_flash(plan.experts).nbytes
-        waiting = read_bytes / profile.storage_sequential_gbs / 1e9
+        found = from_flash(plan.experts)
+        name, read_bytes = EXPERTS, found.nbytes
+        waiting = read_bytes / (reads.at(round(found.read_bytes)) if reads else profile.storage_sequential_gbs) / 1e9
 
     def at_depth(depth: int) -> float:
         return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)

@@ -262,7 +262,7 @@ def _as_stored(name: str, source: str, found: FileDescription, recipe: Recipe | 
     """A model of which is known how each weight will be stored."""
     assert found.model and found.type_of and found.quantisation
     graph = build_graph(found.model, found.type_of, recipe or Recipe())
-    nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    nbytes = weights_file_bytes(graph)
     return ModelDescription(name, source, found.model, found.quantisation, graph, nbytes, recipe=recipe or Recipe(),
                             file_types=found.file_types, file_says=found.note, file_refused=found.refused)
 
@@ -281,7 +281,7 @@ def _described(
 ) -> ModelDescription:
     graph = build_graph(model, requested_types(weights, group_size), recipe)
     quantisation = Quantisation(weights, group_size, embedding_type(weights), embedding_type(weights))
-    nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+    nbytes = weights_file_bytes(graph)
     return ModelDescription(name, source, model, quantisation, graph, nbytes, recipe=recipe)
 
 

@@ -222,7 +222,7 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
             graph = rebuild(requested_types(stored.dtype, stored.group_size or GROUP_SIZES[0]))
         except UnsupportedModelError:  # the recipe needs neurons by themselves, and converting stores none
             return
-        nbytes = weights_file_bytes((graph.types[weight.name], weight.shape) for weight in graph.weights)
+        nbytes = weights_file_bytes(graph)
         if nbytes < planner.weight_bytes:
             options: Options = {"weights": stored.dtype}
             options |= {"group_size": stored.group_size} if stored.quantised else {}

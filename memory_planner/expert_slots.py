@@ -11,18 +11,21 @@ from edgeinfer.sizes import round_up
 
 PAGE_BYTES, READ_BYTES = 4096, 1 << 20
 """Direct I/O reads whole pages of a file to whole pages of memory; what is read at a time (docs/streaming.md)."""
+READERS = 8
+"""Threads that read experts and neurons: a disk answers faster where it has several reads at a time."""
+LEAST_READ_BYTES, MOST_READ_BYTES = 256 << 10, 4 << 20
+"""Of experts: those wanted are as many reads as keep all readers busy, within these limits (docs/experts.md)."""
 
 
 @dataclass(frozen=True)
 class ExpertsOfLayer:
-    """The matrices of a layer's experts, which lie one behind the other in two tensors of the file."""
+    """The matrices of a layer's experts, which lie expert by expert in the file: gates and ups, then columns."""
 
     layer: int
-    gate_up: int
-    """Where the first expert's gates and ups begin."""
+    offset: int
+    """Where the first expert begins."""
     gate_up_bytes: int
     """Of one expert."""
-    down: int
     down_bytes: int
 
     @property
@@ -49,21 +52,17 @@ class ExpertsPlan:
         products = mixtures(graph)
         downs = {op.layer: op for op in graph.ops if isinstance(op, ExpertsDown)}
 
-        def part(op: ExpertsGated | ExpertsDown) -> tuple[int, int]:
-            return offsets[op.weight.name], expert_bytes(op, graph.types)
+        def nbytes(op: ExpertsGated | ExpertsDown) -> int:
+            return expert_bytes(op, graph.types)
 
-        layers = tuple(ExpertsOfLayer(op.layer or 0, *part(op), *part(downs[op.layer])) for op in products)
+        layers = tuple(ExpertsOfLayer(op.layer or 0, offsets[op.weight.name], nbytes(op), nbytes(downs[op.layer]))
+                       for op in products)
         return cls(layers, products[0].experts, products[0].active, slots)
 
     @property
-    def down_at(self) -> int:
-        """Where the columns lie in a slot, behind gates and ups: whole pages as far as they reach in the file."""
-        return max(_pages(layer.gate_up, layer.gate_up_bytes) for layer in self.layers)
-
-    @property
     def slot_bytes(self) -> int:
-        """Of a slot."""
-        return self.down_at + max(_pages(layer.down, layer.down_bytes) for layer in self.layers)
+        """Of a slot: whole pages as far as an expert reaches in the file."""
+        return max(_pages(layer.offset, layer.nbytes) for layer in self.layers)
 
     @property
     def total(self) -> int:
@@ -146,7 +145,7 @@ class ExpertsPlan:
     @property
     def pieces(self) -> int:
         """Reads that may be under way: those of all experts of a layer."""
-        return self.experts * (2 + -(-self.slot_bytes // READ_BYTES))
+        return self.experts * (2 + -(-self.slot_bytes // LEAST_READ_BYTES))
 
     @property
     def queue_bytes(self) -> int:
@@ -166,6 +165,6 @@ def expert_bytes(op: ExpertsGated | ExpertsDown, types: Types) -> int:
 
 
 def _pages(offset: int, nbytes: int) -> int:
-    """Bytes of the pages around any of the matrices that begin at `offset`."""
+    """Bytes of the pages around any of the experts, the first of which begins at `offset`."""
     whole = offset % PAGE_BYTES == nbytes % PAGE_BYTES == 0
     return nbytes if whole else round_up(nbytes + PAGE_BYTES - routes.LINE, PAGE_BYTES)

@@ -16,6 +16,7 @@ from .expert_slots import PAGE_BYTES, READ_BYTES, ExpertsPlan
 from .lifetimes import Placement
 from .plan import LOCKED, MAPPED, STREAM_BUFFERS, Region, Request
 from .reasons import types_of
+from .shared_places import place_bytes, settle
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class PlacedWeights:
 
 def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Request) -> PlacedWeights:
     """Place each weight; without offsets where converting would put it."""
-    types, homes = graph.types, dict(request.homes)
-    offsets = offsets or file_offsets((w.name, types[w.name], w.shape) for w in graph.weights)
+    types, homes, whole = graph.types, dict(request.homes), place_bytes(graph)
+    offsets = offsets or file_offsets(graph)
     places: dict[str, Placement] = {}
     resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
     hot = {op.weight.name: cold.hot[op.layer or 0] for op in masked(graph)} if cold else {}
@@ -66,14 +67,15 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
             home = "experts"
         places[name] = Placement(home, offsets[name] if home == "weights" else resident, nbytes)
         if home == "resident":
-            resident = round_up(resident + nbytes, 64)
-    parts, buffer = _place_streamed(graph, offsets, places)
+            resident = round_up(resident + (nbytes if name in hot else whole[name]), 64)
+    parts, buffer = _place_streamed(graph, offsets, places, whole)
+    settle(graph, places)
     filed = tuple(w.name for w in graph.weights if w.kind == "rows" and places[w.name].region == "weights")
     return PlacedWeights(places, parts, resident, buffer, cold, experts, filed)
 
 
 def _place_streamed(graph: Graph, offsets: Mapping[str, int],
-                    places: dict[str, Placement]) -> tuple[tuple[tuple[str, ...], ...], int]:
+                    places: dict[str, Placement], whole: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...], int]:
     """Place streamed weights in the buffers in which layers take turns; gives the parts and the bytes of a buffer."""
     layers = {weight.name: op.layer for op in graph.ops for weight in op.weights}
     parts: dict[int | None, list[str]] = {}
@@ -83,10 +85,10 @@ def _place_streamed(graph: Graph, offsets: Mapping[str, int],
     buffer = 0
     for names in parts.values():  # as far behind the beginning of a page as in the file
         end = 0
-        for name in names:
+        for name in filter(whole.get, names):
             within = offsets[name] % PAGE_BYTES
             places[name] = replace(places[name], offset=end + within)
-            end = round_up(end + within + places[name].nbytes, PAGE_BYTES)
+            end = round_up(end + within + whole[name], PAGE_BYTES)
         buffer = max(buffer, end)
     for number, names in enumerate(parts.values()):
         for name in names:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
-    from .experts import ALIKE, SKEWED, expected, from_flash, keep_experts
+    from .experts import ALIKE, SKEWED, FromFlash, expected, from_flash, keep_experts
     from .placement import Heat, choose, placer
     from .prediction import Prediction, predict
 
-__all__ = ["ALIKE", "SKEWED", "Heat", "Prediction", "choose", "expected", "from_flash", "keep_experts", "placer",
-           "predict"]
+__all__ = ["ALIKE", "SKEWED", "FromFlash", "Heat", "Prediction", "choose", "expected", "from_flash", "keep_experts",
+           "placer", "predict"]
 __getattr__ = lazily(__name__, {
-    "experts": "ALIKE SKEWED expected from_flash keep_experts", "placement": "Heat choose placer",
+    "experts": "ALIKE SKEWED FromFlash expected from_flash keep_experts", "placement": "Heat choose placer",
     "prediction": "Prediction predict",
 })

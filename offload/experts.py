@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from edgeinfer.memory_planner import ExpertsPlan, MemoryPlan, Planner, Request, in_memory, mixtures
+from edgeinfer.memory_planner import (
+    LEAST_READ_BYTES,
+    MOST_READ_BYTES,
+    READERS,
+    ExpertsPlan,
+    MemoryPlan,
+    Planner,
+    Request,
+    in_memory,
+    mixtures,
+)
 
 ALIKE, SKEWED = 0.5, 0.75
 """Share of a token's choices that the busier half of a layer's experts takes: where all are alike, and where routing is
@@ -49,6 +59,8 @@ class FromFlash(NamedTuple):
     hit_rate: float
     """Share of the experts that it goes through that are in memory."""
     nbytes: float
+    read_bytes: float
+    """Of one of several reads at a time."""
 
 
 def routing(experts: int, active: int, half: float) -> list[float]:
@@ -90,4 +102,6 @@ def expected(plan: ExpertsPlan, rates: Sequence[float]) -> FromFlash:
     """Return what a token reads that goes through each expert of all layers at these rates."""
     wanted = float(sum(rates))
     rate = min(1.0, sum(sorted(rates, reverse=True)[: plan.slots]) / wanted)
-    return FromFlash(rate, (1 - rate) * wanted * plan.expert_bytes)
+    missing = (1 - rate) * wanted / len(plan.layers)
+    read = max(LEAST_READ_BYTES, min(MOST_READ_BYTES, plan.expert_bytes, missing * plan.expert_bytes / READERS))
+    return FromFlash(rate, (1 - rate) * wanted * plan.expert_bytes, read)

@@ -99,6 +99,6 @@ def apart(rows: NDArray, neurons: int) -> tuple[NDArray, NDArray]:
 
 
 def stored_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
-    """Return a tensor as it lies in the file."""
-    entry = bundle.tensors[name]
-    return bundle.weights[entry.offset :][: entry.nbytes]
+    """Return a tensor as it lies in the file, in one piece."""
+    (data,) = bundle.stored(name)
+    return data

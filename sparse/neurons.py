@@ -81,7 +81,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
     Returns the error that was added to the down matrices.
     """
     by_name = {f"layers.{ffn.layer}.ffn": (ffn, orders[ffn.layer]) for ffn in networks}
-    added = quantise.ErrorSums()
+    added, strides = quantise.ErrorSums(), graph.strides
     with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
         writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
         copy_files(bundle, writer)
@@ -95,7 +95,8 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
                 writer.add(weight.name, stored, weight.shape, packed)
             else:
                 home = tiles if tiles and weight.name not in bundle.tensors else bundle
-                writer.add(weight.name, stored, weight.shape, stored_bytes(home, weight.name))
+                writer.add(weight.name, stored, weight.shape, home.stored(weight.name), weight.pieces,
+                           strides.get(weight.name, 0))
             told(i + 1, len(graph.weights), weight.name)
     return added
 
@@ -111,4 +112,4 @@ def copy_weights(bundle: Bundle, writer: BundleWriter) -> None:
     """Copy all tensors of a bundle, and its other files."""
     copy_files(bundle, writer)
     for entry in bundle.header.tensors:
-        writer.add(entry.name, entry.type, entry.shape, stored_bytes(bundle, entry.name))
+        writer.add(entry.name, entry.type, entry.shape, bundle.stored(entry.name), entry.pieces, entry.stride)

@@ -49,9 +49,9 @@ def write_bundle(destination: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def tensor_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:
-    """The stored bytes of one tensor, a read-only view of the mapping."""
-    entry = bundle.tensors[name]
-    return bundle.weights[entry.offset : entry.offset + entry.nbytes]
+    """The stored bytes of one tensor: a read-only view of the mapping, or what its pieces have."""
+    pieces = list(bundle.stored(name))
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def as_format_1(bundle: Path) -> None:

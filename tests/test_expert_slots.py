@@ -88,6 +88,28 @@ def test_every_record_beside_its_twin(models: Path, monkeypatch: pytest.MonkeyPa
         assert (watched(lambda: logits_of(opened, IDS[:30], 3))).any()
 
 
+def test_a_token_brings_an_expert_with_one_read(models: Path, host: Callable[[Pread], None]) -> None:  # noqa: F811
+    path, calls = write_model(models, LARGER), list[tuple[int, int]]()
+
+    def seen(file: int, to: int, length: int, offset: int) -> int:
+        calls.append((offset, length))
+        return real(file, to, length, offset)
+
+    host(seen)
+    with kept(path, 7) as opened:
+        sequence, plan, readers = opened.new_sequence(), opened.plan.experts, opened.executor.stream
+        opened.prefill(sequence, IDS[:3])
+        assert plan and readers
+        calls.clear()
+        before = readers.hits.misses
+        for token in IDS[3:20]:
+            opened.decode([sequence], [token])
+        assert len(calls) == readers.hits.misses - before > 5
+        first = {layer.offset + e * layer.nbytes: layer.nbytes for layer in plan.layers for e in range(plan.experts)}
+        begins = {at // 4096 * 4096: -(-(at % 4096 + nbytes) // 4096) * 4096 for at, nbytes in first.items()}
+        assert all(begins[offset] == length for offset, length in calls)
+
+
 def test_sequences_side_by_side_and_forks(models: Path) -> None:
     path, prompts = write_model(models, MIXTURE), [tokens(20 + i, seed=i) for i in range(3)]
 

@@ -248,6 +248,8 @@ class Layer:
                       listed]
             flags = abi.FLAG_BIAS * self.bias | abi.FLAG_RESIDUAL * (onto and step)
             if not in_slots:
+                weights = apart(weights, mix.experts)
+                places[0], values[LINEAR.expert_bytes] = bench.put("weights", weights), weights.shape[1]
                 bench.run(isa, name + suffix, places, values, flags, threads, keep=True)
                 return
             slots, table = scattered(weights, mix.experts, routes.PLACE_DOWN if step else routes.PLACE_GATE_UP)
@@ -302,6 +304,12 @@ def test_clamped_gates_of_experts(dtype: str, group: int) -> None:
         for isa in ISAS:
             outs = [layer.run(isa, activation="swiglu_oai", limit=limit) for limit in (0.5, 1e30)]
             assert np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+def apart(weights: np.ndarray, experts: int) -> np.ndarray:
+    """Bytes of each expert's matrices, with what is none of theirs between them."""
+    own = weights.reshape(-1).view(np.uint8).reshape(experts, -1)
+    return np.concatenate([own, np.full((experts, 3 * routes.LINE), 0xFF, np.uint8)], axis=1)
 
 
 def scattered(weights: np.ndarray, experts: int, field: int) -> tuple[np.ndarray, np.ndarray]:

@@ -39,7 +39,7 @@ def rebuild(type_of: TypeOf) -> Graph:
 
 def planner_of(weights: str, group_size: int = 32) -> Planner:
     graph = rebuild(requested_types(weights, group_size))
-    return Planner(graph, weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights))
+    return Planner(graph, weights_file_bytes(graph))
 
 
 def config_of(ctx: int, kv: str, limit: int | None = None, **more: Any) -> RuntimeConfig:
@@ -72,7 +72,7 @@ def test_streaming_is_not_planned_where_all_weights_fit(monkeypatch: pytest.Monk
     plan = Planner.plan
     monkeypatch.setattr(Planner, "plan", lambda planner, request: planned.append(request) or plan(planner, request))
     graph = build_graph(replace(MODEL, num_hidden_layers=8), requested_types("q4", 32))
-    fit(Planner(graph, weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)),
+    fit(Planner(graph, weights_file_bytes(graph)),
         config_of(512, "int8", 1 << 40), rebuild)
     assert len(planned) == 1
 

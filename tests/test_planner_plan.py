@@ -153,7 +153,7 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
 @pytest.mark.parametrize("name", list(GRAPHS)[::7])
 def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
     graph = GRAPHS[name]
-    nbytes = weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)
+    nbytes = weights_file_bytes(graph)
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
     assert set(plan.places) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
     for place in plan.places.values():
@@ -164,7 +164,7 @@ def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
 
 def test_weights_in_memory_of_the_process() -> None:
     graph, rest = GRAPHS["qwen3 q4g32"], {"python", "tables"}
-    nbytes = weights_file_bytes((graph.types[w.name], w.shape) for w in graph.weights)
+    nbytes = weights_file_bytes(graph)
     mapped, resident = (make_plan(graph, Request(64, "int8", 1, 8, 1, 1, homes=homes), nbytes)
                         for homes in ((), (("*", "resident"),)))
     names = [region.name for region in resident.regions]

@@ -15,11 +15,14 @@ from pathlib import Path
 
 from ..dataclass import dataclass
 from ..errors import DestinationError
+from ..runtime import allocate
 from ..sizes import format_size
 
-CHUNK_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+CHUNK_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 QUEUE_DEPTHS = (1, 8)
 WRITE_BYTES = 4 << 20
+HUGE_BYTES = 2 << 20
+"""Of the memory that is read into, as runs do: a read into small pages reaches a disk in parts (docs/experts.md)."""
 LEAST_FILE_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
 """Free space that the file leaves."""
@@ -92,19 +95,19 @@ class StorageProbe:
         self._forget()
         slots = self.file_bytes // size
         done, errors = [0] * depth, []
+        buffers = [allocate(max(size, HUGE_BYTES))[:size].data for _ in range(depth)]
         began = time.perf_counter()
         ended = began + self.seconds
 
         def work(thread: int) -> None:
             numbers = random.Random(thread)
             at = slots * thread // depth
-            with mmap.mmap(-1, size) as buffer:  # pages, as direct I/O wants them
-                try:
-                    while not done[thread] or time.perf_counter() < ended:
-                        at = numbers.randrange(slots) if scattered else (at + 1) % slots
-                        done[thread] += _read(self._file, buffer, at * size)
-                except OSError as error:
-                    errors.append(error)
+            try:
+                while not done[thread] or time.perf_counter() < ended:
+                    at = numbers.randrange(slots) if scattered else (at + 1) % slots
+                    done[thread] += _read(self._file, buffers[thread], at * size)
+            except OSError as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=work, args=(thread,), daemon=True) for thread in range(depth)]
         for one in threads:
@@ -195,7 +198,7 @@ def _fill(file: int, nbytes: int) -> None:
     os.fsync(file)
 
 
-def _read(file: int, buffer: mmap.mmap, offset: int) -> int:
+def _read(file: int, buffer: memoryview, offset: int) -> int:
     """Read a piece; other threads run meanwhile."""
     if hasattr(os, "preadv"):
         return os.preadv(file, [buffer], offset)

@@ -48,6 +48,9 @@ class Piece:
     nbytes: int
     sha256: str = ""
     offset: int = 0
+    parts: int = 1
+    """That it lies in, `stride` bytes apart."""
+    stride: int = 0
 
 
 class Passed:
@@ -161,22 +164,24 @@ class _Work:
         self.stopped = True
 
     def _compare(self, piece: Piece, file: io.BufferedReader, buffer: memoryview) -> None:
-        digest, left, clean = hashlib.sha256(), piece.nbytes, True
-        file.seek(piece.offset)
-        while left and not self.stopped:
-            part = buffer[: min(left, len(buffer))]
-            got = file.readinto(part)
-            if not got:
-                raise BundleError(f"{piece.path.name} ends before byte {piece.offset + piece.nbytes}; {REMEDY}.")
-            if piece.sha256:
-                digest.update(part[:got])
-            else:
-                clean = clean and part[:got].tobytes().count(0) == got
-            left -= got
-            with self._lock:
-                self.done += got
-        if left:
-            return
+        digest, clean, own = hashlib.sha256(), True, piece.nbytes // piece.parts
+        for number in range(piece.parts):
+            at, left = piece.offset + number * piece.stride, own
+            file.seek(at)
+            while left and not self.stopped:
+                part = buffer[: min(left, len(buffer))]
+                got = file.readinto(part)
+                if not got:
+                    raise BundleError(f"{piece.path.name} ends before byte {at + own}; {REMEDY}.")
+                if piece.sha256:
+                    digest.update(part[:got])
+                else:
+                    clean = clean and part[:got].tobytes().count(0) == got
+                left -= got
+                with self._lock:
+                    self.done += got
+            if left:
+                return
         if piece.sha256 and digest.hexdigest() != piece.sha256:
             raise BundleError(f"the {piece.what} is damaged: its checksum does not match; {REMEDY}.")
         if not clean:

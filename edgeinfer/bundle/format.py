@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from edgeinfer.graph import ModelConfig
+from edgeinfer.errors import BundleError
+from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.quant import LINE_BYTES, WeightType
 from edgeinfer.sizes import round_up
 
@@ -45,6 +44,20 @@ class TensorEntry:
     """Bytes with padding of rows, columns and groups."""
     sha256: str
     """Checksum of these bytes, in hexadecimal."""
+    pieces: int = 0
+    """Pieces that it lies in, `stride` bytes apart, with those of other tensors between them; 0: it is in one."""
+    stride: int = 0
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of one piece."""
+        return self.nbytes // max(1, self.pieces)
+
+    @property
+    def piece_offsets(self) -> range:
+        """First byte of each piece in weights.bin."""
+        step = self.stride or 1
+        return range(self.offset, self.offset + max(1, self.pieces) * step, step)
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,42 @@ def next_offset(end: int, nbytes: int) -> int:
     return round_up(end, LARGE_ALIGNMENT if nbytes >= LARGE_TENSOR_BYTES else LINE_BYTES)
 
 
+class Places:
+    """Where one tensor after the other goes in weights.bin.
+
+    Attributes
+    ----------
+    end : int
+        Where the last one ends, or the place that several share.
+    """
+
+    def __init__(self) -> None:
+        self.end = self._at = self._filled = 0
+        self._shared = 0, 0
+
+    def add(self, nbytes: int, pieces: int = 0, stride: int = 0) -> int:
+        """Return where a tensor of so many bytes begins; raises `BundleError` for what cannot share a place."""
+        if not pieces:
+            self.close()
+            offset = next_offset(self.end, nbytes)
+            self.end = offset + nbytes
+            return offset
+        own, whole = nbytes // pieces, pieces * stride
+        if not self._filled:
+            self._at, self._shared = next_offset(self.end, whole), (pieces, stride)
+            self.end = self._at + whole
+        begins = self._filled
+        if (pieces, stride) != self._shared or own * pieces != nbytes or own % LINE_BYTES or begins + own > stride:
+            raise BundleError(f"has {pieces} pieces of {own} bytes, {stride} apart, which do not fit beside each other")
+        self._filled = (begins + own) % stride
+        return self._at + begins
+
+    def close(self) -> None:
+        """Raise `BundleError` where a place that tensors share is not full."""
+        if self._filled:
+            raise BundleError("does not follow on tensors that share a place and fill it")
+
+
 def end_of_file(end: int, version: int = FORMAT_VERSION) -> int:
     """Return the length of weights.bin whose last tensor ends at `end`."""
     return round_up(end, LINE_BYTES) + (END_BYTES if version > 1 else 0)
@@ -104,26 +153,24 @@ def cluster_shape(neuron_bytes: int) -> tuple[int, int]:
     return neurons, round_up(neurons * neuron_bytes, UNIT_BYTES)
 
 
-def file_offsets(weights: Iterable[tuple[str, WeightType, tuple[int, ...]]]) -> dict[str, int]:
-    """First byte in weights.bin of each weight (name, storage, shape), written in this order."""
-    offsets, end = {}, 0
-    for name, stored, shape in weights:
-        nbytes = stored.nbytes(shape)
-        offsets[name] = next_offset(end, nbytes)
-        end = offsets[name] + nbytes
-    return offsets
+def file_offsets(graph: Graph) -> dict[str, int]:
+    """First byte in weights.bin of each of a graph's weights."""
+    return _placed(graph)[0]
 
 
-def weights_file_bytes(tensors: Iterable[tuple[WeightType, tuple[int, ...]]]) -> int:
-    """Return the bytes of weights.bin that holds these tensors (storage, shape) in this order, gaps included.
+def weights_file_bytes(graph: Graph) -> int:
+    """Return the bytes of weights.bin that holds a graph's weights, gaps included.
 
     Raises
     ------
     BundleError
         As `WeightType.nbytes`.
     """
-    end = 0
-    for stored, shape in tensors:
-        nbytes = stored.nbytes(shape)
-        end = next_offset(end, nbytes) + nbytes
-    return end_of_file(end)
+    return end_of_file(_placed(graph)[1])
+
+
+def _placed(graph: Graph) -> tuple[dict[str, int], int]:
+    places, strides = Places(), graph.strides
+    offsets = {weight.name: places.add(graph.types[weight.name].nbytes(weight.shape), weight.pieces,
+                                       strides.get(weight.name, 0)) for weight in graph.weights}
+    return offsets, places.end

@@ -13,7 +13,7 @@ from edgeinfer.json_text import parse_json
 from edgeinfer.sizes import MAX_BYTES
 
 from .config_json import config_from_json
-from .format import FORMAT_NAME, FORMAT_VERSION, Header, UnknownError, end_of_file, next_offset
+from .format import FORMAT_NAME, FORMAT_VERSION, Header, Places, UnknownError, end_of_file
 from .rows import exact_fields, file_from_json, quantisation_from_json, tensor_from_json, tensor_to_json
 
 HEADER_FILE = "bundle.json"
@@ -113,20 +113,28 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _check_places(header: Header) -> None:
     """Tensors follow each other without overlap, with only the holes of their alignment, up to the file's end."""
-    end, names = 0, set()
+    places, names = Places(), set()
     for entry in header.tensors:
         if entry.name in names:
             raise BundleError(f"tensor {entry.name!r} occurs twice in {HEADER_FILE}.")
         names.add(entry.name)
-        want = next_offset(end, entry.nbytes)
+        try:
+            want = places.add(entry.nbytes, entry.pieces, entry.stride)
+        except BundleError as error:
+            raise BundleError(f"tensor {entry.name!r} {error}.") from None
         if entry.offset != want:
             raise BundleError(
                 f"tensor {entry.name!r} starts at byte {entry.offset}; without hole or overlap it is {want}."
             )
-        end = entry.offset + entry.nbytes
     if not header.tensors:
         raise BundleError(f"{HEADER_FILE} lists no tensors.")
-    if header.weights_bytes != (want := end_of_file(end, header.version)):
+    try:
+        places.close()
+    except BundleError as error:
+        raise BundleError(f"the end of the tensors {error}.") from None
+    if header.config.experts and not any(entry.pieces for entry in header.tensors):
+        raise BundleError("the matrices of an expert lie apart, as bundles once had them; convert the model again.")
+    if header.weights_bytes != (want := end_of_file(places.end, header.version)):
         raise BundleError(f"weights_bytes is {header.weights_bytes}, but the tensors end at byte {want}.")
     for entry in header.tensors if header.version < 3 else ():
         if entry.type.layout == "neuron":

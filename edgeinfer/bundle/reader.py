@@ -141,6 +141,11 @@ class Bundle:
         """Storage of a tensor that the graph asks for; a BundleError says so if the table lacks it."""
         return self._entry(name).type
 
+    def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """Return the bytes of a tensor, in order, as they lie in the mapping: in one piece, or in several."""
+        entry = self._entry(name)
+        return (self.weights[at : at + entry.piece_bytes] for at in entry.piece_offsets)
+
     def file(self, name: str) -> Path | None:
         """Path of a listed file such as tokenizer.json, or None where the bundle has none of that name."""
         return self.path / name if name in self.files else None
@@ -264,8 +269,9 @@ class Bundle:
         for entry in self.header.tensors:
             if entry.offset > end:
                 yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", entry.offset - end, "", end)
-            yield Piece(path, f"tensor {entry.name!r}", entry.nbytes, entry.sha256, entry.offset)
-            end = entry.offset + entry.nbytes
+            yield Piece(path, f"tensor {entry.name!r}", entry.nbytes, entry.sha256, entry.offset,
+                        max(1, entry.pieces), entry.stride)
+            end = max(end, entry.piece_offsets[-1] + entry.piece_bytes)
         if self.weights_bytes > end:
             yield Piece(path, f"gap at byte {end} of {WEIGHTS_FILE}", self.weights_bytes - end, "", end)
 

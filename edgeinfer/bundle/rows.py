@@ -20,6 +20,8 @@ _TYPE = {
     1: {"layout": str, "dtype": str, "group_size": int},
     2: {"layout": str, "group_size": int, **_OF_TABLE},
 }
+_SHARED = {"pieces": int, "stride": int}
+"""What rows of tensors have that share a place with others."""
 _FILE = {1: {"name": str, "nbytes": int, "sha256": str}}
 _FILE[2] = _FILE[1] | {"part": str}
 _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": str}
@@ -28,15 +30,17 @@ _QUANTISATION = {"weights": str, "group_size": int, "embedding": str, "head": st
 def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
     """Return the row of the tensor table, its type stated in full."""
     stored = entry.type
+    shared = {"pieces": entry.pieces, "stride": entry.stride} if entry.pieces else {}
     return {
         "name": entry.name, "layout": stored.layout, **_of_table(stored.storage), "group_size": stored.group_size,
-        "shape": list(entry.shape), "offset": entry.offset, "nbytes": entry.nbytes, "sha256": entry.sha256,
+        "shape": list(entry.shape), "offset": entry.offset, "nbytes": entry.nbytes, "sha256": entry.sha256, **shared,
     }
 
 
 def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     """Return the entry of the tensor table that a row stands for; a BundleError names what is wrong with it."""
-    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _PLACE, f"tensors[{index}]")
+    shared = _SHARED if isinstance(row, dict) and _SHARED.keys() & row.keys() else {}
+    data = _row(row, {"name": str} | _TYPE[min(version, 2)] | _PLACE | shared, f"tensors[{index}]")
     name = data["name"]
     if not re.fullmatch(r"[a-zA-Z0-9_.]{1,200}", name):
         raise BundleError(f"tensors[{index}] has the unusable name {name[:60]!r}.")
@@ -53,7 +57,10 @@ def tensor_from_json(row: object, index: int, version: int) -> TensorEntry:
     if not 0 <= data["offset"] <= MAX_BYTES - nbytes:
         raise BundleError(f"tensor {name!r} has the offset {data['offset']}, which is out of range.")
     _check_sha256(data["sha256"], f"tensor {name!r}")
-    return TensorEntry(name, stored, shape, data["offset"], nbytes, data["sha256"])
+    pieces, stride = (data[field] for field in _SHARED) if shared else (0, 0)
+    if shared and not (0 < pieces <= nbytes and 0 < stride <= MAX_BYTES // pieces):
+        raise BundleError(f"tensor {name!r} has {pieces} pieces, {stride} bytes apart, which is out of range.")
+    return TensorEntry(name, stored, shape, data["offset"], nbytes, data["sha256"], pieces, stride)
 
 
 def file_from_json(row: object, index: int, version: int) -> FileEntry:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,7 +18,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.json_text import parse_json
 from edgeinfer.quant import WeightType
 
-from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry, end_of_file, next_offset
+from .format import PARTS, WEIGHTS_FILE, FileEntry, Header, Places, Quantisation, TensorEntry, end_of_file
 from .header import HEADER_FILE, header_from_json, header_to_json
 from .write_back import WriteBack
 
@@ -62,7 +63,7 @@ class BundleWriter(Destination):
         self._source = source
         self._file: BinaryIO | None = None
         self._write_back: WriteBack | None = None
-        self._offset = 0
+        self._places = Places()
         self._tensors: list[TensorEntry] = []
         self._files: dict[str, FileEntry] = {}
 
@@ -71,7 +72,8 @@ class BundleWriter(Destination):
         self._write_back = WriteBack(self._file)
 
     def add(
-        self, name: str, weight_type: WeightType, shape: tuple[int, ...], data: Data | Iterable[Data]
+        self, name: str, weight_type: WeightType, shape: tuple[int, ...], data: Data | Iterable[Data],
+        pieces: int = 0, stride: int = 0,
     ) -> TensorEntry:
         """Append one tensor.
 
@@ -85,31 +87,48 @@ class BundleWriter(Destination):
             Logical shape, without padding.
         data : bytes-like, uint8 array, or iterable of these
             The stored bytes, in order; streamed, so a large tensor never has to be in memory as a whole.
+        pieces, stride : int
+            Where it shares a place with the tensors in front or behind: pieces, and bytes from one to the next
+            (`Graph.strides`). What comes first leaves gaps, which the others fill.
 
         Returns
         -------
         TensorEntry
         """
-        nbytes = weight_type.nbytes(shape)
-        offset = next_offset(self._offset, nbytes)
+        nbytes, before = weight_type.nbytes(shape), self._places.end
+        try:
+            offset = self._places.add(nbytes, pieces, stride)
+        except BundleError as error:
+            raise BundleError(f"tensor {name!r} {error}.") from None
+        entry = TensorEntry(name, weight_type, tuple(shape), offset, nbytes, "", pieces, stride)
         digest, written = hashlib.sha256(), 0
         chunks = [data] if isinstance(data, bytes | bytearray | memoryview) or hasattr(data, "dtype") else data
-        with self.writing():
-            self._weights.write(bytes(offset - self._offset))
+        if offset > before:
+            with self.writing():
+                self._weights.seek(before)
+                self._weights.write(bytes(offset - before))
         for chunk in chunks:
             view = memoryview(chunk).cast("B")  # type: ignore[arg-type]
             digest.update(view)
             with self.writing():
-                self._weights.write(view)
-                if self._write_back:
-                    self._write_back.wrote(len(view))
+                self._write(entry, written, view)
             written += len(view)
         if written != nbytes:
             raise BundleError(f"tensor {name!r} was given {written} bytes; its shape and type need {nbytes}.")
-        entry = TensorEntry(name, weight_type, tuple(shape), offset, nbytes, digest.hexdigest())
-        self._tensors.append(entry)
-        self._offset = offset + nbytes
-        return entry
+        self._tensors.append(replace(entry, sha256=digest.hexdigest()))
+        return self._tensors[-1]
+
+    def _write(self, entry: TensorEntry, at: int, data: memoryview) -> None:
+        """Write some of a tensor's bytes, from byte `at` of it on, to the pieces that they belong to."""
+        own = entry.piece_bytes
+        while data:
+            piece, within = divmod(at, own) if entry.pieces else (0, at)
+            here = data[: own - within] if entry.pieces else data
+            self._weights.seek(entry.offset + piece * entry.stride + within)
+            self._weights.write(here)
+            if self._write_back:
+                self._write_back.wrote(len(here))
+            data, at = data[len(here) :], at + len(here)
 
     def copy_file(self, path: str | Path, name: str | None = None, part: str = "") -> FileEntry:
         """Copy a file (tokenizer, chat template, licence) into the bundle, under its own name or `name`."""
@@ -126,6 +145,8 @@ class BundleWriter(Destination):
 
         with self.writing():
             self._weights.flush()
+        if entry.pieces:
+            raise BundleError(f"tensor {entry.name!r} is in {entry.pieces} pieces, which are not mapped as one.")
         return np.memmap(self.folder / WEIGHTS_FILE, np.uint8, "r", entry.offset, (entry.nbytes,))
 
     @property
@@ -150,8 +171,9 @@ class BundleWriter(Destination):
         return entry
 
     def _commit(self) -> None:
-        end = end_of_file(self._offset)
-        self._weights.write(bytes(end - self._offset))
+        end = end_of_file(self._places.end)
+        self._weights.seek(self._places.end)
+        self._weights.write(bytes(end - self._places.end))
         if self._write_back:
             self._write_back.wait()
         _sync(self._weights)

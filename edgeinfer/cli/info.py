@@ -130,6 +130,7 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
                 "name": entry.name, "type": entry.type.dtype, "group_size": entry.type.group_size,
                 "layout": entry.type.layout,
                 "shape": entry.shape, "offset": entry.offset, "bytes": entry.nbytes,
+                "pieces": entry.pieces, "stride": entry.stride,
             }
             for entry in bundle.tensors.values()
         ],

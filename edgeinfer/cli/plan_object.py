@@ -115,7 +115,8 @@ class PlanReport:
         for name, half in (("alike", ALIKE), ("skewed", SKEWED)):
             expected, speed = from_flash(plan.experts, half), None
             if self.profile is not None and self.profile.storage_sequential_gbs:
-                traffic = replace(self.model.traffic(self.config.kv), flash_bytes=expected.nbytes)
+                traffic = replace(self.model.traffic(self.config.kv), flash_bytes=expected.nbytes,
+                                  flash_chunk_bytes=expected.read_bytes if self.profile.storage_random else 0)
                 speed = estimate(self.profile, traffic, self.config.ctx or 0).decode_tok_per_s
             found[name] = {"busier_half": half, "hit_rate": expected.hit_rate, "streamed_bytes": round(expected.nbytes),
                            "decode_tok_per_s": speed}

@@ -41,6 +41,7 @@ class ExpertWords(BuilderBase):
                                      active=e.active, several=True, layer=self.layer))
         size = e.intermediate_size
         gate_up = self._stack(name + "experts_gate_up", hf + "experts.{}.", ("gate_proj", "up_proj"), (size, x.width))
+        down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
         inner, outer = (self._stack_bias(name + which, hf + "experts.{}.", parts, rows) if e.bias else None
                         for which, parts, rows in (("experts_gate_up_bias", ("gate_proj", "up_proj"), size),
                                                    ("experts_down_bias", ("down_proj",), c.hidden_size)))
@@ -48,7 +49,6 @@ class ExpertWords(BuilderBase):
             out=replace(self._tensor("f", size), times=e.active), x=self._listed(x, listed, gate_up, e.active),
             weight=gate_up, bias=inner, source=x, routes=routes, listed=listed, activation=c.hidden_act,
             limit=c.hidden_act_limit, experts=e.total, active=e.active, layer=self.layer))
-        down = self._stack(name + "experts_down", hf + "experts.{}.", ("down_proj",), (c.hidden_size, size))
         rows = self._listed(f, listed, down, e.active) if self._types[down.name].quantised else f
         out = self._after(residual) if residual else self._tensor("experts", c.hidden_size)
         return self._op(ExpertsDown(out=out, x=rows, weight=down, bias=outer, source=f,
@@ -70,7 +70,7 @@ class ExpertWords(BuilderBase):
         n, (rows, cols) = self.config.experts.total, shape
         sources = tuple(Source(f"{module}{part}.weight", (n, *shape), each=True) for part in parts)
         combine = "stacked_pairs16" if len(parts) == 2 else "stacked16"
-        weight = Weight(name, (n * len(parts) * round_up(rows, 16), cols), "experts", sources, combine)
+        weight = Weight(name, (n * len(parts) * round_up(rows, 16), cols), "experts", sources, combine, n)
         self._weights[name], self._types[name] = weight, self._type_of(weight)
         return weight
 

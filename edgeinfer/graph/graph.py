@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from ..dataclass import dataclass
 from .config import ModelConfig
 from .operation import Op
@@ -30,6 +32,16 @@ class Graph:
     def activation_values(self) -> float:
         """Values that go into and come out of the matrices of all layers for one token; of experts the active ones."""
         return sum(op.activation_values() for op in self.ops)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Bytes from one expert's matrices to the next's, of each weight that shares a place (`Weight.pieces`)."""
+        found: dict[str, int] = {}
+        for pieces, run in groupby(self.weights, key=lambda weight: weight.pieces):
+            if pieces:
+                nbytes = {weight.name: self.types[weight.name].nbytes(weight.shape) for weight in run}
+                found |= dict.fromkeys(nbytes, sum(nbytes.values()) // pieces)
+        return found
 
     def homes(self) -> dict[str, str]:
         """Name the tensor in whose memory each tensor lies: itself, or what it was written over."""

@@ -242,6 +242,9 @@ class Weight:
     ``stacked_pairs16``: items of stacks one behind the other, padded to 16 rows, those of two stacks alternating by
     tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
     short or empty."""
+    pieces: int = 0
+    """Experts whose matrices it has. Weights of as many that follow each other share a place, expert by expert, so
+    that all of an expert is in one piece; 0: it is in one piece itself."""
 
     @property
     def source_shapes(self) -> tuple[Sizes, ...]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, fill_rope_tables
-from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement
+from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
 
 from .memory import Progress, copy_in, lock, read_in, read_seldom
 from .planning import offsets_of
@@ -22,11 +22,10 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
          loading: Progress | None) -> None:
     """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
     parts, offsets = [], offsets_of(bundle)
-    for weight in graph.weights:
-        place = plan.places[weight.name]
-        if place.region == "resident" and weight.kind != "predictor":
-            parts += _sources(regions["resident"], place, offsets[weight.name],
-                              graph.types[weight.name].nbytes(weight.shape))
+    copied = {weight.name: graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights
+              if plan.places[weight.name].region == "resident" and weight.kind != "predictor"}
+    for name, nbytes in extents(plan.places, copied).items():
+        parts += _sources(regions["resident"], plan.places[name], offsets[name], copied[name], nbytes)
     copy_in(parts, bundle.weights_path, loading)
     load_parts(bundle, graph.weights, plan, regions)
     spans = _read_at_once(plan, bundle.weights_bytes)
@@ -69,11 +68,14 @@ def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regio
         copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
 
 
-def _sources(region: NDArray[np.uint8], place: Placement, offset: int,
-             nbytes: int) -> list[tuple[int, NDArray[np.uint8]]]:
-    """Where the parts of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only."""
+def _sources(region: NDArray[np.uint8], place: Placement, offset: int, nbytes: int,
+             together: int) -> list[tuple[int, NDArray[np.uint8]]]:
+    """Where the parts of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only.
+
+    With those that share its place it has so many bytes `together`.
+    """
     if place.nbytes == nbytes:
-        return [(offset, region[place.offset :][:nbytes])]
+        return [(offset, region[place.offset :][:together])]
     own, third = region[place.offset :][: place.nbytes], place.nbytes // 3
     return [(offset, own[:third]), (offset + nbytes // 3, own[third:])]
 

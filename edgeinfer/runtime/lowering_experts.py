@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, EXPERTS_RESOLVE, LINEAR, ROUTE, ROWS, abi, fill, routes
-from edgeinfer.memory_planner import READ_BYTES
+from edgeinfer.memory_planner import LEAST_READ_BYTES, MOST_READ_BYTES, READERS
 
 from .lowering_base import CHUNK_BYTES, Lowering, Operand, lower, rows
 from .program import Record
@@ -31,10 +31,10 @@ def _resolve(op: Route, at: Lowering) -> Record:
     own = plan.layers[number]
     parameters = fill(
         EXPERTS_RESOLVE, experts=op.experts, active=op.active, in_stride=at.stride(op.out), rows=rows(op.out),
-        slots=plan.slots, slot_bytes=plan.slot_bytes, down=plan.down_at, base=number * plan.experts,
-        gate_up_bytes=own.gate_up_bytes, down_bytes=own.down_bytes, gate_up_unit=own.gate_up // routes.LINE,
-        down_unit=own.down // routes.LINE, ticket=2 * routes.EXPERT_PARTS * number, span=plan.span, most=READ_BYTES,
-        total=plan.total)
+        slots=plan.slots, slot_bytes=plan.slot_bytes, base=number * plan.experts,
+        gate_up_bytes=own.gate_up_bytes, expert_bytes=own.nbytes, unit=own.offset // routes.LINE,
+        ticket=2 * routes.EXPERT_PARTS * number, span=plan.span, readers=READERS,
+        least=LEAST_READ_BYTES, most=MOST_READ_BYTES, total=plan.total)
     operands = [at.at(op.out), _places(number, at), _slots(at), _in_region(plan.owners, 4 * plan.slots),
                 _in_region(plan.counts + 4 * number * plan.experts, 4 * (plan.total - number * plan.experts)),
                 _in_region(plan.stamps, 8 * plan.slots),
@@ -91,7 +91,7 @@ def _(op: SigmoidGate, at: Lowering) -> list[Record]:
 def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
     """Units of an expert (pairs of tiles, or tiles) are claimed in chunks."""
     assert op.source
-    stored, cols = at.types[op.weight.name], op.weight.shape[1]
+    stored, cols, place = at.types[op.weight.name], op.weight.shape[1], at.plan.places[op.weight.name]
     size, units = stored.tile_bytes(cols), op.rows // 16
     working = units * (op.active if op.TILES == 2 else 1)  # of a token
     chunk = max(1, min(CHUNK_BYTES // (op.TILES * size), working // (4 * at.threads)))
@@ -106,8 +106,10 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
         LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), x_stride=at.stride(op.x),
         out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk + -chunk % together,
         scratch=at.plan.thread_scratch_bytes, token_tiles=at.token_tiles, width=op.x.width, active=op.active,
-        source_stride=0 if op.source.times == 1 else at.stride(op.source), **more)
-    operands = [at.at(op.weight), at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
+        source_stride=0 if op.source.times == 1 else at.stride(op.source),
+        expert_bytes=place.stride, **more)
+    matrices = Operand(place.region, place.offset, (op.experts - 1) * place.stride + place.nbytes // op.experts)
+    operands = [matrices, at.at(op.x), at.at(op.out), at.at(op.bias), at.scratch, at.at(op.source),
                 at.at(op.routes), at.at(op.listed)]
     kernel, flags = op.kernels(at.types, at.kv)[0], abi.FLAG_BIAS if op.bias else 0
     if isinstance(op, ExpertsDown) and op.residual:

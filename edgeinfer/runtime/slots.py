@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Cold
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.kernels import Kernels, abi
-from edgeinfer.memory_planner import ColdPlan, ExpertsPlan
+from edgeinfer.memory_planner import READERS, ColdPlan, ExpertsPlan
 
 from .direct import File
 from .readers import NAP_SECONDS, Readers
 
 RESOLVE_KERNEL, EXPERTS_KERNEL = "neuron_resolve", "experts_resolve"
-READERS = 8
-"""Threads that read: a disk answers scattered reads of a few KiB faster where it has several at a time."""
 _EARLY, _LEFT = abi.COLD_EARLY >> 3, abi.PART_LEFT >> 3
 _FAILED, _NEXT, _RELEASED = (offset >> 3 for offset in (abi.STREAM_FAILED, abi.STREAM_NEXT, abi.STREAM_RELEASED))
 

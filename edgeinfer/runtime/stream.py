@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.kernels import Kernels, abi
-from edgeinfer.memory_planner import PAGE_BYTES, READ_BYTES, STREAM_BUFFERS, MemoryPlan
+from edgeinfer.memory_planner import PAGE_BYTES, READ_BYTES, STREAM_BUFFERS, MemoryPlan, extents
 from edgeinfer.sizes import round_up
 
 from .direct import File
@@ -84,9 +84,9 @@ def pieces(plan: MemoryPlan, base: int, offsets: Mapping[str, int]) -> NDArray[n
     """What is read in a round, in order: whole pages around each weight, READ_BYTES at a time (abi.PIECE_*)."""
     rows = []
     for part, names in enumerate(plan.parts):
-        for name in names:
+        for name, nbytes in extents(plan.places, names).items():
             place, offset = plan.places[name], offsets[name]
-            start, end = offset // PAGE_BYTES * PAGE_BYTES, offset + place.nbytes
+            start, end = offset // PAGE_BYTES * PAGE_BYTES, offset + nbytes
             to = base + place.offset - (offset - start)
             for at in range(start, end, READ_BYTES):
                 least = min(READ_BYTES, end - at)

@@ -1,4 +1,4 @@
-"""Matrix products of a mixture's experts, whose matrices lie one behind the other in tile16.
+"""Matrix products of a mixture's experts, whose matrices in tile16 lie at equal distances.
 
 `experts_gated_*` is act(x G^T) * (x U^T) of each (token, expert) of the list, in its order; `experts_down_*` adds the
 weighted f D^T of each token's experts to its row, or without FLAG_RESIDUAL to zeros. Both run the register blocks of
@@ -105,11 +105,11 @@ def segment(work, s):
 
 
 @inline
-def place_of(rec, ctx, expert, field, nbytes):
-    """Where an expert's matrices lie from operand 0 on; all together they would lie there one behind the other."""
+def place_of(rec, ctx, expert, field):
+    """Where an expert's matrix, or its two, lie from operand 0 on."""
     if flags(rec) & FLAG_SLOTS:
         return LINE * load_i32(operand(rec, ctx, 8) + PLACE_BYTES * expert + field)
-    return expert * nbytes
+    return expert * parameter(rec, LINEAR.expert_bytes)
 
 
 @inline
@@ -146,10 +146,10 @@ def _register_gated(name, chunk_of):
             s = number // chunks
             expert, first, n = segment(work, s)
             base, start = expert * units, (number - s * chunks) * chunk
-            place, following = place_of(rec, ctx, expert, PLACE_GATE_UP, units * size), base + start
+            place, following = place_of(rec, ctx, expert, PLACE_GATE_UP), base + start
             if after < stop * chunks:
-                there = place_of(rec, ctx, expert_of(work, after // chunks), PLACE_GATE_UP, units * size)
-                following = base + div_i64(there, size) - div_i64(place, size) + after % chunks * chunk
+                there = place_of(rec, ctx, expert_of(work, after // chunks), PLACE_GATE_UP)
+                following = base + div_i64(there - place, size) + after % chunks * chunk
             at = Place(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
                        operand(rec, ctx, 2) + first * stride - 64 * base, operand(rec, ctx, 3), scratch)
             chunk_of(at, base + start, base + min(start + chunk, units), following, n)
@@ -221,9 +221,9 @@ def _register_down(name, chunk_of):
                 base, next_s, next_start = expert * tiles, s + 1, start
                 if s + 1 == stop:
                     next_s, next_start = (since, after) if after < tiles else (s, start)
-                place = place_of(rec, ctx, expert, PLACE_DOWN, tiles * size)
-                there = place_of(rec, ctx, expert_of(work, next_s), PLACE_DOWN, tiles * size)
-                following = base + div_i64(there, size) - div_i64(place, size) + next_start
+                place = place_of(rec, ctx, expert, PLACE_DOWN)
+                there = place_of(rec, ctx, expert_of(work, next_s), PLACE_DOWN)
+                following = base + div_i64(there - place, size) + next_start
                 at = Part(rec, operand(rec, ctx, 0) + place - base * size, work.x + first * work.stride,
                           operand(rec, ctx, 2) - 64 * base, operand(rec, ctx, 3), scratch,
                           work.entries + ROUTE_BYTES * first)

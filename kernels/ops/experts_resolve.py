@@ -1,10 +1,10 @@
 """Experts that are not in memory: which of them a walk wants, where they lie in slots, reads of those missing.
 
 `experts_resolve` stands right behind `route`. It looks up the experts that the walk's tokens go through, takes a slot
-for each that is missing, and posts the reads, gates and ups first: what lies between the router and the experts,
-attention where the router stands in front of it, runs meanwhile. The experts are computed by EXPERT_PARTS records for
-each of the two products, which wait for tickets of their own, so that the first are computed while the last are read.
-One thread does it: a layer has a hundred or so experts.
+for each that is missing, and posts the reads: what lies between the router and the experts, attention where the
+router stands in front of it, runs meanwhile. An expert is one stretch of the file and of its slot. Experts are computed
+by EXPERT_PARTS records for each of the two products, which wait for tickets of their own, so that the first are
+computed while the last are read. One thread does it: a layer has a hundred or so experts.
 
 Replacement goes by frequency: of each expert, in memory or not, there is a count of how often it was chosen, which
 halves every COUNTED tokens, and who has been chosen least gives way; of equal ones who was wanted longest ago. A prompt
@@ -101,9 +101,9 @@ def victim(rec, ctx, epoch):
 
 
 @inline
-def lead(unit, nbytes, e):
-    """Bytes between the beginning of a page of the file and expert e's matrices."""
-    return (unit * LINE + e * nbytes) & (PAGE - 1)
+def offset_of(rec, e):
+    """Where expert e begins in the file."""
+    return parameter(rec, EXPERTS_RESOLVE.unit) * LINE + e * parameter(rec, EXPERTS_RESOLVE.expert_bytes)
 
 
 @inline
@@ -115,12 +115,11 @@ def replace(rec, ctx, e, slot, epoch):
         store_i32(places + PLACE_BYTES * (owner - base) + PLACE_SLOT, -1)  # in whichever layer
     store_i32(owners + 4 * slot, base + e)
     store_i64(operand(rec, ctx, 5) + 8 * slot, epoch)
-    place, at = places + PLACE_BYTES * e, slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes)
-    gate_up = lead(parameter(rec, EXPERTS_RESOLVE.gate_up_unit), parameter(rec, EXPERTS_RESOLVE.gate_up_bytes), e)
-    down = lead(parameter(rec, EXPERTS_RESOLVE.down_unit), parameter(rec, EXPERTS_RESOLVE.down_bytes), e)
+    place, within = places + PLACE_BYTES * e, offset_of(rec, e) & (PAGE - 1)
+    at = slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes) + within
     store_i32(place + PLACE_SLOT, slot)
-    store_i32(place + PLACE_GATE_UP, div_i64(at + gate_up, LINE))
-    store_i32(place + PLACE_DOWN, div_i64(at + parameter(rec, EXPERTS_RESOLVE.down) + down, LINE))
+    store_i32(place + PLACE_GATE_UP, div_i64(at, LINE))
+    store_i32(place + PLACE_DOWN, div_i64(at + parameter(rec, EXPERTS_RESOLVE.gate_up_bytes), LINE))
 
 
 @outlined
@@ -138,30 +137,35 @@ def place_missing(rec, ctx, epoch):
 
 
 @inline
-def post(rec, stream, to, part, unit, nbytes, e):
-    """Let readers bring the pages around one matrix of expert e, or its two."""
-    most, before = parameter(rec, EXPERTS_RESOLVE.most), lead(unit, nbytes, e)
-    offset, left = unit * LINE + e * nbytes - before, nbytes + before
-    while left > 0:
-        least = min(left, most)
-        post_piece(stream, part, offset, (least + PAGE - 1) & -PAGE, least, to)
-        offset, to, left = offset + least, to + least, left - least
+def post(rec, stream, to, e, begin, end, columns, most):
+    """Let readers bring bytes begin .. end of the pages around expert e, whose columns alone are from `columns` on."""
+    part = parameter(rec, EXPERTS_RESOLVE.ticket) + div_i64(e, parameter(rec, EXPERTS_RESOLVE.span))
+    offset = offset_of(rec, e) & -PAGE
+    while begin < end:
+        least = min(end - begin, most)
+        post_piece(stream, part if begin < columns else part + EXPERT_PARTS, offset + begin,
+                   (least + PAGE - 1) & -PAGE, least, to + begin)
+        begin += least
 
 
 @outlined
-def post_missing(rec, ctx, stream):
-    """Post the reads of all experts that have just been given slots: gates and ups of all, then the columns."""
+def post_missing(rec, ctx, stream, decoded, missing):
+    """Post the reads of all experts that have just been given slots: each one read, or as many as keep readers busy.
+
+    A prompt, which goes through most experts, gets gates and ups of all first, then the columns.
+    """
     wanted, places, slots = operand(rec, ctx, 7), operand(rec, ctx, 1), operand(rec, ctx, 2)
-    first, span = parameter(rec, EXPERTS_RESOLVE.ticket), parameter(rec, EXPERTS_RESOLVE.span)
-    for down in range(2):
-        unit = parameter(rec, EXPERTS_RESOLVE.gate_up_unit + down)
-        nbytes = parameter(rec, EXPERTS_RESOLVE.gate_up_bytes + down)
+    share = div_i64(missing * parameter(rec, EXPERTS_RESOLVE.expert_bytes), parameter(rec, EXPERTS_RESOLVE.readers))
+    most = min(max((share + 2 * PAGE - 1) & -PAGE, parameter(rec, EXPERTS_RESOLVE.least)),
+               parameter(rec, EXPERTS_RESOLVE.most))
+    for turn in range(1 if decoded else 2):
         for e in range(parameter(rec, EXPERTS_RESOLVE.experts)):
             if load_i32(wanted + 4 * e) == MISSING:
-                slot = load_i32(places + PLACE_BYTES * e + PLACE_SLOT)
-                to = slots + slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes)
-                post(rec, stream, to + down * parameter(rec, EXPERTS_RESOLVE.down),
-                     first + down * EXPERT_PARTS + div_i64(e, span), unit, nbytes, e)
+                slot, within = load_i32(places + PLACE_BYTES * e + PLACE_SLOT), offset_of(rec, e) & (PAGE - 1)
+                columns = (within + parameter(rec, EXPERTS_RESOLVE.gate_up_bytes) + PAGE - 1) & -PAGE
+                end = within + parameter(rec, EXPERTS_RESOLVE.expert_bytes)
+                post(rec, stream, slots + slot * parameter(rec, EXPERTS_RESOLVE.slot_bytes), e,
+                     columns if turn else 0, end if decoded or turn else min(end, columns), columns, most)
 
 
 @kernel("experts_resolve")
@@ -180,7 +184,7 @@ def experts_resolve(rec, ctx, tid, n_threads):
     hits, missing = pin(rec, ctx, decoded, epoch)
     if missing:
         status = 0 if place_missing(rec, ctx, epoch) else NO_SLOT
-        post_missing(rec, ctx, stream)
+        post_missing(rec, ctx, stream, decoded, missing)
         change(ctx, stream + STREAM_GATE, atomic_load(stream + STREAM_GATE) + 1)
     if decoded:
         store_i64(words + COLD_HITS, load_i64(words + COLD_HITS) + hits)

@@ -57,22 +57,23 @@ class _ExpertsResolve(NamedTuple):
     """Which count gives the tokens."""
     slots: int
     slot_bytes: int
-    down: int
-    """Where the columns lie in a slot; in front of them are gates and ups."""
     base: int
     """Number of the layer's first expert among those of all layers."""
     gate_up_bytes: int
     """Of one expert."""
-    down_bytes: int
-    gate_up_unit: int
-    """Where those of the layer begin in the file, in units of routes.LINE."""
-    down_unit: int
+    expert_bytes: int
+    """Of its gates, ups and columns, which follow each other."""
+    unit: int
+    """Where the layer's first expert begins in the file, in units of routes.LINE."""
     ticket: int
     """Number of the layer's first ticket, of 2 EXPERT_PARTS; 0 in the first layer with experts."""
     span: int
     """Experts of a part."""
+    readers: int
+    """Threads that share what a walk wants, in reads of `least` to `most` bytes."""
+    least: int
     most: int
-    """Bytes that are read at a time: whole pages."""
+    """Whole pages, both."""
     total: int
     """Experts of all layers."""
 

@@ -53,6 +53,8 @@ class _Linear(NamedTuple):
     """Experts with FLAG_SLOTS: the first one that the record computes."""
     until: int
     """The one behind the last."""
+    expert_bytes: int
+    """Experts: bytes from one expert's matrix to the next's, where they do not lie in slots."""
 
 
-LINEAR = _Linear(*range(24))
+LINEAR = _Linear(*range(25))

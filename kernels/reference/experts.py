@@ -98,7 +98,7 @@ def _weights(view: RecordView, expert: int, tiles: int, dtype: str, group: int,
              field: int) -> tuple[Doubles, Doubles]:
     """The matrix and the bias of an expert that has so many tiles."""
     p = view.parameters(LINEAR)
-    at = expert * tiles * p.tile_bytes
+    at = expert * p.expert_bytes
     if view.flags & FLAG_SLOTS:
         at = LINE * int(view.array(8, np.int32, (1,), at=PLACE_BYTES * expert + field)[0])
     rows, columns = layouts.TILE_ROWS * tiles, p.records * WeightType(dtype, group).padded_columns(1)

@@ -63,9 +63,8 @@ def _places(p: Any, slots: NDArray[np.int32], chosen: NDArray[np.int64], before:
     """Rows of PLACE_* of the layer's experts, of which the `chosen` ones have new places."""
     rows = before.copy()
     rows[:, 0] = slots
-    for field, unit, nbytes, at in ((1, p.gate_up_unit, p.gate_up_bytes, 0), (2, p.down_unit, p.down_bytes, p.down)):
-        inside = (LINE * unit + chosen * nbytes) % PAGE
-        rows[chosen, field] = (slots[chosen].astype(np.int64) * p.slot_bytes + at + inside) // LINE
+    at = slots[chosen].astype(np.int64) * p.slot_bytes + (LINE * p.unit + chosen * p.expert_bytes) % PAGE
+    rows[chosen, 1], rows[chosen, 2] = at // LINE, (at + p.gate_up_bytes) // LINE
     return rows
 
 
