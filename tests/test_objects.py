@@ -20,7 +20,7 @@ from edgeinfer.kernels.catalogue import FAMILIES
 from edgeinfer.kernels.toolchain import build, elf, objects, provide
 
 ROOT = str(Path(edgeinfer.__file__).parents[1])
-ISA = available()[-1]
+ISA = available()[0]
 NAMES = ("quantize", "gather_outputs")
 EVERY_PROGRAM = next(family.kernels for family in FAMILIES if family.name == "walk")
 SEAL = 32
