@@ -1,9 +1,11 @@
 """The kernels of ARM boards on an emulator: `prepare` where this runs natively, `run` on each emulated core.
 
-.ci/arm calls both. `prepare` cross-compiles the kernels of each rung into EDGEINFER_CACHE and writes tiny random models
-with the tokens that this machine's own kernels choose. `run` sees that the core gets the rung made for it, that every
-record agrees with its twin, that neither chunks nor threads change a bit, that greedy decoding gives those tokens and
-that the paths of a tree are chains; then it runs those kernel tests whose kernels were compiled.
+.ci/arm calls both, with names of cores. `prepare` cross-compiles the kernels of their rungs into EDGEINFER_CACHE and
+writes tiny random models with the tokens that this machine's own kernels choose. `run` sees that the core gets the
+rung made for it, that every record agrees with its twin, that neither chunks nor threads change a bit, that greedy
+decoding gives those tokens and that the paths of a tree are chains; then it runs those kernel tests whose kernels were
+compiled. One core has all of it (`WHOLE`); the others have what an instruction set does in its own way: a model of the
+usual types, and the products of integers of every type.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ from edgeinfer.kernels.catalogue import FOREIGN
 from edgeinfer.kernels.toolchain import build, objects
 from edgeinfer.runner import DECODE, Segment
 from edgeinfer.runtime import Session
+from tests import tested
 from tests.offloaded import MIXED, OPTIONS, made, offloaded
 from tests.sessions import logits_of, session, tokens, write_model
 from tests.test_trees import chain_logits, path_to
 
 RUNGS = {"cortex-a72": "neon", "cortex-a76": "neon_dotprod", "neoverse-n2": "neon_i8mm"}
 """Rung that each emulated core must choose: Raspberry Pi 4, Raspberry Pi 5, a core with i8mm."""
+WHOLE = "cortex-a76"
+"""The core that all is tried on. EDGEINFER_TEST_ALL=1 tries all on each."""
 MODELS = (("q4", "int8"), ("int8", "f16"))
-"""Weights (in groups of 32) and KV."""
+"""Weights (in groups of 32) and KV; cores but `WHOLE` have the first."""
 WALKS = ((1, 64), (2, 64), (1, 1), (1, 2), (2, 3), (1, 7))
 """Threads and tokens of a prompt's chunks; the tokens of register blocks are 4, 2 and 1."""
 PROMPT, N_NEW = tokens(262), 12
@@ -51,27 +56,41 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert or "
              "(slots_give and not f32))) or "
              "(kernels_latent and int8 and not size1 and not size2)")
-NEURON = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
+PRODUCTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
+"""What other cores than `WHOLE` run, by the same selection."""
+PRODUCT_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",
+                   "gated_int8_g32")
+"""Kernels of these that the first of `MODELS` does not need."""
+OTHERS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "neuron_mask_scores",
           "neuron_mask_signs", "neuron_resolve", "reader", "screen_maxima", "screen_least_int8_g32", "head_int8_g32",
           "norm_f32", "norm_q8", "activate", "add_positions", "route", "sort_routes", "sigmoid_gate",
           "experts_input_q8", "experts_input_f32", "experts_resolve", "experts_gated_q4_g32",
           "experts_down_q4_g32", "experts_gated_int8_g32", "experts_down_int8_g32", "store_latent_int8")
-"""Kernels that no model of `MODELS` needs."""
+"""Kernels of `TESTS` that no model of `MODELS` needs."""
 
 
-def prepare(work: Path) -> None:
-    """Compile, write the models and what this machine says."""
-    expected, names = {}, {"worker", "submit", "wait", "spin", *NEURON, *(f"linear_{kind}" for kind in FOREIGN)}
+def prepare(work: Path, cores: list[str]) -> None:
+    """Compile for some cores, write the models and what this machine says."""
+    expected = {}
+    some = {"worker", "submit", "wait", "spin", *PRODUCT_KERNELS, *(f"linear_{kind}" for kind in FOREIGN)}
+    names = {*some, *OTHERS}
     for weights, kv in MODELS:
         with session(write_model(work, weights=weights), kv=kv, ctx=512) as opened:
             names.update(opened.program.kernels)
+            if (weights, kv) == MODELS[0]:
+                some.update(opened.program.kernels)
             expected[f"{weights}-{kv}"] = greedy(opened)
             print(f"arm: expected tokens of {weights}-{kv} by {opened.isa}")
     (work / "expected.json").write_text(json.dumps(expected))
     made(work / "cold")
-    for rung in LADDER:
-        if rung.name in RUNGS.values():
-            compile_rung(rung, sorted(names))
+    for core in cores:
+        rung = next(rung for rung in LADDER if rung.name == RUNGS[core])
+        compile_rung(rung, sorted(names if is_whole(core) else some))
+
+
+def is_whole(core: str) -> bool:
+    """Whether all is tried on a core."""
+    return core == WHOLE or tested.everything()
 
 
 def compile_rung(rung: Isa, names: list[str]) -> None:
@@ -125,7 +144,7 @@ def run(work: Path, core: str) -> None:
     rung = choose().name
     require(rung == RUNGS[core], f"{core} gets {rung}, not {RUNGS[core]}")
     expected = json.loads((work / "expected.json").read_text())
-    for weights, kv in MODELS:
+    for weights, kv in MODELS if is_whole(core) else MODELS[:1]:
         path = write_model(work, weights=weights)
         os.environ["EDGEINFER_CHECK"] = "1"
         with session(path, kv=kv, ctx=512) as opened:  # raises where a record and its twin disagree
@@ -142,15 +161,16 @@ def run(work: Path, core: str) -> None:
         with session(path, kv=kv, ctx=512, threads=2, max_sequences=2, outputs=len(PARENTS)) as opened:
             require(paths_are_chains(opened), f"{weights}-{kv} on {rung}: a tree's paths are no chains")
         print(f"arm: {core}: {rung}, {weights}-{kv}: twins, bits, tokens and trees agree", flush=True)
-    require(cold_is_resident(work), f"{rung}: neurons that are read when they are wanted change bits")
-    print(f"arm: {core}: {rung}: hot and cold neurons: twins and bits agree", flush=True)
+    if is_whole(core):
+        require(cold_is_resident(work), f"{rung}: neurons that are read when they are wanted change bits")
+        print(f"arm: {core}: {rung}: hot and cold neurons: twins and bits agree", flush=True)
     os.environ["EDGEINFER_ISA"] = rung
     import pytest
 
     os.environ["EDGEINFER_TEST_EMULATED"] = "1"
     alone = ("-o", "addopts=--import-mode=importlib", "-o", "required_plugins=")  # an emulator has no other workers
     how = ("-q", "-p", "no:cacheprovider", "--no-header", "--durations=3")
-    code = pytest.main([*alone, *how, "-k", SELECTION, *TESTS])
+    code = pytest.main([*alone, *how, "-k", SELECTION, *(TESTS if is_whole(core) else PRODUCTS)])
     require(code == 0, f"{core}: kernel tests fail on {rung}")
 
 
@@ -162,6 +182,6 @@ def require(holds: bool, otherwise: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "prepare":
-        prepare(Path(sys.argv[2]))
+        prepare(Path(sys.argv[2]), sys.argv[3:])
     else:
         run(Path(sys.argv[2]), sys.argv[3])

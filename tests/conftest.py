@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from filelock import FileLock
 
@@ -63,17 +64,33 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-MOST_WORKERS = 4
-"""Processes that run tests at most: each may hold 1.5 GB."""
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own with nothing in it but the kernels, which would be compiled anew without."""
+    from edgeinfer.cache import cache_root, make_directories
+
+    make_directories(kernels := cache_root() / "kernels")
+    (own := tmp_path / "cache").mkdir()
+    (own / "kernels").symlink_to(kernels, target_is_directory=True)
+    monkeypatch.setenv("EDGEINFER_CACHE", str(own))
+    return own
+
+
+MOST_WORKERS, WORKER_BYTES = 4, 3 << 29
+"""Processes that run tests at most, and what each may hold."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker for each core, up to four; none, but this process, where single files or tests are asked for."""
+    """One more than cores, since tests wait for processes, up to four; none, but this process, for single files.
+
+    Memory that is free has room for all.
+    """
     if all(argument.partition("::")[0].endswith(".py") for argument in config.args):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS) if cores > 1 else 0
+    room = psutil.virtual_memory().available // WORKER_BYTES
+    return min(cores + 1, MOST_WORKERS, max(room, 1)) if cores > 1 else 0
 
 
 @pytest.fixture(autouse=True)

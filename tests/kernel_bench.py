@@ -13,13 +13,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.kernels import Isa, Kernels, abi, available, choose, find_set, twin_of
+from edgeinfer.kernels import Isa, Kernels, abi, available, twin_of
 from edgeinfer.kernels.catalogue import is_foreign
 from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
+from tests import tested
 
-ISAS = [isa.name for isa in available()] if "EDGEINFER_ISA" not in os.environ else [choose().name]
-"""Instruction sets under test: all that this machine runs, or the one that is forced."""
+ISAS = tested.rungs()
+"""Instruction sets under test, the best first: see tests/tested.py."""
 SLACK_BYTES = 256
+
+
+def isas(name: str) -> list[str]:
+    """Instruction sets that a kernel is tested on; the best is always among them."""
+    return [isa for isa in ISAS if tested.takes(isa, name)]
 
 
 @functools.cache
@@ -41,7 +47,7 @@ def kernels(isa: str) -> Kernels:
 def compile_all(isa: Isa, foreign: bool) -> None:
     """All at once, as one by one they would take longer; in two parts, each within the time that a test has."""
     if "EDGEINFER_TEST_EMULATED" not in os.environ:  # where nothing can be compiled
-        find_set(isa, foreign=foreign)
+        tested.compile_kernels(isa, foreign)
 
 
 def token_tiles(isa: str) -> tuple[int, ...]:

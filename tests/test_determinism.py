@@ -10,8 +10,8 @@ import pytest
 from edgeinfer.config import GenerationConfig
 from edgeinfer.engine import Sampler
 from edgeinfer.graph import ModelConfig
-from edgeinfer.kernels import available
 from edgeinfer.runtime import Session
+from tests import tested
 from tests.sessions import SPLIT, TINY, WINDOWED, scored, session, tokens, write_model
 
 PROMPT = tokens(2 * SPLIT + 91)  # three attention splits, the last of them part of a block
@@ -64,7 +64,7 @@ def test_threads_and_chunks_with_windows(kv: str, models: Path) -> None:
     compare(write_model(models, WINDOWED), kv, ((1, 1), (1, 7), (2, 64), (3, 512)))
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in available()])
+@pytest.mark.parametrize("isa", tested.rungs())
 def test_threads_and_chunks_on_every_instruction_set(isa: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_ISA", isa)
     for weights, kv in (("q4", "int8"), ("f16", "f32")):

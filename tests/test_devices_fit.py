@@ -159,7 +159,8 @@ def test_a_section_is_replaced_alone(tmp_path):
     )
 
 
-def test_the_command_writes_the_section(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_section(groups, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(estimator_fit, "judge", lambda rows: list(groups.values()) if rows == ROWS else [])
     monkeypatch.setattr("sys.argv", ["estimator_fit.py", "--output", str(tmp_path / "out.md")])
     assert estimator_fit.main() == 0
     assert "## Against published speeds" in (tmp_path / "out.md").read_text(encoding="utf-8")

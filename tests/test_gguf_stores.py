@@ -179,9 +179,8 @@ def test_the_type_in_a_name(name: str, kind: str) -> None:
     assert gguf_type(name) == kind
 
 
-def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = make_checkpoint(tmp_path / "hf", "llama", **WIDE)
     path = tmp_path / "m.gguf"
     write_gguf(path, source, {"attn_q": "Q3_K", "": "Q8_0"})

@@ -8,7 +8,7 @@ import pytest
 from edgeinfer.kernels import LADDER, abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
 from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
-from tests.kernel_bench import ISAS, Bench, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles
 from tests.test_kernels_linear import QUANTISED, TOKENS, random_product, whole
 from tests.test_kernels_neuron import random_ffn
 
@@ -116,7 +116,7 @@ def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group:
         places, fused = fused_operands(rng, product.bench, width, group, norm)
         scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
         places = [*product.places[:4], product.bench.scratch(scratch, 2), *places]
-        for isa in ISAS:
+        for isa in isas(product.name):
             parameters = product.parameters(isa, scratch=scratch, **fused)
             run_fused(isa, norm, product.bench, product.name, places, width, group, parameters)
 

@@ -9,7 +9,7 @@ from edgeinfer.graph import RopeConfig, rope_tables
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, LATENT, LINEAR, ROWS, SCREEN, fill
 from edgeinfer.quant import WeightType
-from tests.kernel_bench import ISAS, Bench, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles
 from tests.test_kernels_attention import KV, Layer, Sequence, walk
 from tests.test_kernels_linear import kernel_name, random_weights
 
@@ -105,7 +105,8 @@ def test_what_is_stored_of_a_token_agrees_with_its_twin(kv: str, size: tuple[int
 def test_products_of_heads(dtype: str, group: int) -> None:
     """Each head's own matrix times its own part of a row, quantised where the weights are; columns between are left."""
     heads, cols, rows, gap, rng = 3, 40, 48, 24, np.random.default_rng(1)
-    for isa in ISAS:
+    name = kernel_name("linear", dtype, group)
+    for isa in isas(name):
         for tokens in (1, 2, 5, 19):
             bench = Bench()
             bench.tokens(range(tokens))
@@ -130,7 +131,6 @@ def test_products_of_heads(dtype: str, group: int) -> None:
             parameters = fill(LINEAR, tiles=heads * 3, tile_bytes=tile_bytes, chunk=3, scratch=8192,
                               records=WeightType(dtype, group).tile_records(cols), out_stride=out_stride, head_tiles=3,
                               head_gap=gap, **given)
-            name = kernel_name("linear", dtype, group)
             one = bench.run(isa, name, places, parameters)
             two = bench.run(isa, name, places, parameters, threads=2)
             for key, values in one.items():

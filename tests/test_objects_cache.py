@@ -19,7 +19,7 @@ from edgeinfer.kernels.toolchain import build, elf, objects, provide, tidy
 from edgeinfer.lock import DestinationLock
 from tests.test_objects import EVERY_PROGRAM, SEAL, Builds
 
-ISA = available()[-1]
+ISA = available()[0]
 OTHER = next(isa for isa in available() + tuple(build.LADDER) if isa != ISA)
 DAY = 86400
 COMPILED = "they are compiled into the user's cache."

@@ -218,7 +218,7 @@ def test_quality_on_a_real_model(shared_data: Callable[[str], Path], tmp_path: P
                                  skipped: float, share: float) -> None:
     """The end of a book that the model never saw: inactive neurons skipped, bytes read with the predictor included."""
     text = shared_data("text/held_out/heldout_american_fairy_tales.txt").read_text(encoding="utf-8")
-    stream = token_stream(Tokenizer.open(demo_path()), text, max_tokens=14_000)
+    stream = token_stream(Tokenizer.open(demo_path()), text, max_tokens=8_000)
     with Bundle.open(demo_path()) as source:
         made = sparsify(source, tmp_path / "sparse", stream, kind=kind, max_kld=kld)
     total = sum(made.layers, Tally())
