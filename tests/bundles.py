@@ -82,10 +82,10 @@ def alter_header(bundle: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:
     """All weights of a bundle as float32, by name."""
-    data, out = np.fromfile(path / "weights.bin", np.uint8), {}
+    out: dict[str, np.ndarray] = {}
     with Bundle.open(path) as bundle:
         for entry in bundle.header.tensors:
-            raw, stored = data[entry.offset : entry.offset + entry.nbytes], entry.type
+            raw, stored = tensor_bytes(bundle, entry.name), entry.type
             values = (raw.view("<f4")[: entry.shape[0]] if stored.layout == "plain" else
                       layouts.unpack_tile16(raw, stored.dtype, stored.group_size, entry.shape))
             whole = re.sub(r"qkv\.[0-9]", "qkv", entry.name)  # parts of a matrix, in their order

@@ -79,6 +79,27 @@ def test_the_bits_of_the_model_in_memory(config: Any, weights: str, n: int, mode
                 assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all(), (threads, chunk)
 
 
+@pytest.mark.parametrize("config", [LARGER, BIASED], ids=["shared", "biased"])
+def test_experts_lie_beside_each_other_wherever_weights_are(config: Any, models: Path) -> None:
+    """Copied into memory, and streamed layer by layer."""
+    path = write_model(models, config)
+    want = resident(path)
+    with session(path, prefill_chunk=48, ctx=256, mmap=False) as opened:
+        assert (logits_of(opened, IDS, 12) == want).all()
+
+    def streamed(planner: Planner, request: Request, budget: int) -> MemoryPlan:
+        names = [(weight.name, "streamed") for weight in planner.graph.weights if weight.kind in ("experts", "matrix")]
+        return planner.plan(replace(request, homes=(("*", "resident"), *names)))
+
+    options = RuntimeConfig(threads=2, budget_bytes=1, prefill_chunk=48, ctx=256)
+    opened = Session(Bundle.open(path), options, place=streamed)
+    try:
+        assert opened.plan.parts and any("experts_down" in name for name in opened.plan.parts[0])
+        assert (watched(lambda: logits_of(opened, IDS, 12)) == want).all()
+    finally:
+        opened.close()
+
+
 def test_every_record_beside_its_twin(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(models, LARGER)
     want = resident(path)
