@@ -78,7 +78,7 @@ class Depth:
         for _ in range(TOKENS):
             self.session.decode([self.sequence], [5])
         spent = self.session.executor.stop_profile()
-        self.session.truncate(self.sequence, self.depth)
+        self.session.rewind(self.sequence, self.depth)
         return float(sum(ns for ns, record in zip(spent, self.session.program.records, strict=True)
                          if record.kernel.startswith("attention"))) / TOKENS / 1e9
 

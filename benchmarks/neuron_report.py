@@ -113,4 +113,14 @@ quantisation of x, wake-up of the threads and all barriers.
   fixed group of neurons quantised together, in the kernels of all instruction sets and their twins: not built.
   Layers that run dense lie in tiles instead.
 * Without any fetch instructions, rows that lie apart came at a quarter of the speed of a stream.
+
+## Without a gate
+
+A neuron of OPT, and of other families whose FFN is act(x U^T + b) D^T + c, is two parts instead of three: its row,
+which stands where a gate would and says whether it lives, and its column. In mode exact a token reads all rows, a half
+of the FFN's bytes instead of a third, so that less can be saved; masks save as much as with gates. The kernels are the
+same: a record says which it is (`ungated`), and batches without ups fetch columns alone. Biases go with their neurons
+when `sparsify` orders these, and the thresholds of each neuron take them into account. Where the output is normed
+(Gemma 2 to 4, OLMo 2) the residual is left to the norm. The curves below are those of neurons of three parts; they are
+taken for these too, for nobody has measured them apart.
 """.splitlines()[1:]

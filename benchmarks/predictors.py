@@ -45,7 +45,7 @@ def table(path: Path, text: str, held_out: str, kinds: list[str], tokens: int, s
         fitting = token_stream(tokenizer, text, max_tokens=8 * tokens)
         measured = token_stream(tokenizer, held_out, max_tokens=tokens)
         networks = ffns(session.graph)
-        weights = [ffn.op.weight for ffn in networks]
+        weights = [ffn.weight for ffn in networks]
         stored = [bundle.weight_type(weight.name) for weight in weights]
         dense = sum(kind.nbytes(weight.shape) for kind, weight in zip(stored, weights, strict=True))
         tiles = sum(3 * WeightType(kind.dtype, kind.group_size).nbytes((weight.shape[0], weight.shape[2]))
@@ -57,7 +57,7 @@ def table(path: Path, text: str, held_out: str, kinds: list[str], tokens: int, s
             fitted = fit(session, bundle, networks, fitting.ids, kind, rank=int(rank) if rank else None)
             for i in range(0, len(PRICES), step):
                 predictor = fitted.at(i)
-                scores = [scorer(predictor, j, gate, ffn.op.activation)
+                scores = [scorer(predictor, j, gate, ffn.activation)
                           for j, (gate, ffn) in enumerate(zip(gates, networks, strict=True))]
                 runner, tallies = predicted(session, networks, scores, predictor.thresholds)
                 result = evaluate(runner, measured, reference=reference, window=WINDOW)

@@ -68,7 +68,7 @@ class Walks:
         self.session.walk(segments)
         passed = time.perf_counter() - start
         for segment in segments:
-            self.session.truncate(segment.sequence, self.depth)
+            self.session.rewind(segment.sequence, self.depth)
         return passed
 
 

@@ -164,7 +164,7 @@ def measure(programs: list[Program], rounds: int, tokens: int, seconds: float) -
             for _ in range(tokens):
                 program.session.decode([sequence], [next(ids)])
             program.seconds.append((time.perf_counter() - began) / tokens)
-            program.session.truncate(sequence, DEPTH)
+            program.session.rewind(sequence, DEPTH)
         if time.perf_counter() > deadline:
             return
 

@@ -43,7 +43,7 @@ def limits(bundle: Bundle, session: Session, ids: list[int]) -> list[list[float]
     rows = {ffn.op: Rows(ffn.x, len(ids)) for ffn in networks}
     capture(session, ids, {op: [one] for op, one in rows.items()})
     for ffn in networks:
-        scores = scorer(Predictor("threshold", 0), 0, parts(bundle, ffn).gate, ffn.op.activation)(rows[ffn.op].rows)
+        scores = scorer(Predictor("threshold", 0), 0, parts(bundle, ffn).gate, ffn.activation)(rows[ffn.op].rows)
         found.append([float(np.quantile(scores, zeros)) for zeros in ZEROS])
     return found
 
@@ -60,7 +60,7 @@ def quality(path: Path, text: str, held_out: str, tokens: int) -> None:
         tokenizer, networks = Tokenizer.open(path, {"bos_token_id": bundle.config.bos_token_id}), ffns(session.graph)
         fitting, measured = (token_stream(tokenizer, one, max_tokens=tokens) for one in (text, held_out))
         found = limits(bundle, session, list(fitting.ids))
-        scores = [scorer(Predictor("threshold", 0), 0, parts(bundle, ffn).gate, ffn.op.activation) for ffn in networks]
+        scores = [scorer(Predictor("threshold", 0), 0, parts(bundle, ffn).gate, ffn.activation) for ffn in networks]
         for i, zeros in enumerate(ZEROS):
             runner, tallies = predicted(session, networks, scores, [np.array([one[i]], np.float32) for one in found])
             result = evaluate(runner, measured, reference=reference, window=512)

@@ -98,7 +98,7 @@ class Run:
     def decode(self) -> None:
         """One token, and forget it."""
         self.session.decode([self.sequence], [5])
-        self.session.truncate(self.sequence, self.depth)
+        self.session.rewind(self.sequence, self.depth)
 
     def times(self) -> Times:
         """Of a token, over a few."""

@@ -215,16 +215,21 @@ class _Reading(SourceReader):
         return assembled(weight, cols, np.float32, self.rows, BLOCK_WEIGHTS)
 
     def parts(self, weight: Weight) -> Iterator[NDArray[np.float32]]:
-        """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ..."""
-        gate, up, down = weight.sources
+        """Blocks (parts, hidden_size) of an FFN by neuron: all gate rows, then up row, down column, up row, ...
+
+        Without a gate: all rows, then all columns.
+        """
+        gate, *up, down = weight.sources
         total, _, hidden = weight.shape
         step = max(1, 2 * BLOCK_WEIGHTS // hidden)  # columns are read piece by piece, so many at a time
         for start in range(0, total, step):
             yield self.rows(gate, start, min(start + step, total))
         for start in range(0, total, step):
             stop = min(start + step, total)
-            block = np.empty((stop - start, 2, hidden), np.float32)
-            block[:, 0], block[:, 1] = self.rows(up, start, stop), self.columns(down, start, stop).T
+            block = np.empty((stop - start, 1 + len(up), hidden), np.float32)
+            for i, source in enumerate(up):
+                block[:, i] = self.rows(source, start, stop)
+            block[:, -1] = self.columns(down, start, stop).T
             yield block.reshape(-1, hidden)
 
 

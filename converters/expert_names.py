@@ -20,6 +20,8 @@ _BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down":
               ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}),
               ("block_sparse_moe.experts.{}.", {"gate": "gate", "up": "up", "down": "down"}))
 """Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's, SmallThinker's."""
+_STACKED = ("mlp.switch_mlp", "block_sparse_moe.switch_mlp")
+"""Modules of all experts whose three matrices are a tensor each: MLX's."""
 _TOGETHER = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
              ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
              ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
@@ -62,6 +64,9 @@ def _named(source: Source, names: Container[str]) -> Source:
     for module, parts in _BY_EXPERT:
         name = f"{layer}{module}{parts[part]}.weight"
         if name.format(0) in names:
+            return replace(source, name=name)
+    for module in _STACKED:
+        if (name := f"{layer}{module}.{part}_proj.{match[3]}") in names:
             return replace(source, name=name)
     for both, down in _TOGETHER:
         if layer + both in names and part != "down":

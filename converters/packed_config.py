@@ -115,6 +115,9 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     found = [key for key in QUANTISED if fields.get(key)]
     if not found:
         return dict(fields), None
+    if fields.get("model_type") == "gpt2":
+        raise UnsupportedModelError(f"{CONFIG_FILE} is of a quantised GPT-2, whose matrices programs have packed by "
+                                    f"rows or by columns, and the files do not say which; {REMEDY}.")
     rest = {key: value for key, value in fields.items() if key not in QUANTISED}
     key = "quantization" if "quantization" in found else found[0]
     section = ConfigReader(fields[key], f"{CONFIG_FILE}, {key}")

@@ -99,21 +99,23 @@ def _awq_outputs(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 
 def mlx(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
-    """Codes along the rows, with a scale and a minimum (called bias) for each group."""
+    """Codes along the rows, with a scale and a minimum (called bias) for each group; those of experts are stacked."""
     bits, size = scheme.of_module(name.removesuffix(".weight"))
-    rows, words = parts.check("weight", ("U32",), (None, None))
+    stacked = len(parts.stored("weight").shape) == 3
+    *leading, words = parts.check("weight", ("U32",), (None,) * (2 + stacked))
     columns = words * 32 // bits
     groups = _whole_groups(parts, columns, size)
-    parts.check("scales", SCALES, (rows, groups))
-    parts.check("biases", SCALES, (rows, groups))
+    parts.check("scales", SCALES, (*leading, groups))
+    parts.check("biases", SCALES, (*leading, groups))
 
     def load(parts: Parts) -> Loaded:
         def codes(start: int, stop: int) -> Codes:
-            return unpacked(parts.rows("weight", start, stop, "<u4"), bits)
+            return unpacked(parts.rows("weight", start, stop, "<u4", len(leading)), bits)
 
-        return Loaded(codes, parts.floats("scales"), None, parts.floats("biases", "bias"))
+        scales, minima = parts.floats("scales"), parts.floats("biases", "bias")
+        return Loaded(codes, scales.reshape(-1, groups), None, minima.reshape(-1, groups))
 
-    return PackedTensor(name, PackedKind("MLX", f"uint{bits}", size), (rows, columns), parts, load, recent)
+    return PackedTensor(name, PackedKind("MLX", f"uint{bits}", size), (*leading, columns), parts, load, recent)
 
 
 def compressed_packed(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:

@@ -125,8 +125,8 @@ def random_bytes(
     rng: np.random.Generator, weight: Weight, stored: WeightType, neurons: Neurons, routers: Routing | None = None
 ) -> Iterator[NDArray[np.uint8]]:
     """Stored bytes of a random weight: norms near 1, biases near 0, matrices that keep the size of their input."""
-    if neurons.sparse and weight.name.endswith(".gate_up_bias"):
-        yield neurons.bias()
+    if neurons.sparse and weight.name.endswith((".gate_up_bias", ".up_bias")):
+        yield neurons.bias(3 if "gate" in weight.name else 2)
         return
     if len(weight.shape) == 1:
         values = 0.02 * rng.standard_normal(weight.shape[0], np.float32) + (0 if weight.name.endswith("_bias") else 1)

@@ -89,9 +89,9 @@ class Sparsity:
         """Return the shape with a ReLU and biases in its FFN; raises `UsageError` where it cannot have them."""
         if ffn_layout != "neuron":
             raise UsageError(f"Sparse random models are stored neuron by neuron, not as {ffn_layout}.")
-        if config.model_type != "llama":
+        if config.model_type not in ("llama", "opt"):
             raise UsageError(f"Sparse random models need biases in their FFN, which {config.model_type} has not; "
-                             "choose the shape of a llama.")
+                             "choose the shape of a llama, or OPT's.")
         if self.rank > config.hidden_size:
             raise UsageError(f"rank is {self.rank}; hidden_size is {config.hidden_size}.")
         return replace(config, hidden_act="relu", mlp_bias=True)
@@ -137,21 +137,21 @@ class Neurons:
 
     def ffn(self, weight: Weight, stored: WeightType) -> Iterator[NDArray[np.uint8]]:
         """Yield a layer's gates, then pairs; down columns are as large as intermediate_size asks for."""
-        n, _, hidden = weight.shape
+        n, parts, hidden = weight.shape
         step = max(1, BLOCK_WEIGHTS // (2 * hidden))
         for codes, scales in self._gates(n, hidden, step, stored):
             yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
         for start in range(0, n, step):
-            codes, scales = random_codes(self._rng, (2 * min(step, n - start), hidden), stored)
-            scales[1::2] *= np.float16(np.sqrt(hidden / n))
+            codes, scales = random_codes(self._rng, ((parts - 1) * min(step, n - start), hidden), stored)
+            scales[parts - 2 :: parts - 1] *= np.float16(np.sqrt(hidden / n))
             yield layouts.pack_parts(codes, stored.dtype, stored.group_size, scales)
 
-    def bias(self) -> NDArray[np.uint8]:
-        """Return a layer's biases, those of the gates, then those of the ups."""
+    def bias(self, parts: int) -> NDArray[np.uint8]:
+        """Return a layer's biases, those of the gates, then, of neurons of three parts, those of the ups."""
         if self._sparsity is None:
             raise UsageError("Biases that decide which neurons fire belong to a sparsity.")
         size = DRAWN_SIZE ** (2 if self._sparsity.predictor == "lowrank" else 1)
-        ups = 0.02 * self._rng.standard_normal(len(self._shifts), np.float32)
+        ups = 0.02 * self._rng.standard_normal(len(self._shifts) * (parts - 2), np.float32)
         return np.concatenate([size * self._shifts, ups]).astype("<f4").view(np.uint8)
 
     def predictor(self) -> Predictor | None:

@@ -206,7 +206,7 @@ def decode_terms(profile: DeviceProfile, traffic: Traffic, constants: Constants,
     terms = {"overhead": fixed + constants.t0_ms * traffic.layers / LAYERS}
     if traffic.neuron_layers:
         dense -= traffic.ffn_bytes
-        times = math.fsum(relative_time(profile, *layer) for layer in traffic.neuron_layers)
+        times = math.fsum(relative_time(profile, *layer, gates=traffic.gate_share) for layer in traffic.neuron_layers)
         terms["sparse_ffn"] = traffic.ffn_bytes * times / len(traffic.neuron_layers) / weights_gbs / 1e6
     elif traffic.active_share < 1:
         dense -= traffic.ffn_bytes

@@ -23,11 +23,15 @@ DEFAULT_CURVES = {
     GATES_SHARE: Curve(((20, 0.82), (50, 0.82), (100, 0.82), (200, 0.78), (500, 0.74), (1000, 0.80))),
 }
 DEFAULT_DENSE = 0.84
+GATES = 1 / 3
+"""Share of an FFN's bytes that say which neurons live. Of one without a gate it is a half; it is taken to have the same
+curves."""
 LEAST_DENSITY = 1e-3
 BISECTIONS = 20
 
 
-def relative_time(profile: DeviceProfile | None, mode: str, density: float, predictor: float = 0.0) -> float:
+def relative_time(profile: DeviceProfile | None, mode: str, density: float, predictor: float = 0.0,
+                  gates: float = GATES) -> float:
     """Return the time of an FFN by neuron as a multiple of the time in tiles.
 
     Parameters
@@ -39,6 +43,8 @@ def relative_time(profile: DeviceProfile | None, mode: str, density: float, pred
         Share of the neurons that live, or in mode predict of those that the mask chooses.
     predictor : float
         Bytes of the predictor over those of the FFN.
+    gates : float
+        Share of the FFN's bytes that say which neurons live.
 
     Raises
     ------
@@ -54,20 +60,24 @@ def relative_time(profile: DeviceProfile | None, mode: str, density: float, pred
         return 1 / (figures.get(DENSE_SHARE) or DEFAULT_DENSE)
     name = MASKED_SHARE if mode == "predict" else GATES_SHARE
     share = curves.get(name, DEFAULT_CURVES[name]).at(max(1, round(1000 * density)))
-    return (density if mode == "predict" else (1 + 2 * density) / 3) / share + (predictor if mode == "predict" else 0.0)
+    if mode == "predict":
+        return density / share + predictor
+    return (gates + (1 - gates) * density) / share
 
 
-def fastest(profile: DeviceProfile | None, modes: tuple[str, ...], density: dict[str, float], predictor: float) -> str:
+def fastest(profile: DeviceProfile | None, modes: tuple[str, ...], density: dict[str, float], predictor: float,
+            gates: float = GATES) -> str:
     """Return the mode of the least time, the first of those that are alike; `density` is by mode, dense is 1."""
-    return min(modes, key=lambda mode: relative_time(profile, mode, density.get(mode, 1.0), predictor))
+    return min(modes, key=lambda mode: relative_time(profile, mode, density.get(mode, 1.0), predictor, gates))
 
 
-def break_even_density(profile: DeviceProfile | None, mode: str, predictor: float = 0.0) -> float:
+def break_even_density(profile: DeviceProfile | None, mode: str, predictor: float = 0.0,
+                       gates: float = GATES) -> float:
     """Return the density up to which a mode is faster than all neurons of the same layout; 0 never, 1 always."""
     dense = relative_time(profile, "off", 1.0)
 
     def pays(density: float) -> bool:
-        return relative_time(profile, mode, density, predictor) < dense
+        return relative_time(profile, mode, density, predictor, gates) < dense
 
     return _last(pays)
 

@@ -13,6 +13,8 @@ from edgeinfer.choosing import Choosing
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 
+from .neurons import GATES
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -68,6 +70,8 @@ class Traffic:
     neuron_layers: tuple[tuple[str, float], ...] = ()
     """Of FFNs stored neuron by neuron, which share `ffn_bytes` evenly: how each layer runs (off, exact, predict; or it
     is in tiles), and the share of its neurons that is computed whole. Predictors are part of `weight_bytes`."""
+    gate_share: float = GATES
+    """Of their bytes those of gates, which are read before it is known which neurons live."""
     flash_bytes: float = 0.0
     """Bytes that a token reads from storage (cold weights that miss the cache)."""
     flash_chunk_bytes: float = 0.0
@@ -99,8 +103,8 @@ class Traffic:
         """Part of `ffn_bytes` that is not read."""
         if not self.neuron_layers:
             return self.ffn_bytes * (1 - self.active_share)
-        read = {"off": lambda density: 1.0, "exact": lambda density: (1 + 2 * density) / 3, "predict": float,
-                "tiles": lambda density: 1.0}
+        read = {"off": lambda density: 1.0, "predict": float, "tiles": lambda density: 1.0,
+                "exact": lambda density: self.gate_share + (1 - self.gate_share) * density}
         whole = math.fsum(read[mode](density) for mode, density in self.neuron_layers) / len(self.neuron_layers)
         return self.ffn_bytes * (1 - whole)
 

@@ -169,6 +169,7 @@ class ModelDescription:
             pure_kv_bits=STORED_KV[kv].bits,
             ffn_bytes=self.ffn_bytes,
             neuron_layers=self.sparse.layers() if self.sparse else (),
+            gate_share=self.sparse.gates if self.sparse else 0.0,
         )
 
     def _kv(self, stores: bool) -> Iterator[KvAccess]:

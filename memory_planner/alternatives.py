@@ -143,7 +143,7 @@ def kept_experts(plan: MemoryPlan, read_bytes: float) -> Alternative:
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
     """The request with layers that are streamed from storage, with less context if need be; None where none fits."""
     asked = config.ctx or 0
-    ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), streamed=True)
+    ctx = largest_ctx(planner, config, budget, min(asked, planner.graph.config.max_position_embeddings), place=stream)
     found = stream(planner, to_request(config, ctx), budget) if ctx else None
     if found is None or planner.plan(to_request(config, ctx)).total_bytes <= budget:
         return None
@@ -230,12 +230,15 @@ def storages(planner: Planner, budget: int, rebuild: Rebuild) -> Iterator[tuple[
 
 
 def largest_ctx(planner: Planner, config: RuntimeConfig, budget: int, at_most: int, kv: str | None = None,
-                streamed: bool = False) -> int:
-    """Largest context that fits the budget, perhaps `streamed`, or 0: `at_most`, or whole blocks of 16 tokens below."""
+                place: Place | None = None) -> int:
+    """Largest context that fits the budget, or 0: `at_most`, or whole blocks of 16 tokens below.
+
+    All weights are in memory, or where `place` has them.
+    """
 
     def fits(ctx: int) -> bool:
         request = to_request(config, ctx, kv)
-        return stream(planner, request, budget) is not None if streamed else planner.plan(request).total_bytes <= budget
+        return place(planner, request, budget) is not None if place else planner.plan(request).total_bytes <= budget
 
     if at_most < 1 or fits(at_most):
         return max(at_most, 0)

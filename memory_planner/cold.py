@@ -25,7 +25,7 @@ class ColdPlan:
     def of(cls, graph: Graph, hot: tuple[int, ...], slots: int) -> ColdPlan:
         """Return the plan for a graph whose FFNs have masks."""
         weight = masked(graph)[0].weight
-        neuron = graph.types[weight.name].part_bytes(weight.shape[2]) * 3
+        neuron = graph.types[weight.name].part_bytes(weight.shape[2]) * weight.shape[1]
         return cls(hot, weight.shape[0], neuron, slots)
 
     @property

@@ -9,23 +9,40 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Gated, Graph, NeuronGated, Tensor
+from edgeinfer.graph import Activate, Gated, Graph, Linear, NeuronGated, Product, Tensor, Weight
 from edgeinfer.quant import TILE_ROWS, layouts
 
 Floats = NDArray[np.float32]
 
 
 class Ffn(NamedTuple):
-    """A layer's feed-forward network act(x G^T) * (x U^T) D^T."""
+    """A layer's feed-forward network act(x G^T) * (x U^T) D^T, or without a gate act(x G^T) D^T."""
 
     layer: int
-    op: Gated | NeuronGated
+    op: Gated | NeuronGated | Activate
     """The operation that makes f = act(x G^T) * (x U^T)."""
+    product: Product
+    """The one with the matrix."""
 
     @property
     def x(self) -> Tensor:
         """Its input."""
-        return self.op.x
+        return self.product.x
+
+    @property
+    def weight(self) -> Weight:
+        """The matrix of gates and ups, or all three by neuron."""
+        return self.product.weight
+
+    @property
+    def activation(self) -> str:
+        """Of the gates."""
+        return self.op.function if isinstance(self.op, Activate) else self.op.activation
+
+    @property
+    def parts(self) -> int:
+        """Rows and columns of a neuron: 3, or 2 without a gate."""
+        return self.weight.shape[1] if self.by_neuron else 2 if isinstance(self.op, Activate) else 3
 
     @property
     def by_neuron(self) -> bool:
@@ -49,15 +66,19 @@ def ffns(graph: Graph) -> list[Ffn]:
     Raises
     ------
     UnsupportedModelError
-        The model has none with gates, or biases of its neurons, which predictors do not know.
+        The model has none, or of several sizes, for which a bundle's statistics have no room.
     """
-    found = [Ffn(op.layer or 0, op) for op in graph.ops if isinstance(op, Gated | NeuronGated)]
+    makers = {op.out: op for op in graph.ops if isinstance(op, Linear) and op.in_ffn}
+    found = [Ffn(op.layer or 0, op, op) for op in graph.ops if isinstance(op, Gated | NeuronGated)]
+    found += [Ffn(op.layer or 0, op, makers[op.x]) for op in graph.ops if isinstance(op, Activate) and op.x in makers]
     if not found:
-        raise UnsupportedModelError(f"A {graph.config.model_type} model has no gated FFN, so no neurons can be left "
-                                    "out of it.")
-    if any(ffn.op.bias for ffn in found):
-        raise UnsupportedModelError("The FFN's gates have biases, which no predictor of neurons takes into account.")
-    return found
+        raise UnsupportedModelError(f"A {graph.config.model_type} model has no FFN, so no neurons can be left out of "
+                                    "it.")
+    sizes = sorted({ffn.neurons for ffn in found})
+    if len(sizes) > 1:
+        raise UnsupportedModelError(f"The FFNs of this {graph.config.model_type} model have {sizes[0]} to {sizes[-1]} "
+                                    "neurons; a bundle has predictors and statistics of layers of one size alone.")
+    return sorted(found, key=lambda ffn: ffn.layer)
 
 
 class Parts(NamedTuple):
@@ -66,36 +87,49 @@ class Parts(NamedTuple):
     gate: Floats
     """(neurons, hidden)."""
     up: Floats
-    """(neurons, hidden)."""
+    """(neurons, hidden); empty of an FFN without a gate, whose ups stand where gates would."""
     down: Floats
     """(neurons, hidden): columns of the down matrix."""
 
 
 def parts(bundle: Bundle, ffn: Ffn) -> Parts:
     """Return the weights as the kernels multiply them, dequantised."""
-    weight, stored = ffn.op.weight, bundle.weight_type(ffn.op.weight.name)
+    weight, stored = ffn.weight, bundle.weight_type(ffn.weight.name)
     data, kind = stored_bytes(bundle, weight.name), (stored.dtype, stored.group_size)
-    if isinstance(ffn.op, NeuronGated):
-        values = layouts.unpack_neuron(data, *kind, (ffn.neurons, 3, weight.shape[2]))
-        return Parts(*(np.ascontiguousarray(values[:, i]) for i in range(3)))
-    rows, hidden = weight.shape
-    gate, up = apart(layouts.unpack_tile16(data, *kind, (rows, hidden)), ffn.neurons)
-    return Parts(gate, up, np.ascontiguousarray(down_matrix(bundle, ffn).T))
+    if ffn.by_neuron:
+        values = layouts.unpack_neuron(data, *kind, (ffn.neurons, ffn.parts, weight.shape[2]))
+        gate, *up, down = (np.ascontiguousarray(values[:, i]) for i in range(ffn.parts))
+    else:
+        gate, *up = apart(layouts.unpack_tile16(data, *kind, (weight.shape[0], weight.shape[1])), ffn)
+        down = np.ascontiguousarray(down_matrix(bundle, ffn).T)
+    return Parts(gate, up[0] if up else np.zeros((0, gate.shape[1]), np.float32), down)
+
+
+def biases(bundle: Bundle, ffn: Ffn) -> Floats:
+    """Return the biases of gates and ups, (parts - 1, neurons), in the bundle's order of neurons; zeros for none."""
+    shape, bias = (ffn.parts - 1, ffn.neurons), ffn.product.bias
+    if bias is None:
+        return np.zeros(shape, np.float32)
+    values = stored_bytes(bundle, bias.name).view("<f4")
+    if ffn.by_neuron or ffn.parts == 2:
+        return values.reshape(shape)
+    return np.stack([half[:, 0] for half in apart(values[:, None], ffn)])
 
 
 def down_matrix(bundle: Bundle, ffn: Ffn) -> Floats:
     """Return the down matrix (hidden_size, neurons) of a layer in layout tile16, dequantised."""
-    name = ffn.op.weight.name.replace("gate_up", "down")
+    name = f"layers.{ffn.layer}.down"
     stored = bundle.weight_type(name)
     return layouts.unpack_tile16(stored_bytes(bundle, name), stored.dtype, stored.group_size,
-                                 (ffn.op.weight.shape[1], ffn.neurons))
+                                 (ffn.weight.shape[1], ffn.neurons))
 
 
-def apart(rows: NDArray, neurons: int) -> tuple[NDArray, NDArray]:
-    """Return gate rows and up rows of a matrix that alternates them by tile."""
+def apart(rows: NDArray, ffn: Ffn) -> tuple[NDArray, ...]:
+    """Return gate rows and up rows of a matrix that alternates them by tile; all rows where there is no gate."""
+    if ffn.parts == 2:
+        return (rows,)
     tiles = rows.reshape(-1, 2, TILE_ROWS, rows.shape[1])
-    gate, up = (np.ascontiguousarray(tiles[:, i].reshape(-1, rows.shape[1])[:neurons]) for i in range(2))
-    return gate, up
+    return tuple(np.ascontiguousarray(tiles[:, i].reshape(-1, rows.shape[1])[: ffn.neurons]) for i in range(2))
 
 
 def stored_bytes(bundle: Bundle, name: str) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.graph import Op
 from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_groups
 
-from .ffn import Ffn, Parts, parts
+from .ffn import Ffn, Parts, biases, parts
 from .predictors import Floats, low_rank, pack_matrix, pack_signs, scorer, thresholds
 from .refine import refine
 
@@ -81,7 +81,7 @@ def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence
         if own and epochs and len(layer.x) >= 2 * SAMPLE_TOKENS:
             layer, own = _refined(layer, own, epochs)
         one = _one(kind, gate, own)
-        scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
+        scores = scorer(one, 0, gate, layer.ffn.activation, biases(bundle, layer.ffn)[0])(layer.x)
         harm = harm_of(layer.f, layer.weights.down)
         made[layer.ffn.layer] = one, thresholds(scores, harm, PRICES, kind == "threshold")
         told("thresholds", len(made), len(networks), f"layer {layer.ffn.layer}")
@@ -226,9 +226,9 @@ def _cost(factors: tuple[Floats, Floats], rank: int, layer: _Layer) -> float:
     step = max(1, len(outer) // COMPARED_NEURONS)  # they lie in order of heat: every n-th are like all
     gate = layer.weights.gate[::step]
     one = _one("lowrank", gate, (outer[::step, :rank], inner[:rank]))
-    scores = scorer(one, 0, gate, layer.ffn.op.activation)(layer.x)
+    scores = scorer(one, 0, gate, layer.ffn.activation)(layer.x)
     harm = harm_of(layer.f, layer.weights.down)[:, ::step]
     chosen = scores > thresholds(scores, harm, np.array([USUAL]))[0]
-    neuron = 3 * PREDICTOR_TYPE.bytes_of(gate.shape[1]) / 2  # about, of a model in 4 bits
+    neuron = layer.ffn.parts * PREDICTOR_TYPE.bytes_of(gate.shape[1]) / 2  # about, of a model in 4 bits
     computed = len(outer) / len(gate) * (np.count_nonzero(chosen) + harm[~chosen].sum() / USUAL) / len(layer.x)
     return float(computed + least_bytes("lowrank", rank, layer.ffn) / neuron)

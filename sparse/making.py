@@ -30,7 +30,7 @@ from edgeinfer.graph import RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
 
-from .ffn import Ffn, ffns, parts, stored_bytes
+from .ffn import Ffn, biases, ffns, parts, stored_bytes
 from .fitting import Fitted, Told, check_epochs, check_rank, choose, fit, least_bytes
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
@@ -109,7 +109,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     RequestError
         The text is too short.
     UnsupportedModelError
-        The FFNs have too few zeros, no gates, or are of a type that layout neuron does not hold.
+        The FFNs have too few zeros, are of several sizes, or of a type that layout neuron does not hold.
     DestinationError
         As for `convert`.
     """
@@ -153,9 +153,10 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
         stack.close()
         shutil.rmtree(work)
     nbytes = sum(whole.types[weight.name].nbytes(weight.shape) for weight in whole.weights if weight.kind == "ffn")
-    share = read_bytes_share(predictor, sum(tallies, Tally()), nbytes)
+    gates = 1 / networks[0].parts
+    share = read_bytes_share(predictor, sum(tallies, Tally()), nbytes, gates)
     time = predicted_time(predictor.kind, [one.read_share for one in tallies],
-                          predictor.nbytes * len(networks) / len(moved) / nbytes, dense)
+                          predictor.nbytes * len(networks) / len(moved) / nbytes, dense, gates)
     return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, added.relative,
                       kld_of(result) <= max_kld, max_kld, time, tuple(dense))
 
@@ -212,7 +213,7 @@ class _Maker:
         """Return the divergence of a predictor on a text, and what it chose."""
         gates = (parts(self.bundle, ffn).gate if predictor.kind == "threshold" else
                  np.empty((ffn.neurons, ffn.x.width), np.float32) for ffn in self.by_neuron)  # others need its shape
-        scores = [scorer(predictor, ffn.layer, gate, ffn.op.activation)
+        scores = [scorer(predictor, ffn.layer, gate, ffn.activation, biases(self.bundle, ffn)[0])
                   for ffn, gate in zip(self.by_neuron, gates, strict=True)]
         runner, tallies = predicted(self.session, self.by_neuron, scores,
                                     [predictor.thresholds[ffn.layer] for ffn in self.by_neuron])
@@ -263,7 +264,7 @@ class _Maker:
 
 def _kind(kind: str | None, networks: list[Ffn]) -> str:
     """The predictor that suits the activation, or the one asked for if it does."""
-    activation = networks[0].op.activation
+    activation = networks[0].activation
     zeros = activation in RELUS
     if not zeros and kind in ("sign", "lowrank"):
         raise UsageError(f"A {kind} predictor tells which gates are above 0, but {activation} is not 0 below; take "
@@ -278,7 +279,7 @@ def _dense(kind: str, rank: int | None, fired: list[Firing], networks: list[Ffn]
     densities = [float(one.counts.mean()) / one.tokens for one in fired]
     weight = next(weight for weight in graph.weights if weight.kind == "ffn")
     predictor = least_bytes(kind, rank, networks[0]) / graph.types[weight.name].nbytes(weight.shape)
-    found, basis = dense_layers(densities, predictor)
+    found, basis = dense_layers(densities, predictor, gates=1 / networks[0].parts)
     if len(found) == len(networks):
         shown = ", ".join(f"{density:.0%}" for density in densities[:8]) + (", ..." if len(densities) > 8 else "")
         raise UnsupportedModelError(f"The model's neurons fire for {shown} of the tokens, layer by layer: there is too "

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, BundleWriter
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Graph, NeuronGated, Weight, WeightType, build_graph, expected_types
+from edgeinfer.graph import Graph, Weight, WeightType, build_graph, expected_types
 from edgeinfer.quant import holds, layouts, quantise
 
-from .ffn import Ffn, apart, down_matrix, stored_bytes
+from .ffn import Ffn, apart, biases, down_matrix, stored_bytes
 
 
 class Codes(NamedTuple):
     """An FFN as layout neuron stores it, before packing."""
 
     codes: NDArray[np.int8]
-    """(neurons, 3, hidden_size)."""
+    """(neurons, parts, hidden_size)."""
     scales: NDArray[np.float16]
-    """(neurons, 3, groups)."""
+    """(neurons, parts, groups)."""
     error: quantise.ErrorSums
     """What quantising the down matrix again has added."""
 
@@ -41,7 +41,7 @@ def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None =
     UnsupportedModelError
         The FFNs are of a type that layout neuron does not hold.
     """
-    types = {f"layers.{ffn.layer}.ffn": bundle.weight_type(ffn.op.weight.name) for ffn in networks}
+    types = {f"layers.{ffn.layer}.ffn": bundle.weight_type(ffn.weight.name) for ffn in networks}
     for stored in types.values():
         if stored.dtype not in holds("neuron"):
             raise UnsupportedModelError(f"The FFNs of {bundle.path} are {stored}, and neurons are stored apart in "
@@ -60,17 +60,16 @@ def neuron_graph(bundle: Bundle, networks: Sequence[Ffn], tiles: Bundle | None =
 
 def codes_of(bundle: Bundle, ffn: Ffn) -> Codes:
     """Return the codes and scales of a layer's FFN, neuron by neuron."""
-    weight, stored = ffn.op.weight, bundle.weight_type(ffn.op.weight.name)
+    weight, stored = ffn.weight, bundle.weight_type(ffn.weight.name)
     data, dtype, group = stored_bytes(bundle, weight.name), stored.dtype, stored.group_size
-    if isinstance(ffn.op, NeuronGated):
-        shape = (ffn.neurons, 3, weight.shape[2])
+    if ffn.by_neuron:
+        shape = (ffn.neurons, ffn.parts, weight.shape[2])
         return Codes(*layouts.neuron_codes(data, dtype, group, shape), quantise.ErrorSums())
     rows, hidden = weight.shape
     both, factors = layouts.tile16_codes(data, dtype, group, (rows, hidden))
     columns = np.ascontiguousarray(down_matrix(bundle, ffn).T)
     codes, scales, error = quantise.quantise(columns, dtype, group, f"layers.{ffn.layer}.down")
-    return Codes(np.stack([*apart(both, ffn.neurons), codes], axis=1),
-                 np.stack([*apart(factors, ffn.neurons), scales], axis=1), error)
+    return Codes(np.stack([*apart(both, ffn), codes], axis=1), np.stack([*apart(factors, ffn), scales], axis=1), error)
 
 
 def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, orders: Mapping[int, NDArray[np.int32]],
@@ -81,6 +80,7 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
     Returns the error that was added to the down matrices.
     """
     by_name = {f"layers.{ffn.layer}.ffn": (ffn, orders[ffn.layer]) for ffn in networks}
+    by_bias = {ffn.product.bias.name: (ffn, orders[ffn.layer]) for ffn in networks if ffn.product.bias}
     added, strides = quantise.ErrorSums(), graph.strides
     with BundleWriter(destination, bundle.config, bundle.header.quantisation, source=bundle.header.source) as writer:
         writer.reserve(sum(graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights))
@@ -93,6 +93,10 @@ def write_by_neuron(bundle: Bundle, networks: Sequence[Ffn], graph: Graph, order
                 added += error
                 packed = layouts.pack_neuron(codes[order], stored.dtype, stored.group_size, scales[order])
                 writer.add(weight.name, stored, weight.shape, packed)
+            elif weight.name in by_bias:
+                ffn, order = by_bias[weight.name]
+                values = np.ascontiguousarray(biases(bundle, ffn)[:, order], "<f4")
+                writer.add(weight.name, stored, weight.shape, values.reshape(-1).view(np.uint8))
             else:
                 home = tiles if tiles and weight.name not in bundle.tensors else bundle
                 writer.add(weight.name, stored, weight.shape, home.stored(weight.name), weight.pieces,

@@ -67,8 +67,11 @@ def unpack_matrix(data: NDArray[np.uint8], shape: tuple[int, int]) -> Floats:
     return layouts.unpack_tile16(np.asarray(data), PREDICTOR_TYPE.dtype, GROUP, shape)
 
 
-def scorer(predictor: Predictor, layer: int, gate: Floats, activation: str) -> Scores:
-    """Return what gives a layer's scores, with the stored bytes of the predictor and the steps of the kernels."""
+def scorer(predictor: Predictor, layer: int, gate: Floats, activation: str, bias: Floats | float = 0.0) -> Scores:
+    """Return what gives a layer's scores, with the stored bytes of the predictor and the steps of the kernels.
+
+    The gates' biases shift what a threshold looks at; other kinds have thresholds of each neuron, which know of them.
+    """
     neurons, hidden = gate.shape
     if predictor.kind == "sign":
         bits = np.unpackbits(predictor.signs[layer].view(np.uint8), axis=1, bitorder="little")[:, :hidden]
@@ -79,7 +82,7 @@ def scorer(predictor: Predictor, layer: int, gate: Floats, activation: str) -> S
         outer = unpack_matrix(predictor.outer[layer], (neurons, predictor.rank)).T
         return lambda x: rounded(x @ inner) @ outer
     act = reference.ACTIVATION_FUNCTIONS[activation]
-    return lambda x: np.abs(act((x @ gate.T).astype(np.float64))).astype(np.float32)
+    return lambda x: np.abs(act((x @ gate.T + bias).astype(np.float64))).astype(np.float32)
 
 
 def rounded(x: Floats, group: int = GROUP) -> Floats:

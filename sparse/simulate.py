@@ -83,10 +83,10 @@ def predicted(session: Session, networks: Sequence[Ffn], scores: Sequence[Scores
     return Taps(session, {ffn.op: (visit(i),) for i, ffn in enumerate(networks)}), tallies
 
 
-def read_bytes_share(predictor: Predictor, tally: Tally, dense_bytes: int) -> float:
+def read_bytes_share(predictor: Predictor, tally: Tally, dense_bytes: int, gates: float) -> float:
     """Share of the dense FFN's bytes that a token reads: of neurons those that are chosen, and the predictor.
 
-    Where the gates decide themselves, all gates are read, and of what is left the chosen two thirds.
+    Where the gates decide themselves, all gates are read, this share, and of what is left the chosen ones.
     """
-    rows = tally.read_share if predictor.kind != "threshold" else (1 + 2 * tally.read_share) / 3
+    rows = tally.read_share if predictor.kind != "threshold" else gates + (1 - gates) * tally.read_share
     return rows + predictor.nbytes / dense_bytes

@@ -80,8 +80,8 @@ LIMITS = """
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
 * Layers with a window keep K and V of what it sees (long-context.md); two windows that differ share the blocks of the larger.
 * Prompts of models whose layers share K and V, or that have a row of each token for every layer (Gemma 4), are not pruned (`--lazy`).
-* The FFN of Gemma 2, 3, 4 and OLMo 2, which is normed on its way out, and FFNs without a gate (OPT) are stored in tiles only: no
-  layout `neuron`.
+* Experts of mixtures are stored in tiles only: `--ffn-layout neuron` is about FFNs that every token goes through, with a gate or without (OPT), normed on
+  their way out or not (Gemma 2, 3, 4, OLMo 2). `sparsify` wants layers of one size, which Gemma 4's E2B has not.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what
   has no form there is refused by name.
 * Latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): `--attention` (no rows of V are stored), ONNX.

@@ -145,18 +145,21 @@ CASES: list[list[object]] = [
 ]
 
 
+STORED = ("streamed_layers", "kept_experts")
+"""Alternatives that run reads from storage by itself."""
+
+
 @pytest.mark.parametrize("arguments", CASES)
 def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> None:
     report = planned(*arguments, code=3)
     assert report["fits"] is False and report["remaining_bytes"] < 0
     assert report["error"]["code"] == "does_not_fit" and report["regions"]
     assert report["alternatives"]
-    stored = ("streamed_layers", "kept_experts")  # which run reads from storage by itself
-    order = [3 if any(name in a["options"] for name in stored) else 2 if "weights" in a["change"] else
+    order = [3 if any(name in a["options"] for name in STORED) else 2 if "weights" in a["change"] else
              1 if "kv" in a["change"] else 0 for a in report["alternatives"]]
     assert order == sorted(order)
     for one in report["alternatives"]:
-        if any(name in one["options"] for name in stored):
+        if any(name in one["options"] for name in STORED):
             assert one["total_bytes"] <= report["budget_bytes"] and one["streamed_bytes"] > 0
             continue
         smaller = planned(*applied(arguments, one["options"]))
@@ -268,6 +271,19 @@ def test_streaming_is_an_alternative_that_run_takes_by_itself() -> None:
     assert " from storage per walk (" in said  # of several tokens, where there are guesses
     shown = edgeinfer("plan", "demo", "--budget", limit, "--device", "oneplus-12").out
     assert "fits: streamed layers" in shown and "from storage for each token" in shown
+
+
+@pytest.mark.parametrize(("model", "budget"), [("qwen3-30b-a3b", "8GiB"), ("llama-2-7b", "3GiB")])
+def test_a_context_fits_where_weights_are_read_from_storage(model: str, budget: str) -> None:
+    """Layers, or experts of a mixture: what is said of the context is what the alternative below has."""
+    report = planned(model, "--budget", budget, "--ctx", 512, code=3)
+    assert report["max_ctx"] == 0 and 512 <= report["max_ctx_from_storage"] <= report["model_ctx"]
+    shown = " ".join(edgeinfer("plan", model, "--budget", budget, "--ctx", 512).out.split())
+    assert (f"context 0 tokens fit at most with all weights in memory, {report['max_ctx_from_storage']} with weights "
+            "read from storage as below") in shown
+    longer = planned(model, "--budget", budget, "--ctx", report["max_ctx_from_storage"], code=3)
+    assert {*STORED} & {name for one in longer["alternatives"] for name in one["options"]}
+    assert planned(model, "--budget", "64GiB")["max_ctx_from_storage"] is None
 
 
 def test_of_a_hub_model_only_the_config_is_asked_for(tmp_path: Path) -> None:

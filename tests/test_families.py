@@ -99,13 +99,6 @@ def test_relufied_models(model_type: str, layout: str, tmp_path: Path) -> None:
     assert all(one.tobytes() == found[0].tobytes() for one in found)
 
 
-def test_an_ffn_that_is_normed_cannot_be_stored_by_neuron(tmp_path: Path) -> None:
-    case = golden_cases.load("olmo2")
-    source = golden_cases.write_checkpoint(case, tmp_path / "hf")
-    with pytest.raises(UnsupportedModelError, match="An FFN whose output is normed cannot be stored neuron by neuron"):
-        convert(source, tmp_path / "bundle", weights="q4", ffn_layout="neuron")
-
-
 # -- names -------------------------------------------------------------------------------------------------------------
 
 

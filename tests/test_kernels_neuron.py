@@ -19,11 +19,12 @@ NEURONS = {6: 1, 33: 9, 64: 20, 172: 17, 288: 8, 576: 40, 1023: 11}
 TOKENS = (1, 2, 3, 4, 6, 7, 13)
 
 
-def random_neurons(rng: np.random.Generator, dtype: str, group: int, neurons: int, width: int) -> np.ndarray:
+def random_neurons(rng: np.random.Generator, dtype: str, group: int, neurons: int, width: int,
+                   parts: int = 3) -> np.ndarray:
     """Bytes in layout neuron."""
     low, high = (-8, 8) if dtype == "q4" else (-127, 128)
-    codes = rng.integers(low, high, (neurons, 3, width), dtype=np.int8)
-    scales = (rng.standard_normal((neurons, 3, -(-width // group))) / high).astype(np.float16)
+    codes = rng.integers(low, high, (neurons, parts, width), dtype=np.int8)
+    scales = (rng.standard_normal((neurons, parts, -(-width // group))) / high).astype(np.float16)
     return layouts.pack_neuron(codes, dtype, group, scales)
 
 
@@ -32,7 +33,7 @@ class Ffn:
 
     def __init__(self, dtype: str, group: int, weights: np.ndarray, neurons: int, width: int,
                  x: Activations, masks: np.ndarray | None = None, bias: np.ndarray | None = None,
-                 threshold: float | None = None):
+                 threshold: float | None = None, parts: int = 3):
         self.bench, self.x, self.dtype, self.group = Bench(), x, dtype, group
         self.neurons, self.width, self.tokens = neurons, width, len(x.values)
         self.roles: list[int] = [abi.ROLE_DECODE] * self.tokens
@@ -56,9 +57,9 @@ class Ffn:
         self.scratch_place = self.bench.scratch(self.scratch, 3)
         self.flags = abi.FLAG_MASK * (masks is not None) | abi.FLAG_BIAS * (bias is not None)
         self.flags |= abi.FLAG_THRESHOLD * (threshold is not None)
-        self.values = {"neurons": neurons, "part_bytes": weights.size // (3 * neurons), "groups": -(-width // group),
-                       "group": group, "rows": abi.COUNT_TOKENS, "scratch": self.scratch,
-                       "block": abi.neuron_block(neurons)}
+        self.values = {"neurons": neurons, "part_bytes": weights.size // (parts * neurons), "ungated": 3 - parts,
+                       "groups": -(-width // group), "group": group, "rows": abi.COUNT_TOKENS,
+                       "scratch": self.scratch, "block": abi.neuron_block(neurons)}
 
     def gated(self, isa: str, activation: str = "relu", first: int = 0, tokens: int | None = None, threads: int = 1,
               chunk: int = 3, keep: bool = False) -> np.ndarray:
@@ -101,7 +102,7 @@ class Ffn:
 def random_ffn(rng: np.random.Generator, dtype: str, group: int, neurons: int, width: int, tokens: int,
                **more) -> Ffn:
     x = rng.standard_normal((tokens, width)).astype(np.float32)
-    weights = random_neurons(rng, dtype, group, neurons, width)
+    weights = random_neurons(rng, dtype, group, neurons, width, more.get("parts", 3))
     return Ffn(dtype, group, weights, neurons, width, activations(x, group), **more)
 
 

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_random_bundle(MODEL, root / layout, ffn_layout=layout)
     with pytest.MonkeyPatch.context() as patch, Bundle.open(root / "tile16") as tiles, \
             Bundle.open(root / "neuron") as neurons:
-        patch.setattr("edgeinfer.sparse.making.dense_layers", lambda densities, predictor: (DENSE, "these curves"))
+        patch.setattr("edgeinfer.sparse.making.dense_layers", lambda *_, **__: (DENSE, "these curves"))
         report = sparsify(tiles, root / "sparse", STREAM, threads=1, max_kld=0.5)
         assert report.dense == tuple(DENSE)
         assert report.layers[0].read_share == 1 and report.layers[1].read_share < 1

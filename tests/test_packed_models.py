@@ -11,9 +11,10 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.models import Storage, resolve
 from tests.bundles import weights_of
+from tests.checkpoints import make_checkpoint
 from tests.packers import FORMS, Raw, compressed_config, f16, make_packed, mxfp4, raw_parts, write_config, write_raw
 
 MIXTURE = {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
@@ -41,6 +42,39 @@ def test_experts_are_stored_as_other_matrices(tmp_path: Path, form: str, stored:
     (tmp_path / "alone" / "config.json").rename(tmp_path / "hf" / "config.json")
     for described in (describe(tmp_path / "hf"), alone):
         assert (described.weight_bytes, described.quantisation) == (ours.weight_bytes, ours.quantisation)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_experts_that_mlx_has_stacked(tmp_path: Path, quantised: bool) -> None:
+    """`switch_mlp`: the bundle is that of the same experts one by one, to the bit."""
+    if quantised:
+        make_packed(tmp_path / "hf", "mlx", **MIXTURE)
+    else:
+        make_checkpoint(tmp_path / "hf", dtype="F16", **MIXTURE)
+    convert(tmp_path / "hf", tmp_path / "apart")
+    file, stacks = tmp_path / "hf" / "model.safetensors", {}
+    tensors = raw_parts(file)
+    for name in sorted(name for name in tensors if ".experts." in name):
+        layer, _, of_expert = name.partition("experts.")
+        stacks.setdefault(f"{layer}switch_mlp.{of_expert.split('.', 1)[1]}", []).append(tensors.pop(name))
+    for name, (first, *rest) in stacks.items():
+        tensors[name] = (first[0], (1 + len(rest), *first[1]), b"".join(part[2] for part in (first, *rest)))
+    write_raw(file, tensors)
+    report = convert(tmp_path / "hf", tmp_path / "stacked")
+    assert report.anew == "" and (not quantised or report.rounded == ())
+    with Bundle.open(tmp_path / "apart") as one, Bundle.open(tmp_path / "stacked") as other:
+        assert {"layers.0.experts_gate_up", "layers.1.experts_down"} <= set(other.tensors)
+        assert [(entry.name, entry.type, entry.sha256) for entry in one.header.tensors] == [
+            (entry.name, entry.type, entry.sha256) for entry in other.header.tensors]
+
+
+def test_a_packed_gpt2_is_refused(tmp_path: Path) -> None:
+    """Its Conv1D may be packed either way round; attention's output is square, so that no shape tells."""
+    make_packed(tmp_path / "hf", "gptq")
+    write_config(tmp_path / "hf", model_type="gpt2")
+    for read in (lambda: convert(tmp_path / "hf", tmp_path / "out"), lambda: describe(tmp_path / "hf")):
+        with pytest.raises(UnsupportedModelError, match=r"quantised GPT-2.* convert the checkpoint that was not quan"):
+            read()
 
 
 def test_modules_of_several_groups_and_parts_of_several_types(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_what_is_refused(bundles: Path, sparse: tuple[Path, Any], tmp_path: Path
 
 def test_dense_models_and_other_types_are_refused(bundles: Path, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.sparse.making.dense_layers", lambda densities, predictor: ([0, 1], "these curves"))
+    monkeypatch.setattr("edgeinfer.sparse.making.dense_layers", lambda *_, **__: ([0, 1], "these curves"))
     sentence = refused(bundles, "--text", bundles / "text.txt")
     assert "The model's neurons fire for 5" in sentence or "The model's neurons fire for 4" in sentence
     assert sentence.endswith("It runs as it is, dense.")

@@ -56,12 +56,13 @@ def _wanted(session: Session, op: Op | None) -> float:
 
 
 def _live(session: Session, op: Op | None) -> float:
-    """Share of an FFN's rows by neuron that a decoded token reads."""
+    """Share of an FFN's rows by neuron that a decoded token reads; of gates all in mode exact."""
     if session.sparse is None or op is None or op.layer is None or not isinstance(op, NeuronGated | NeuronDown):
         return 1.0
     mode, density = session.sparse.layers()[op.layer]
-    if mode == "exact" and isinstance(op, NeuronGated):  # all gates
-        return (1 + density) / 2
+    if mode == "exact" and isinstance(op, NeuronGated):
+        ups = op.weight.shape[1] - 2
+        return (1 + ups * density) / (1 + ups)
     return density if mode in ("exact", "predict") else 1.0
 
 

@@ -72,10 +72,11 @@ def clusters_of(entry: TensorEntry, data: Bytes) -> Bytes:
     neurons, part = entry.shape[0], entry.type.part_bytes(entry.shape[2])
     n, of_one, nbytes = _clusters(entry.shape, entry.type)
     out = np.zeros((n, nbytes), np.uint8)
-    together = np.zeros((n * of_one, 3, part), np.uint8)
+    parts = entry.shape[1]
+    together = np.zeros((n * of_one, parts, part), np.uint8)
     together[:neurons, 0] = data[: neurons * part].reshape(neurons, part)
-    together[:neurons, 1:] = data[neurons * part :].reshape(neurons, 2, part)
-    out[:, : of_one * 3 * part] = together.reshape(n, -1)
+    together[:neurons, 1:] = data[neurons * part :].reshape(neurons, parts - 1, part)
+    out[:, : of_one * parts * part] = together.reshape(n, -1)
     return out
 
 
@@ -142,5 +143,5 @@ def _cluster_of(entries: dict[int, TensorEntry]) -> tuple[int, int, int]:
 
 def _clusters(shape: tuple[int, ...], stored: WeightType) -> tuple[int, int, int]:
     """Clusters of a layer, neurons of one, bytes of one."""
-    neurons, nbytes = cluster_shape(3 * stored.part_bytes(shape[2]))
+    neurons, nbytes = cluster_shape(shape[1] * stored.part_bytes(shape[2]))
     return -(-shape[0] // neurons), neurons, nbytes

@@ -26,10 +26,10 @@ def neurons_object(model: ModelDescription, profile: DeviceProfile | None) -> di
     own, layers = model.sparse, model.sparse.layers()
     return {
         **own.report(), "predictor_share": own.predictor,
-        "relative_time": sum(relative_time(profile, *layer) for layer in layers) / len(layers)
+        "relative_time": sum(relative_time(profile, *layer, gates=own.gates) for layer in layers) / len(layers)
         + own.predictor * own.runs.count("predict") / len(layers),
         "dense_time": relative_time(profile, "off", 1.0),
-        "break_even_density": {mode: break_even_density(profile, own.reads(mode), own.predictor)
+        "break_even_density": {mode: break_even_density(profile, own.reads(mode), own.predictor, own.gates)
                                for mode in ("exact", "predict")},
     }
 

@@ -68,6 +68,7 @@ class PlanReport:
             "budget_bytes": self.budget, "budget_source": self.budget_source,
             "remaining_bytes": self.budget - plan.total_bytes,
             "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
+            "max_ctx_from_storage": self._longest_from_storage(options),
             "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
@@ -104,6 +105,16 @@ class PlanReport:
 
         plan = self._kept()
         return [kept_experts(plan, from_flash(plan.experts).nbytes)] if plan and plan.experts else []
+
+    def _longest_from_storage(self, options: list[Alternative]) -> int | None:
+        """Return the largest context with weights read from storage, as the last alternative has them, if one does."""
+        from ..memory_planner import largest_ctx, stream
+        from ..offload import keep_experts
+
+        places = {"kept_experts": keep_experts, "streamed_layers": stream}
+        found = [place for name, place in places.items() if any(name in option.options for option in options)]
+        return largest_ctx(self.planner, self.config, self.budget, self.model.config.max_position_embeddings,
+                           place=found[0]) if found else None
 
     def _read_of_experts(self, option: Alternative) -> dict[str, Any]:
         """Return what tokens read of experts, and how fast they come where storage was measured."""

@@ -32,7 +32,9 @@ JSON_FIELDS = {
         "budget_bytes": "limit",
         "budget_source": "where the limit comes from",
         "remaining_bytes": "limit less total; negative where it does not fit",
-        "max_ctx": "largest context that fits, at most the model's own; 0 where none does",
+        "max_ctx": "largest context that fits with all weights in memory, at most the model's own; 0 where none does",
+        "max_ctx_from_storage": "the same with layers or experts read from storage, where an alternative has them so; "
+        "else null",
         "model_ctx": "the model's own limit",
         "pure_weight_bytes": "parameters at 4 bits each, without scales",
         "kv_bytes_per_position": "bytes of the KV cache for each token, where no window keeps fewer",
@@ -179,7 +181,10 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
         yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"
     if (own := report["kv_bytes_per_position"]) < (whole := report.get("kv_bytes_unshared", own)):
         yield f"KV       {own} bytes a token; layers that share K and V would have {whole}"
-    yield f"context  {report['max_ctx']} tokens fit at most (the model's own limit is {report['model_ctx']})"
+    where = "" if (stored := report.get("max_ctx_from_storage")) is None else \
+        f" with all weights in memory, {stored} with weights read from storage as below"
+    yield from folded(f"{report['max_ctx']} tokens fit at most{where} (the model's own limit is "
+                      f"{report['model_ctx']})", "context  ")
     if kept := report["windows"]:
         yield from folded(kept["said"], "windows  ")
     if lazy := report["lazy"]:

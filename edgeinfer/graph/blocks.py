@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
     """One block: x + attention(norm(x)), then + FFN(norm(x)), of the sum or, side by side, of x."""
     g.layer, name = i, f"layers.{i}."
-    feeds = g.ffn_input(name) if parts.gate else name + "up"
+    feeds = g.ffn_input(name, "gate_up" if parts.gate else "up")
     other = None
     if c.parallel_residual and not parts.ffn_norm:
         h = other = _norm(g, x, name + "attention_norm", parts.norm, g.feeds_both(name + "qkv", feeds), parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from edgeinfer.kernels import abi
 
-from ..errors import UnsupportedModelError
 from ..quant import SUPER_COLUMNS, WeightType
 from ..sizes import round_up
 from .builder_attention import AttentionWords
@@ -120,14 +119,19 @@ class GraphBuilder(AttentionWords, ExpertWords):
                   bias: tuple[str | Source, ...] = ()) -> Tensor:
         """residual + act(x up^T) down^T: an FFN without a gate; `bias` names those of up and down."""
         c, size = self.config, self.config.ffn_size(self.layer or 0)
+        if self._ffn_type(name).layout == "neuron":
+            return self._by_neuron(x, name, (up, down), residual, bias)
         f = self.linear(x, name + "up", (up,), (size,), bias[:1], in_ffn=True)
         f = self.activate(f, c.hidden_act, c.hidden_act_limit, in_ffn=True)
         return self.linear(f, name + "down", (down,), (c.hidden_size,), bias[1:], residual, in_ffn=True)
 
-    def ffn_input(self, name: str) -> WeightType:
-        """Return the type of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix."""
+    def ffn_input(self, name: str, matrix: str = "gate_up") -> WeightType:
+        """Return the type of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix.
+
+        As matrices the first one is `matrix`.
+        """
         stored = self._ffn_type(name)
-        return stored if stored.layout == "neuron" else self._feed_type(name + "gate_up")
+        return stored if stored.layout == "neuron" else self._feed_type(name + matrix)
 
     def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source],
             residual: Tensor | None = None, bias: bool | tuple[str | Source, ...] = False) -> Tensor:
@@ -136,26 +140,31 @@ class GraphBuilder(AttentionWords, ExpertWords):
         Instead of modules there may be sources of their weights, and of biases. As matrices, or neuron by neuron where
         the weights are stored so.
         """
-        c, size = self.config, self.config.ffn_size(self.layer or 0)
+        c = self.config
         gate, up, down = (module if isinstance(module, Source) else module + ".weight" for module in modules)
         biases = bias if isinstance(bias, tuple) else tuple(f"{module}.bias" for module in modules if bias)
         if self._ffn_type(name).layout != "neuron":
             f = self.gated(x, name + "gate_up", gate, up, biases[:2])
             return self.linear(f, name + "down", (down,), (c.hidden_size,), biases[2:], residual, in_ffn=True)
-        if residual is None:
-            raise UnsupportedModelError("An FFN whose output is normed cannot be stored neuron by neuron; convert the "
-                                        "model with --ffn-layout tile16.")
-        weight = self._ffn_weight(name, (gate, up, down))
+        return self._by_neuron(x, name, (gate, up, down), residual, biases)
+
+    def _by_neuron(self, x: Tensor, name: str, parts: tuple[str | Source, ...], residual: Tensor | None,
+                   bias: tuple[str | Source, ...]) -> Tensor:
+        """An FFN of gate, up and down, or of up and down, stored neuron by neuron; biases are named as `parts` are."""
+        c, size = self.config, self.config.ffn_size(self.layer or 0)
+        weight = self._ffn_weight(name, parts)
         self._weights[weight.name], self._types[weight.name] = weight, self._ffn_type(name)
         x = self._as_input(x, self._types[weight.name])
         inner = outer = None
         if bias:
-            inner = self._vector(name + "gate_up_bias", biases[:2], (size,) * 2)
-            outer = self._vector(name + "down_bias", biases[2:], (c.hidden_size,))
+            first = name + ("gate_up_bias" if len(parts) == 3 else "up_bias")
+            inner = self._vector(first, bias[:-1], (size,) * (len(parts) - 1))
+            outer = self._vector(name + "down_bias", bias[-1:], (c.hidden_size,))
         f = self._op(NeuronGated(out=self._tensor("f", size), x=x, weight=weight, bias=inner,
                                  activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
-        return self._op(NeuronDown(out=self._after(residual), f=f, residual=residual, weight=weight, bias=outer,
-                                   activation=c.hidden_act, layer=self.layer))
+        return self._op(NeuronDown(out=self._after(residual) if residual else self._tensor("down", c.hidden_size), f=f,
+                                   residual=residual, weight=weight, bias=outer, activation=c.hidden_act,
+                                   layer=self.layer))
 
     def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
                norm_bias: str | Source = "", head_bias: str | Source = "") -> Tensor:

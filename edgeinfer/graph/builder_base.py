@@ -86,14 +86,14 @@ class BuilderBase:
         """What an operation leaves that writes over x."""
         return replace(x, name=self._tensor(x.name.rsplit(".", 1)[0], x.width).name)
 
-    def _ffn_weight(self, name: str, sources: tuple[str | Source, ...] = ()) -> Weight:
+    def _ffn_weight(self, name: str, sources: tuple[str | Source, ...]) -> Weight:
         c, size = self.config, self.config.ffn_size(self.layer or 0)
-        shapes = ((size, c.hidden_size),) * 2 + ((c.hidden_size, size),)
-        parts = tuple(as_source(source, shape, name + "ffn") for source, shape in zip(sources, shapes, strict=False))
-        return Weight(name + "ffn", (size, 3, c.hidden_size), "ffn", parts, "neurons")
+        shapes = ((size, c.hidden_size),) * (len(sources) - 1) + ((c.hidden_size, size),)
+        parts = tuple(as_source(source, shape, name + "ffn") for source, shape in zip(sources, shapes, strict=True))
+        return Weight(name + "ffn", (size, len(sources), c.hidden_size), "ffn", parts, "neurons")
 
     def _ffn_type(self, name: str) -> WeightType:
-        return self._type_of(self._ffn_weight(name))
+        return self._type_of(Weight(name + "ffn", (), "ffn"))
 
     def _tensor(self, stem: str, width: int) -> Tensor:
         count = self._names[stem] = self._names.get(stem, -1) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from edgeinfer.kernels import PAIRED, abi
+from edgeinfer.kernels import PAIRED, VALUE_FUNCTIONS, abi
 
 from ..dataclass import dataclass
 from ..quant import WeightType
@@ -117,7 +117,10 @@ class Gated(Product):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronGated(Product):
-    """As `Gated`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns."""
+    """As `Gated`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns.
+
+    Without a gate act(x U^T); then the up rows stand, and are said, to be gates.
+    """
 
     KERNELS = ("neuron_gated_{stored.dtype}",)
     activation: str
@@ -132,22 +135,23 @@ class NeuronGated(Product):
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
-        """Gate and up rows: two thirds of the FFN."""
-        return _thirds(self, 2, types)
+        """Gate and up rows: all but a part of each neuron."""
+        return _parts(self, self.weight.shape[1] - 1, types)
 
     def operations(self) -> float:
         """Of gate and up, whose products are int8; `NeuronDown` has the rest."""
-        return 4 * self.weight.shape[0] * self.weight.shape[2]
+        neurons, parts, hidden = self.weight.shape
+        return 2 * (parts - 1) * neurons * hidden
 
     @property
     def dynamic_share(self) -> float:
         """Up rows of dead neurons are not read."""
-        return 0.5 if self.activation in RELUS and not self.dense else 0.0
+        return (self.weight.shape[1] - 2) / 2 if self.activation in RELUS and not self.dense else 0.0
 
     def activation_values(self) -> float:
-        """As the two matrices that it stands for."""
-        neurons, _, hidden = self.weight.shape
-        return 2 * neurons + hidden
+        """As the matrices that it stands for."""
+        neurons, parts, hidden = self.weight.shape
+        return (parts - 1) * neurons + hidden
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """Sums, gates and lists of a batch of neurons; sums of columns by blocks of neurons, shared."""
@@ -163,18 +167,20 @@ class NeuronGated(Product):
             yield from other_width("a mask has words of 32 bits:", mask_width(self.weight.shape[0]), self.mask)
         if self.activation in PAIRED:
             yield f"{self.activation} is no function of a gate alone, by which neurons live or die"
+        if self.weight.shape[1] == 2 and self.activation not in VALUE_FUNCTIONS:
+            yield f"{self.activation} wants a gate, which the FFN has not"
         if self.mask and self.threshold:
             yield "an FFN has either a mask or a threshold"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronDown(Op):
-    """residual + f D^T, from an FFN stored neuron by neuron."""
+    """f D^T (+ bias) (+ residual), from an FFN stored neuron by neuron."""
 
     KERNELS = ("neuron_down_{stored.dtype}",)
     OVER = "residual"
     f: Tensor
-    residual: Tensor
+    residual: Tensor | None
     weight: Weight
     bias: Weight | None = None
     activation: str
@@ -184,8 +190,8 @@ class NeuronDown(Op):
     ffn = True
 
     def reads(self, types: Types) -> tuple[Read, ...]:
-        """Down columns: a third of the FFN."""
-        return _thirds(self, 1, types)
+        """Down columns: a part of each neuron."""
+        return _parts(self, 1, types)
 
     def operations(self) -> float:
         """Two for each weight of the columns."""
@@ -223,9 +229,9 @@ def parameters(weight: Weight) -> int:
     return sum(math.prod(shape) for shape in weight.source_shapes)
 
 
-def _thirds(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read, ...]:
-    """So many of the three parts of an FFN stored neuron by neuron, and the bias."""
-    nbytes = types[op.weight.name].nbytes(op.weight.shape) // 3 * parts
+def _parts(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read, ...]:
+    """So many of the parts of an FFN stored neuron by neuron, and the bias."""
+    nbytes = types[op.weight.name].nbytes(op.weight.shape) // op.weight.shape[1] * parts
     return (Read(op.weight, nbytes, nbytes), *([Read.whole(op.bias, types)] if op.bias else []))
 
 

@@ -228,7 +228,7 @@ class Weight:
     """Name in the bundle's tensor table, such as ``layers.0.qkv``."""
     shape: Sizes
     """Shape as stored: (rows, cols) = (out_features, in_features), (n,) for a vector, (intermediate_size, 3,
-    hidden_size) for an FFN."""
+    hidden_size) for an FFN; 2 instead of 3 where it has no gate."""
     kind: str
     """``matrix`` (the layers' linear weights), ``experts`` (those of all experts), ``router`` (what chooses them, f32),
     ``ffn`` (gate, up and down in one, neuron by neuron), ``embedding``, ``head``, ``rows`` (a table of which a token
@@ -238,7 +238,7 @@ class Weight:
     sources: tuple[Source, ...] = ()
     combine: str = "concat"
     """``concat`` along rows; ``interleave16``: rows padded to 16 per source, then alternating by tile of 16;
-    ``neurons``: a row of each of the first two sources, then a column of the third; ``stacked16`` and
+    ``neurons``: a row of each of the first sources, then a column of the last; ``stacked16`` and
     ``stacked_pairs16``: items of stacks one behind the other, padded to 16 rows, those of two stacks alternating by
     tile of 16; ``folded16``: each row of the source, cut into 16 pieces, is a tile of 16 rows, the last ones perhaps
     short or empty."""

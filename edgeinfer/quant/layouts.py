@@ -8,9 +8,9 @@ product:
 * int8: the same with g/4 lines per group; byte 4r+j of line l is column 4l+j.
 * f16: a line holds 16 values of column 2l, then 16 of column 2l+1. f32: a line holds 16 values of one column.
 
-neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Each of these parts is
-codes, then fp16 scales, padded to 64 bytes. In q4 byte b of a group holds column b (low nibble) and column b + g/2
-(high nibble).
+neuron stores the gate rows of all neurons, then of each neuron its up row and its down column. Neurons without a gate
+have two parts, and their row stands where a gate would. Each part is codes, then fp16 scales, padded to 64 bytes. In q4
+byte b of a group holds column b (low nibble) and column b + g/2 (high nibble).
 
 Padding: code 8 (zero) in the columns of a live group; zero bytes and scale 0 in an absent last group and in absent
 rows.
@@ -105,11 +105,12 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
 
     Parameters
     ----------
-    codes : int8 array of shape (n_neurons, 3, hidden_size)
-        Gate row, up row and down column of each neuron, in [-8, 7] (q4) or [-127, 127] (int8).
+    codes : int8 array of shape (n_neurons, parts, hidden_size)
+        Gate row, up row and down column of each neuron, or without a gate row and column, in [-8, 7] (q4) or
+        [-127, 127] (int8).
     dtype : {'q4', 'int8'}
     group_size : {32, 64, 128}
-    scales : float16 array of shape (n_neurons, 3, ceil(hidden_size / group_size))
+    scales : float16 array of shape (n_neurons, parts, ceil(hidden_size / group_size))
 
     Returns
     -------
@@ -117,7 +118,7 @@ def pack_neuron(codes: Codes, dtype: str, group_size: int, scales: Scales) -> By
     """
     WeightType(dtype, group_size, "neuron").nbytes(codes.shape)  # or it is refused
     return np.concatenate([pack_parts(codes[:, parts], dtype, group_size, scales[:, parts])
-                           for parts in (slice(0, 1), slice(1, 3))])
+                           for parts in (slice(0, 1), slice(1, None))])
 
 
 def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Bytes:
@@ -152,25 +153,25 @@ def pack_parts(codes: Codes, dtype: str, group_size: int, scales: Scales) -> Byt
 
 
 def neuron_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int, int]) -> tuple[Codes, Scales]:
-    """Codes (int8, (n_neurons, 3, hidden_size)) and scales (float16, (n_neurons, 3, groups)) of layout neuron."""
-    n, _, hidden = shape
-    groups = -(-hidden // group_size)
-    parts = _checked(data, WeightType(dtype, group_size, "neuron").nbytes(shape)).reshape(n * 3, -1)
-    parts = np.concatenate([parts[:n, None], parts[n:].reshape(n, 2, -1)], axis=1).reshape(n * 3, -1)
+    """Codes (int8, (n_neurons, parts, hidden_size)) and scales (float16, (n_neurons, parts, groups)), layout neuron."""
+    n, of_one, hidden = shape
+    groups, rows = -(-hidden // group_size), n * of_one
+    parts = _checked(data, WeightType(dtype, group_size, "neuron").nbytes(shape)).reshape(rows, -1)
+    parts = np.concatenate([parts[:n, None], parts[n:].reshape(n, of_one - 1, -1)], axis=1).reshape(rows, -1)
     end = groups * group_size * TYPES[dtype].bits // 8
     codes = parts[:, :end]
     if TYPES[dtype].bits == 4:
-        halves = codes.reshape(n * 3, groups, 1, group_size // 2)
-        codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(n * 3, -1) - np.uint8(TYPES[dtype].offset)
+        halves = codes.reshape(rows, groups, 1, group_size // 2)
+        codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(rows, -1) - np.uint8(TYPES[dtype].offset)
     scales = np.ascontiguousarray(parts[:, end : end + 2 * groups]).view(np.float16)
-    return np.ascontiguousarray(codes[:, :hidden]).view(np.int8).reshape(shape), scales.reshape(n, 3, groups)
+    return np.ascontiguousarray(codes[:, :hidden]).view(np.int8).reshape(shape), scales.reshape(n, of_one, groups)
 
 
 def unpack_neuron(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int, int]) -> Floats:
-    """The weights, float32 of `shape` = (n_neurons, 3, hidden_size), that bytes in layout neuron stand for."""
+    """The weights, float32 of `shape` = (n_neurons, parts, hidden_size), that bytes in layout neuron stand for."""
     codes, scales = neuron_codes(data, dtype, group_size, shape)
-    n, _, hidden = shape
-    return dequantise(codes.reshape(n * 3, hidden), scales.reshape(n * 3, -1), group_size).reshape(shape)
+    rows = shape[0] * shape[1]
+    return dequantise(codes.reshape(rows, shape[2]), scales.reshape(rows, -1), group_size).reshape(shape)
 
 
 def dequantise(codes: Codes, scales: Scales, group_size: int) -> Floats:

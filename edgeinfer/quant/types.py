@@ -238,7 +238,8 @@ class WeightType:
         Parameters
         ----------
         shape : tuple of int
-            (rows, cols) for tile16, (intermediate_size, 3, hidden_size) for neuron, (n,) for plain.
+            (rows, cols) for tile16, (intermediate_size, parts of a neuron, hidden_size) for neuron, (n,) for
+            plain. Parts are 3, or 2 where there is no gate.
 
         Raises
         ------
@@ -255,7 +256,7 @@ class WeightType:
 @lru_cache(1024)  # the layers of a model have a few shapes
 def _nbytes(stored: WeightType, shape: tuple[int, ...]) -> int:
     stored.checked()
-    if len(shape) != LAYOUTS[stored.layout] or (stored.layout == "neuron" and shape[1] != 3):
+    if len(shape) != LAYOUTS[stored.layout] or (stored.layout == "neuron" and shape[1] not in (2, 3)):
         raise BundleError(f"shape {list(shape)} does not fit layout {stored.layout}.")
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
         raise BundleError(f"shape {list(shape)} is out of range; each dimension is from 1 to {MAX_DIMENSION}.")
@@ -265,7 +266,7 @@ def _nbytes(stored: WeightType, shape: tuple[int, ...]) -> int:
     if stored.layout == "plain":
         nbytes = stored.bytes_of(shape[0])
     elif stored.layout == "neuron":
-        nbytes = shape[0] * 3 * stored.part_bytes(shape[2])
+        nbytes = shape[0] * shape[1] * stored.part_bytes(shape[2])
     else:
         nbytes = -(-shape[0] // TILE_ROWS) * stored.tile_bytes(shape[1])
     if nbytes > MAX_BYTES - (1 << 20):  # room for alignment

@@ -40,6 +40,8 @@ class SparseFfn:
     """Bytes of the predictor over those of the FFNs."""
     basis: str
     """Whose curves decided."""
+    gates: float
+    """Share of their bytes that say which neurons live: a third, or of FFNs without a gate a half."""
     kind: str = ""
     """Of the predictor; thresholds read the gates of all neurons, as exact runs do."""
 
@@ -111,23 +113,24 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
     statistics = read_statistics(bundle) if mode != "off" and step in recipe.steps else None
     predictor = read_predictor(bundle, contents) if mode == "predict" else None
     share, kind = (predictor.nbytes / ffn_bytes, predictor.kind) if predictor else (0.0, "")
+    gates = 1 / next(iter(by_neuron.values())).shape[1]
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
         named_runs = tuple(own if i in by_neuron else "tiles" for i, own in enumerate(_named(settings, mode, n)))
-        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", kind)
+        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", gates, kind)
     profile = profile or _local()
     modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
-    runs = tuple(_fastest(profile, modes, settings, density, share) if i in by_neuron else "tiles"
+    runs = tuple(_fastest(profile, modes, settings, density, share, gates) if i in by_neuron else "tiles"
                  for i, density in enumerate(densities))
     found = ((name, "/".join(str(i) for i, own in enumerate(runs) if own == other))
              for name, other in FALLBACKS.items() if other != mode)
     own = replace(step, settings=(*step.settings, *((name, text) for name, text in found if text)))
     return Recipe(tuple(own if one is step else one for one in recipe.steps)), \
-        SparseFfn(mode, runs, densities, share, _basis(profile), kind)
+        SparseFfn(mode, runs, densities, share, _basis(profile), gates, kind)
 
 
-def dense_layers(densities: Sequence[float], predictor: float,
-                 profile: DeviceProfile | None = None) -> tuple[list[int], str]:
+def dense_layers(densities: Sequence[float], predictor: float, profile: DeviceProfile | None = None,
+                 gates: float = 1 / 3) -> tuple[list[int], str]:
     """Return the layers that are faster in tiles, dense, than without neurons that do not fire; whose curves say so.
 
     Parameters
@@ -137,17 +140,19 @@ def dense_layers(densities: Sequence[float], predictor: float,
     predictor : float
         Least bytes of a predictor over those of the FFN.
     profile : as for `decide`
+    gates : float
+        Share of the FFN's bytes that say which neurons live.
     """
     from ..devices import fastest
 
     profile, modes = profile or _local(), ("predict", "exact", "tiles")
     found = [i for i, density in enumerate(densities)
-             if fastest(profile, modes, dict.fromkeys(modes, density), predictor) == "tiles"]
+             if fastest(profile, modes, dict.fromkeys(modes, density), predictor, gates) == "tiles"]
     return found, _basis(profile)
 
 
-def predicted_time(kind: str, chosen: Sequence[float], predictor: float,
-                   in_tiles: Collection[int]) -> tuple[float, str]:
+def predicted_time(kind: str, chosen: Sequence[float], predictor: float, in_tiles: Collection[int],
+                   gates: float = 1 / 3) -> tuple[float, str]:
     """Return what FFNs with a predictor take over the time of the same in tiles, dense, and by whose curves.
 
     Parameters
@@ -156,11 +161,12 @@ def predicted_time(kind: str, chosen: Sequence[float], predictor: float,
     chosen : share of each layer's neurons that it names
     predictor : its bytes over those of the FFNs by neuron
     in_tiles : layers without one
+    gates : share of these bytes that say which neurons live
     """
     from ..devices import relative_time
 
     profile, mode = _local(), "exact" if kind == "threshold" else "predict"
-    times = [relative_time(profile, "tiles" if i in in_tiles else mode, share, predictor)
+    times = [relative_time(profile, "tiles" if i in in_tiles else mode, share, predictor, gates)
              for i, share in enumerate(chosen)]
     return sum(times) / len(times), _basis(profile)
 
@@ -181,13 +187,14 @@ def _named(settings: dict[str, str | float], mode: str, layers: int) -> tuple[st
 
 
 def _fastest(profile: DeviceProfile | None, modes: tuple[str, ...], settings: dict[str, str | float],
-             density: tuple[float, float], predictor: float) -> str:
+             density: tuple[float, float], predictor: float, gates: float) -> str:
     from ..devices import fastest
 
     fired, chosen = density
     if settings.get("kind") == "threshold":  # it reads all gates, and of the pairs those that are left
-        return {"exact": "predict"}.get(found := fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0), found)
-    return fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor)
+        found = fastest(profile, ("exact", "off"), {"exact": chosen}, 0.0, gates)
+        return {"exact": "predict"}.get(found, found)
+    return fastest(profile, modes, {"exact": fired, "predict": chosen}, predictor, gates)
 
 
 def _basis(profile: DeviceProfile | None) -> str:

@@ -16,16 +16,19 @@ from .planning import offsets_of
 
 Regions = dict[str, NDArray[np.uint8]]
 """Memory by the names of abi.REGIONS."""
+COPIED = ("resident", "streamed", "cold", "experts")
+"""Regions of the process that hold weights, or slots and buffers for those that are read from storage."""
 
 
 def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock: bool,
          loading: Progress | None) -> None:
     """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
     parts, offsets = [], offsets_of(bundle)
-    copied = {weight.name: graph.types[weight.name].nbytes(weight.shape) for weight in graph.weights
-              if plan.places[weight.name].region == "resident" and weight.kind != "predictor"}
+    own = {weight.name: weight for weight in graph.weights
+           if plan.places[weight.name].region == "resident" and weight.kind != "predictor"}
+    copied = {name: graph.types[name].nbytes(weight.shape) for name, weight in own.items()}
     for name, nbytes in extents(plan.places, copied).items():
-        parts += _sources(regions["resident"], plan.places[name], offsets[name], copied[name], nbytes)
+        parts += _sources(regions["resident"], plan.places[name], own[name], offsets[name], copied[name], nbytes)
     copy_in(parts, bundle.weights_path, loading)
     load_parts(bundle, graph.weights, plan, regions)
     spans = _read_at_once(plan, bundle.weights_bytes)
@@ -37,8 +40,9 @@ def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock
     if mlock:
         for start, stop in spans:
             lock(bundle.weights[start:stop])
-        if "resident" in regions:
-            lock(regions["resident"])
+        for name in COPIED:
+            if name in regions:
+                lock(regions[name])
 
 
 def _read_at_once(plan: MemoryPlan, nbytes: int) -> list[tuple[int, int]]:
@@ -68,16 +72,17 @@ def load_parts(bundle: Bundle, wanted: Sequence[Weight], plan: MemoryPlan, regio
         copy_in(parts, path)  # pages of a mapping would count as the process's memory beside their copy
 
 
-def _sources(region: NDArray[np.uint8], place: Placement, offset: int, nbytes: int,
+def _sources(region: NDArray[np.uint8], place: Placement, weight: Weight, offset: int, nbytes: int,
              together: int) -> list[tuple[int, NDArray[np.uint8]]]:
-    """Where the parts of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only.
+    """Where the pieces of a weight lie in the file, and where they go: of an FFN perhaps its first neurons only.
 
     With those that share its place it has so many bytes `together`.
     """
     if place.nbytes == nbytes:
         return [(offset, region[place.offset :][:together])]
-    own, third = region[place.offset :][: place.nbytes], place.nbytes // 3
-    return [(offset, own[:third]), (offset + nbytes // 3, own[third:])]
+    own, parts = region[place.offset :][: place.nbytes], weight.shape[1]
+    gates = place.nbytes // parts
+    return [(offset, own[:gates]), (offset + nbytes // parts, own[gates:])]
 
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:

@@ -99,13 +99,14 @@ def _(op: Gated, at: Lowering) -> list[Record]:
 
 def _neurons(op: NeuronGated | NeuronDown, at: Lowering) -> tuple[dict[str, int], tuple[int, int]]:
     """Parameters that both halves of an FFN have, and the lengths of their chunks."""
-    stored, (neurons, _, hidden) = at.types[op.weight.name], op.weight.shape
+    stored, (neurons, of_one, hidden) = at.types[op.weight.name], op.weight.shape
     part, lines = stored.part_bytes(hidden), abi.neuron_lines(hidden, stored.group_size, stored.dtype)
     cold = {}
     if at.n_cold(op) and at.plan.cold:
         cold = {"cold": at.n_cold(op), "shift": at.plan.cold.shift, "cluster_bytes": at.plan.cold.cluster_bytes}
     return {"neurons": neurons, "part_bytes": part, "group": stored.group_size,
-            "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons), **cold}, \
+            "groups": -(-hidden // stored.group_size), "block": abi.neuron_block(neurons),
+            "ungated": 3 - of_one, **cold}, \
         abi.neuron_chunks(neurons, part, lines, at.threads)
 
 
@@ -165,7 +166,8 @@ def _(op: NeuronDown, at: Lowering) -> list[Record]:
     parameters = fill(NEURON_DOWN, **more, x_stride=at.stride(op.f), out_stride=at.stride(op.out), rows=rows(op.f),
                       chunk=chunk, width=op.weight.shape[2], scratch=at.plan.thread_scratch_bytes)
     operands = [_ffn(op, at), at.at(op.f), at.at(op.out), at.scratch, at.at(op.bias), at.shared, *slots_of(op, at)]
-    flags = abi.FLAG_RESIDUAL | (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_DENSE if op.dense else 0)
+    flags = (abi.FLAG_RESIDUAL if op.residual else 0) | (abi.FLAG_BIAS if op.bias else 0) \
+        | (abi.FLAG_DENSE if op.dense else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 

@@ -11,7 +11,7 @@ from ..vector.memory import load_f32, load_f32x16, load_i32, load_i64, store_f32
 from ..vector.record import flags, float_parameter, inline, outlined, parameter
 from ..vector.scalars import abs_f32, f32_from_bits, max_f32
 from ..vector.vecmath import activate
-from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch, row_at
+from .neuron_ffn import THRESHOLDS, chosen, column_at, fetch_pair, row_at
 
 DRELU = ACTIVATIONS["drelu"]
 # A thread's scratch: sums of rows, gates of a batch (16 floats a token), addresses of masks; then of the chosen neurons
@@ -72,12 +72,13 @@ def gate_at(ffn, window, k):
 @inline
 def upcoming(ffn, areas, window, live, part):
     """Return the address of a part of the live neurons, up, column, up, ... in one stream, then of what follows."""
-    if part < 2 * live:
-        return load_i64(areas.scratch + FOUND + 8 * (part >> 1)) - ffn.part * (1 - (part & 1))
-    part -= 2 * live
+    before = ffn.up & ~part  # 1 of an up row: it stands a part before the column
+    if part < live << ffn.up:
+        return load_i64(areas.scratch + FOUND + 8 * (part >> ffn.up)) - ffn.part * before
+    part -= live << ffn.up
     if window.eager:
-        neuron = load_i32(window.numbers + 4 * min(window.stop + (part >> 1), window.n - 1))
-        return column_at(ffn, neuron) - ffn.part * (1 - (part & 1))
+        neuron = load_i32(window.numbers + 4 * min(window.stop + (part >> ffn.up), window.n - 1))
+        return column_at(ffn, neuron) - ffn.part * before
     return gate_at(ffn, window, window.stop + part)
 
 
@@ -133,7 +134,7 @@ def all_alive(form, ffn, areas, tokens, window):
         gates(form, ffn, areas, window, first, stop)
         before, live = live, alive(form, ffn, areas.scratch, tokens, window, first, stop, live)
         for k in range(before, 0 if window.eager else min(live, NEURON_BATCH)):
-            fetch(load_i64(areas.scratch + FOUND + 8 * k) - ffn.part, 2 * ffn.part)
+            fetch_pair(ffn, load_i64(areas.scratch + FOUND + 8 * k))
     return live
 
 
@@ -141,11 +142,16 @@ def all_alive(form, ffn, areas, tokens, window):
 def ups(form, ffn, areas, tokens, window, first, stop, live):
     """Put the values of live neurons first .. stop, gates times ups, into f and scratch.
 
-    Half of the batch that follows, of `live` neurons in all, is fetched.
+    Half of the batch that follows, of `live` neurons in all, is fetched. Without ups the gates are the values.
     """
     scratch = areas.scratch
     for k in range(first, stop):
         neuron = load_i32(window.numbers + 4 * (window.first + k))
+        if ffn.up == 0:
+            for j in range(tokens.present):
+                value = load_f32(scratch + VALUES + 4 * (form.n * k + j))
+                store_f32(tokens.f + j * tokens.stride + 4 * neuron, value)
+            continue
         ahead = upcoming(ffn, areas, window, live, 2 * stop + k - first)
         form.row_sums(ffn, column_at(ffn, neuron) - ffn.part, areas.x, ahead, scratch)
         for j in range(tokens.present):

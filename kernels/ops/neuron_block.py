@@ -30,7 +30,8 @@ def add_columns(form, ffn, areas, window, sums, first, stop, live, part):
 @inline
 def add_to_blocks(form, ffn, areas, window, sums, first, stop, live):
     """Add the columns of live neurons first .. stop to the sums of their blocks; `sums` are those of block 0."""
-    height, part = parameter(ffn.rec, NEURON_GATED.block), 3 * stop - first  # half of the next batch was fetched before
+    height = parameter(ffn.rec, NEURON_GATED.block)
+    part = (stop << ffn.up) + ffn.up * (stop - first)  # half of the next batch was fetched beside its ups
     while first < stop:
         at, end = div_i64(load_i32(window.numbers + 4 * (window.first + first)), height), first + 1
         while end < stop and load_i32(window.numbers + 4 * (window.first + end)) < (at + 1) * height:

@@ -22,6 +22,8 @@ class Ffn(NamedTuple):
     """Address of neuron 0's gate row; those of all neurons follow each other."""
     pairs: int
     """Address of neuron 0's up row; its down column follows, then the next neuron's pair."""
+    up: int
+    """1, or 0 where neurons have no up row: then columns follow each other."""
     bias: int
     """Address of the biases, 0: none."""
     neurons: int
@@ -70,16 +72,17 @@ def open_ffn(rec, ctx, family, bits, bias, table):
     groups, group = parameter(rec, family.groups), parameter(rec, family.group)
     biases, codes = operand(rec, ctx, bias) if flags(rec) & FLAG_BIAS else 0, groups * group * bits >> 3
     resident = neurons - parameter(rec, family.cold)
-    return Ffn(rec, weights, weights + resident * part, biases, neurons, part, codes, groups, group,
+    up = 1 - parameter(rec, family.ungated)
+    return Ffn(rec, weights, weights + resident * part, up, biases, neurons, part, codes, groups, group,
                group * bits >> 7, (codes + 63) >> 6, resident, operand(rec, ctx, table), operand(rec, ctx, table + 1),
                parameter(rec, family.cluster_bytes), parameter(rec, family.shift))
 
 
 @inline
 def in_slot(ffn, neuron):
-    """Return the address of a cold neuron, whose three parts lie together."""
+    """Return the address of a cold neuron, whose parts lie together."""
     at = load_i32(ffn.table + 4 * (neuron >> ffn.shift)) * ffn.cluster
-    return ffn.slots + at + (neuron & ((1 << ffn.shift) - 1)) * 3 * ffn.part
+    return ffn.slots + at + (neuron & ((1 << ffn.shift) - 1)) * (2 + ffn.up) * ffn.part
 
 
 @inline
@@ -92,8 +95,8 @@ def row_at(ffn, neuron):
 def column_at(ffn, neuron):
     """Return the address of a neuron's down column; its up row stands a part before it."""
     if neuron < ffn.resident:
-        return ffn.pairs + (2 * neuron + 1) * ffn.part
-    return in_slot(ffn, neuron) + 2 * ffn.part
+        return ffn.pairs + ((neuron << ffn.up) + ffn.up) * ffn.part
+    return in_slot(ffn, neuron) + (1 + ffn.up) * ffn.part
 
 
 @inline
@@ -101,6 +104,18 @@ def fetch(address, nbytes):
     """Ask for the lines of so many bytes."""
     for at in range(address, address + nbytes, 64):
         prefetch(at)
+
+
+@inline
+def pair_at(ffn, column):
+    """Return the address from which on a neuron is read that lives: of its up row, or of the column itself."""
+    return column - ffn.up * ffn.part
+
+
+@inline
+def fetch_pair(ffn, column):
+    """Ask for a neuron's up row and column."""
+    fetch(pair_at(ffn, column), ffn.part << ffn.up)
 
 
 @inline

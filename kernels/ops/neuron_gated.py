@@ -1,5 +1,7 @@
 """An FFN stored neuron by neuron (layout neuron): f = act(x G^T) * (x U^T), then f D^T.
 
+Where neurons have no gate (`ungated`), f = act(x G^T): their one row stands where a gate would, and there are no ups.
+
 Only live neurons cost memory traffic: up rows and down columns are read where the gate's activation is not exactly 0,
 unless FLAG_DENSE asks for all. With FLAG_MASK decoded tokens compute the gates of the neurons in their masks alone.
 
@@ -30,7 +32,7 @@ from ..vector.scalars import div_i64
 from .elementwise import fused_input
 from .neuron_batch import MASKS, NUMBERS, ROWS_AHEAD, Window, all_alive, areas_of, clear, ups
 from .neuron_block import compute
-from .neuron_ffn import Tokens, choose, column_at, fetch, find_masks, open_ffn, row_at
+from .neuron_ffn import Tokens, choose, column_at, fetch, fetch_pair, find_masks, open_ffn, row_at
 from .neuron_parts import TOKENS, make_form, q8_block, zero
 
 MANY_CHUNKS = 16
@@ -57,7 +59,7 @@ def fetch_first(ffn, numbers, n, eager):
         neuron = load_i32(numbers + 4 * k)
         fetch(row_at(ffn, neuron), ffn.part)
         if eager:
-            fetch(column_at(ffn, neuron) - ffn.part, 2 * ffn.part)
+            fetch_pair(ffn, column_at(ffn, neuron))
 
 
 @inline

@@ -52,6 +52,8 @@ class _NeuronGated(NamedTuple):
     """Neurons at the end that it leaves out."""
     limit: int
     """As in LINEAR."""
+    ungated: int
+    """1 where a neuron has no up row: what its gate gives is its value, and behind all gates lie columns alone."""
 
 
 class _NeuronDown(NamedTuple):
@@ -78,6 +80,8 @@ class _NeuronDown(NamedTuple):
     """As in neuron_gated."""
     shift: int
     cluster_bytes: int
+    ungated: int
+    """As in neuron_gated."""
 
 
 class _NeuronMask(NamedTuple):
@@ -126,7 +130,7 @@ class _NeuronResolve(NamedTuple):
     """Cold neurons of a part."""
 
 
-NEURON_GATED = _NeuronGated(*range(24))
-NEURON_DOWN = _NeuronDown(*range(14))
+NEURON_GATED = _NeuronGated(*range(25))
+NEURON_DOWN = _NeuronDown(*range(15))
 NEURON_MASK = _NeuronMask(*range(10))
 NEURON_RESOLVE = _NeuronResolve(*range(12))

@@ -105,6 +105,13 @@ def gated_reference(
     return acted * u, tolerance + TOLERANCES["activation"] * (np.abs(acted) + np.abs(g)) * np.abs(u) + TINY
 
 
+def activated_reference(x: Doubles, w: Doubles, activation: str, bias: Doubles | float = 0.0, *,
+                        near: Doubles | float = 0.0, limit: float = 0.0) -> tuple[Doubles, Doubles]:
+    """act(x W^T + b), and how far float32 may be from it: as `gated_reference`, nothing being multiplied."""
+    columns = np.zeros((1, w.shape[1]))
+    return gated_reference(x, w, columns, activation, bias, 1.0, near=near, limit=limit)
+
+
 def _operands(view: RecordView, dtype: str, group: int, tiles: int,
               head: int = 0) -> tuple[Doubles, Doubles, Doubles]:
     """x, dequantised, the weights of all tiles, both with the padding of the layout (zeros), and how far x may be.

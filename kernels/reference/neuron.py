@@ -1,4 +1,7 @@
-"""Twins of the FFN in layout neuron: `neuron_gated_*` is act(x G^T) * (x U^T), `neuron_down_*` is f D^T."""
+"""Twins of the FFN in layout neuron: `neuron_gated_*` is act(x G^T) * (x U^T), `neuron_down_*` is f D^T.
+
+Of neurons without a gate the first is act(x G^T), where G has their one row each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from ..abi import (
 from ..parameters import ACTIVATIONS, NEURON_DOWN, NEURON_GATED
 from .elementwise import quantised_input
 from .expected import Expected
-from .linear import ACTIVATION_FUNCTIONS, gated_reference, linear_reference
+from .linear import ACTIVATION_FUNCTIONS, activated_reference, gated_reference, linear_reference
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of, memory
 
@@ -42,22 +45,23 @@ def _chosen(view: RecordView, p: Any, tokens: int) -> NDArray[np.bool_]:
 
 
 def _parts(view: RecordView, p: Any, dtype: str, table: int) -> Doubles:
-    """Gate rows, up rows and down columns, dequantised: (3, neurons, columns with the padding of groups).
+    """Gate rows, up rows and down columns, dequantised: (parts, neurons, columns with the padding of groups).
 
-    Cold neurons lie in slots, which are the operand behind `table`; those that are in none are zeros.
+    There are no up rows where the record says so. Cold neurons lie in slots, which are the operand behind `table`;
+    those that are in none are zeros.
     """
-    shape, hot = (p.neurons, 3, p.groups * p.group), p.neurons - p.cold
-    data = memory(view.address(0), np.uint8, (3 * hot * p.part_bytes,))
+    n, hot = 3 - p.ungated, p.neurons - p.cold
+    shape, data = (p.neurons, n, p.groups * p.group), memory(view.address(0), np.uint8, (n * hot * p.part_bytes,))
     if p.cold:
-        parts = np.zeros((3 * p.neurons, p.part_bytes), np.uint8)
+        parts = np.zeros((n * p.neurons, p.part_bytes), np.uint8)
         parts[:hot] = data[: hot * p.part_bytes].reshape(-1, p.part_bytes)
-        pairs = parts[p.neurons :].reshape(p.neurons, 2, -1)
-        pairs[:hot] = data[hot * p.part_bytes :].reshape(-1, 2, p.part_bytes)
+        pairs = parts[p.neurons :].reshape(p.neurons, n - 1, -1)
+        pairs[:hot] = data[hot * p.part_bytes :].reshape(-1, n - 1, p.part_bytes)
         slot_of = view.array(table, np.int32, (-(-p.neurons // (1 << p.shift)),))
         for neuron in range(hot, p.neurons):
             if (slot := int(slot_of[neuron >> p.shift])) >= 0:
-                at = slot * p.cluster_bytes + neuron % (1 << p.shift) * 3 * p.part_bytes
-                own = view.array(table + 1, np.uint8, (3, p.part_bytes), at=at)
+                at = slot * p.cluster_bytes + neuron % (1 << p.shift) * n * p.part_bytes
+                own = view.array(table + 1, np.uint8, (n, p.part_bytes), at=at)
                 parts[neuron], pairs[neuron] = own[0], own[1:]
         data = parts.reshape(-1)
     return layouts.unpack_neuron(data, dtype, p.group, shape).transpose(1, 0, 2).astype(np.float64)
@@ -69,14 +73,15 @@ def neuron_gated_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
 
     def twin(view: RecordView) -> list[Expected]:
         p = view.parameters(NEURON_GATED)
-        tokens, (gate, up, down) = view.count(p.rows), _parts(view, p, dtype, 9)
+        tokens, (gate, *up, down) = view.count(p.rows), _parts(view, p, dtype, 9)
         x, near = quantised_input(view, p, q8_row_bytes(p.groups * p.group, p.group)[1], 7, 8)
-        biases = np.zeros((2, p.neurons))
+        biases = np.zeros((1 + len(up), p.neurons))
         if view.flags & FLAG_BIAS:
             biases[:] = view.array(5, np.float32, biases.shape)
         x, near = x[:, : gate.shape[1]], near[:, : gate.shape[1]]
-        y, tolerance = gated_reference(x, gate, up, names[p.activation], *biases, near=near,
-                                       limit=float_of(p.limit))
+        act, limit = names[p.activation], float_of(p.limit)
+        y, tolerance = (gated_reference(x, gate, up[0], act, biases[0], biases[1], near=near, limit=limit) if up else
+                        activated_reference(x, gate, act, biases[0], near=near, limit=limit))
         if view.flags & FLAG_THRESHOLD:
             gates, far = linear_reference(x, gate, biases[0], near)
             acted = ACTIVATION_FUNCTIONS[names[p.activation]](gates, float_of(p.limit))
@@ -129,7 +134,7 @@ def neuron_down_twin(dtype: str) -> Callable[[RecordView], list[Expected]]:
         tokens, width = view.count(p.rows), -(-p.width // 16) * 16
         if tokens == 1:
             return [_merged(view, p, dtype, width)]
-        columns = _parts(view, p, dtype, 6)[2, :, :width]
+        columns = _parts(view, p, dtype, 6)[-1, :, :width]
         f = view.array(1, np.float32, (tokens, p.neurons), (p.x_stride, 4)).astype(np.float64)
         bias = view.array(4, np.float32, (width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
         y, tolerance = linear_reference(f, columns.T, bias)
