@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import (
+    ORDER,
     ROUTER,
     ModelConfig,
     Source,
@@ -34,6 +36,7 @@ from .packed_config import take_scheme
 from .packed_gather import gathered
 from .packed_import import moved
 from .packed_kinds import F32, PLAIN, PackedKind
+from .packed_orders import is_ordered, order_of, refuse_unread
 from .packed_tensor import PackedTensor
 from .parts_by_type import name_of_part, parts_by_type
 from .shards import open_shards
@@ -145,8 +148,12 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
         if weight.kind == "router" or weight.kind in asked:  # routers are floats whatever they were
             table[weight.name] = ROUTER if weight.kind == "router" else asked[weight.kind]
             continue
-        for first, part in parts_by_type(weight, lambda sources: _stored(sources, kinds), lambda _: None).items():
-            stored = table[name_of_part(weight, first)] = _stored(part, kinds)
+        parts = parts_by_type(weight, lambda sources: _stored(sources, kinds), partial(order_of, kinds))
+        for first, part in parts.items():
+            name, stored = name_of_part(weight, first), _stored(part, kinds)
+            table[name] = stored
+            if is_ordered(weight, part, kinds, stored):
+                table[replace(weight, name=name).order_name] = ORDER
             if stored.quantised and weight.combine == "folded16":
                 raise UnsupportedModelError(
                     f"{part[0].name} is a quantised table of which a token reads a row, whose codes are not taken as "
@@ -154,6 +161,8 @@ def storage_of(config: ModelConfig, kinds: Kinds, embedding: str | None = None, 
             if weight.kind in ("matrix", "experts"):
                 sizes[stored] += sum(prod(source.shape) for source in part)
     chief = sizes.most_common(1)[0][0]
+    if ORDER in table.values():
+        refuse_unread(build_graph(config, expected_types(table)), table)
     return expected_types(table), Quantisation(chief.dtype, chief.group_size or SPARE_GROUP, table["embed"].dtype,
                                                table.get("head", table["embed"]).dtype)
 
@@ -163,4 +172,6 @@ def _stored(sources: Sequence[Source], kinds: Kinds) -> WeightType:
     found = [kinds[source.name] for source in sources if source.name in kinds]
     choices = [kind.choices if isinstance(kind, PackedKind) else PLAIN.get(kind, (F32,)) for kind in found]
     common = set(choices[0]).intersection(*choices[1:]) if choices else {F32}
+    if len({order_of(kinds, source) for source in sources}) > 1:  # no codes beside codes in another order
+        common = {stored for stored in common if not stored.quantised}
     return min(common, key=lambda stored: stored.bits_per_weight)

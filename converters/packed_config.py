@@ -49,7 +49,7 @@ class Scheme:
     symmetric: bool = True
     """GPTQ: whether all zero points are half of the range."""
     ordered: bool = False
-    """GPTQ: whether columns may be in groups in another order than their own."""
+    """Whether columns may be in groups in another order than their own; their tensors tell."""
     stored_minus_one: bool = False
     """GPTQ: whether zero points are stored less one."""
     group_sizes: tuple[int, ...] = ()
@@ -173,8 +173,8 @@ def _gptq(section: ConfigReader) -> Scheme:
             raise _refused(section, name, section.get(name))
     v2 = "gptq_v2" in (section.get("checkpoint_format"), section.get("format"))
     left_out = () if section.get("lm_head") else ("lm_head",)
-    return Scheme("gptq", _bits(section), _group(section), section.flag("sym", True), section.flag("desc_act"), not v2,
-                  left_out=(*left_out, "embed"))
+    return Scheme("gptq", _bits(section), _group(section), section.flag("sym", True),
+                  section.flag("desc_act") and not section.get("static_groups"), not v2, left_out=(*left_out, "embed"))
 
 
 def _awq(section: ConfigReader) -> Scheme:
@@ -239,8 +239,8 @@ def _compressed_weights(weights: ConfigReader) -> Scheme:
         raise _refused(weights, "strategy", strategy)
     size, structure = _group(weights), weights.get("block_structure")
     block = (0, 0) if structure is None else _block(weights, "block_structure")
-    symmetric = weights.flag("symmetric", True)
-    return Scheme("compressed-tensors", bits, size, symmetric, block=block, floats=kind == "float")
+    symmetric, ordered = weights.flag("symmetric", True), weights.get("actorder") in ("group", True)
+    return Scheme("compressed-tensors", bits, size, symmetric, ordered, block=block, floats=kind == "float")
 
 
 def _block(section: ConfigReader, name: str) -> tuple[int, int]:

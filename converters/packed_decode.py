@@ -7,6 +7,7 @@ MLX (weight [out, in / n] of uint32), transformers' FP8 by blocks and MXFP4.
 
 from __future__ import annotations
 
+import hashlib
 from math import prod
 from typing import Any
 
@@ -44,9 +45,10 @@ def gptq(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTenso
 
         return Loaded(codes, np.ascontiguousarray(parts.floats("scales").T), zeros, None, group_of)
 
+    order, named = _ordered(group_of, scheme.group_size)
     kind = PackedKind("GPTQ", f"{'' if scheme.symmetric else 'u'}int{bits}", _size(columns, scheme.group_size),
-                      1, group_of is not None)
-    return PackedTensor(name, kind, (rows, columns), parts, load, recent)
+                      1, group_of is not None, named)
+    return PackedTensor(name, kind, (rows, columns), parts, load, recent, order)
 
 
 def _gptq_zeros(parts: Parts, scheme: Scheme, rows: int) -> NDArray[np.uint8] | None:
@@ -146,8 +148,10 @@ def compressed_packed(name: str, parts: Parts, scheme: Scheme, recent: Recent) -
 
         return Loaded(codes, parts.floats("weight_scale").reshape(-1, groups), zeros, None, group_of)
 
-    kind = PackedKind("compressed-tensors", f"{'u' if has_zeros else ''}int{bits}", size, 1, group_of is not None)
-    return PackedTensor(name, kind, (rows, columns), parts, load, recent)
+    order, named = _ordered(group_of, size)
+    kind = PackedKind("compressed-tensors", f"{'u' if has_zeros else ''}int{bits}", size, 1, group_of is not None,
+                      named)
+    return PackedTensor(name, kind, (rows, columns), parts, load, recent, order)
 
 
 def compressed(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor:
@@ -264,3 +268,13 @@ def _order(parts: Parts, part: str, columns: int, size: int, groups: int) -> NDA
         raise CheckpointError(f"The {part} of the module {parts.name:.100} in {parts.path} has the group {bad}; there "
                               f"are groups 0 to {groups - 1}.")
     return None if np.array_equal(found, np.arange(columns) // (size or columns)) else found
+
+
+def _ordered(group_of: NDArray[np.intp] | None, size: int) -> tuple[NDArray[np.int32] | None, str]:
+    """Columns by their groups, in their own order within one, and a name for this; none where groups are not full."""
+    if group_of is None:
+        return None, ""
+    order = np.argsort(group_of, kind="stable").astype(np.int32)
+    if not np.array_equal(group_of[order], np.arange(len(order)) // (size or len(order))):
+        return None, ""
+    return order, hashlib.sha256(order.tobytes()).hexdigest()[:16]

@@ -99,4 +99,5 @@ def _kind(scheme: Scheme, source: Source) -> PackedKind:
     packing = {"gptq": "GPTQ", "awq": "AWQ", "mlx": "MLX"}.get(scheme.method, scheme.method)
     if scheme.method == "mxfp4":
         return PackedKind("MXFP4", "e2m1", size)
-    return PackedKind(packing, f"{unsigned}int{bits}", size, 1, scheme.ordered and size > 0)
+    ordered = scheme.ordered and size > 0
+    return PackedKind(packing, f"{unsigned}int{bits}", size, 1, ordered, "as its files say" if ordered else "")

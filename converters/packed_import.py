@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import RopeHalves, Rows, Source, Weight, WeightType
+from edgeinfer.graph import ORDER, RopeHalves, Rows, Source, Weight, WeightType
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.quant import packed as tiles
 
@@ -28,6 +28,7 @@ def holds_codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: Weig
     """Whether a stored type takes the codes of a weight as they are."""
     return stored.layout == "tile16" and weight.kind != "vector" and all(
         source.name in packed and stored in packed[source.name].kind.held
+        and bool(packed[source.name].kind.order) == weight.ordered
         and all(isinstance(step, RopeHalves | Rows) for step in source.steps) for source in weight.sources)
 
 
@@ -51,6 +52,8 @@ def moved(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightType
     CheckpointError
         Scales are too large, or too small, for fp16.
     """
+    if stored == ORDER:
+        return iter((_order(packed, weight).astype("<i4").view(np.uint8),))
     if not holds_codes(packed, weight, stored):
         return None
     ranges = block_ranges(weight, weight.shape[1], BLOCK_WEIGHTS)
@@ -83,6 +86,7 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
     read: dict[tuple[Source, int, int], list[Floats]] = {}
     done: list[tuple[str, int]] = []
     blocks: dict[tuple[str, int, int], Block] = {}
+    order = _order(packed, weight) if weight.ordered else None
 
     def codes_of(source: Source, first: int, last: int) -> NDArray[np.int8]:
         rows = np.arange(first, last)
@@ -100,11 +104,19 @@ def _codes(packed: Mapping[str, PackedTensor], weight: Weight, stored: WeightTyp
                                      for part in _factors(block, stored)]
         done.append((source.name, (last - first) * columns))
         codes = block.codes.view(np.int8)
+        codes = codes if order is None else np.take(codes, order, axis=1)
         return codes[rows - low] if source.steps else codes
 
     codes = block_of(weight, start, stop, columns, np.int8, codes_of)
     return codes, [block_of(weight, start, stop, groups, np.float32, _part(read, i))
                    for i in range(stored.storage.factors)], done
+
+
+def _order(packed: Mapping[str, PackedTensor], weight: Weight) -> NDArray[np.int32]:
+    """The order of a weight's columns, which all its tensors have (`packed_checkpoint.storage_of`)."""
+    order = packed[weight.sources[0].name].order
+    assert order is not None
+    return order
 
 
 def _item(source: Source) -> int:

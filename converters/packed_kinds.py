@@ -36,6 +36,8 @@ class PackedKind:
     """Rows that do."""
     ordered: bool = False
     """Whether columns are in groups in another order than their own."""
+    order: str = ""
+    """Names that order, where it fills the groups one after the other: equal names are equal orders."""
 
     @property
     def name(self) -> str:
@@ -48,7 +50,7 @@ class PackedKind:
     def held(self) -> tuple[WeightType, ...]:
         """What takes its codes as they are, the smallest first."""
         wanted = {"int4": ("q4", "int8"), "int8": ("int8",), "uint4": ("q4m",), "e2m1": ("mxfp4",)}.get(self.codes, ())
-        if self.ordered or self.rows > 1:
+        if self.ordered != bool(self.order) or self.rows > 1:
             return ()
         return tuple(WeightType(name, group) for name in wanted for group in reversed(TYPES[name].groups)
                      if self.group_size % group == 0)

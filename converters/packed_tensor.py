@@ -196,11 +196,13 @@ class PackedTensor:
     load : callable
         Reads what is kept while rows are read.
     recent : Recent
+    order : int32 array of shape (columns,), optional
+        Columns in the order of their groups, where that is not their own.
     """
 
     def __init__(self, name: str, kind: PackedKind, shape: tuple[int, ...], parts: Parts,
-                 load: Callable[[Parts], Loaded], recent: Recent):
-        self.path, self.kind, self.parts = parts.path, kind, parts
+                 load: Callable[[Parts], Loaded], recent: Recent, order: NDArray[np.int32] | None = None):
+        self.path, self.kind, self.parts, self.order = parts.path, kind, parts, order
         self.tensors = {name: SourceTensor(kind.name, shape, 0, parts.nbytes)}
         self.aliases: dict[str, str] = {}
         self._name, self._load, self._recent = name, load, recent

@@ -76,7 +76,7 @@ FAMILIES = (
     Family("sigmoid_gate", ("sigmoid_gate",), ("source", "out"), ROWS),
     Family("embed", tuple(f"embed_{w}" for w in WEIGHTS), ("table", "out"), ROWS),
     Family("rows", ("quantize", "rms_norm_f32", "rms_norm_q8", "gather_outputs"),
-           ("source", "out", "norm", "scratch"), ROWS),
+           ("source", "out", "norm or order", "scratch"), ROWS),
     Family("norm", ("norm_f32", "norm_q8"), ("source", "out", "norm", "scratch", "bias", "scalar"), ROWS),
     Family("values", ("activate",), ("rows", "by"), VALUES),
     Family("positions", ("add_positions",), ("rows", "table"), POSITIONS),

@@ -87,7 +87,8 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (tensor(3, grid=[], table=list(range(16))), "bits 4, grid [], table [0, 1, 2, 3, "),
     (tensor(0, scale="u8"), "tensor 'embed' has a type that is not known here"),
     (tensor(0, minimum=0), "tensors[0].minimum is not of type bool."),
-    (tensor(0, layout="plain"), "tensor 'embed': type 'int8' does not exist in layout plain; it holds f32" + ADVICE),
+    (tensor(0, layout="plain"), "tensor 'embed': type 'int8' does not exist in layout plain; it holds f32, i32"
+     + ADVICE),
     (tensor(0, group_size=33), "tensor 'embed': group size 33 is unknown; int8 has groups of 32, 64 or 128" + ADVICE),
     (lambda d: d["files"][0].update(part="router"), "file 'tokenizer.json' is the unknown part 'router' of a model"
                                                     + ADVICE),

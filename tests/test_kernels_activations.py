@@ -67,9 +67,9 @@ def test_memory_of_quantised_rows_is_what_the_abi_says(group: int, heights: tupl
             np.testing.assert_array_equal(have, want)
 
 
-def run_fused(isa: str, norm: bool, bench: Bench, name: str, places: list[int], width: int, group: int,
+def run_fused(isa: str, kind: int, bench: Bench, name: str, places: list[int], width: int, group: int,
               parameters: list[int]) -> dict[str, np.ndarray]:
-    """Run a product whose last two places are source and norm weight: on rows quantised before, then by itself.
+    """Run a product whose last two places are source and norm or order: on rows quantised before, then by itself.
 
     The bits are the same, and the rows are not read in the second case.
     """
@@ -77,11 +77,12 @@ def run_fused(isa: str, norm: bool, bench: Bench, name: str, places: list[int], 
     floats = 4 * (-(-width // 16) * 16)
     rows = fill(ROWS, width=width, in_stride=floats, out_stride=stride, rows=abi.COUNT_TOKENS, scales=scales,
                 offsets=offsets, group=group, eps=1e-5, scratch=floats,
-                token_tiles=abi.pack_token_tiles(token_tiles(isa)))
+                ordered=int(kind == abi.FUSED_ORDERED), token_tiles=abi.pack_token_tiles(token_tiles(isa)))
     bench.tokens([0])
     bench.array(places[1], np.uint8, (stride,))[:] = 0xFF
     scratch = bench.scratch(floats)
-    bench.run(isa, "rms_norm_q8" if norm else "quantize", [places[-2], places[1], places[-1], scratch], rows, keep=True)
+    maker = "rms_norm_q8" if kind == abi.FUSED_NORM else "quantize"
+    bench.run(isa, maker, [places[-2], places[1], places[-1], scratch], rows, keep=True)
     bench.counts[abi.COUNT_SEVERAL] = 1  # a walk of several: the rows are there
     want = bench.run(isa, name, places, parameters)
     bench.counts[abi.COUNT_SEVERAL] = 0
@@ -93,44 +94,46 @@ def run_fused(isa: str, norm: bool, bench: Bench, name: str, places: list[int], 
     return want
 
 
-def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, norm: bool
+def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: int, kind: int
                    ) -> tuple[list[int], dict[str, int | float]]:
-    """Places of source and norm weight, and the parameters of a fused input; NaN follows the source."""
+    """Places of source and norm or order, and the parameters of a fused input; NaN follows the source."""
     stride, scales, offsets = abi.q8_row_bytes(width, group)
     floats = rng.standard_normal(-(-width // 16) * 16 + 16).astype(np.float32)
     floats[width:] = np.nan
-    weight = bench.put("constants", rng.standard_normal(width).astype(np.float32))
+    ordered = kind == abi.FUSED_ORDERED
+    weight = bench.put("constants", rng.permutation(width).astype(np.int32) if ordered else
+                       rng.standard_normal(width).astype(np.float32))
     return [bench.put("activations", floats), weight], {
         "width": width, "group": group, "eps": 1e-5, "x_stride": stride, "x_scales": scales, "x_offsets": offsets,
-        "fused": abi.FUSED_NORM if norm else abi.FUSED_QUANTISE}
+        "fused": kind}
 
 
 @pytest.mark.parametrize("width", [172, 33])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM, abi.FUSED_ORDERED])
 @pytest.mark.parametrize(("dtype", "group"), QUANTISED)
-def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, norm: bool, width: int) -> None:
+def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, kind: int, width: int) -> None:
     """The bits are those of quantised rows; the scratch is no larger than the planner's."""
     rng, width = np.random.default_rng(group), whole(dtype, width)
     for gated in (False, True):
         product = random_product(rng, dtype, group, 96, width, 1, gated=gated)
-        places, fused = fused_operands(rng, product.bench, width, group, norm)
+        places, fused = fused_operands(rng, product.bench, width, group, kind)
         scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
         places = [*product.places[:4], product.bench.scratch(scratch, 2), *places]
         for isa in isas(product.name):
             parameters = product.parameters(isa, scratch=scratch, **fused)
-            run_fused(isa, norm, product.bench, product.name, places, width, group, parameters)
+            run_fused(isa, kind, product.bench, product.name, places, width, group, parameters)
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM])
 @pytest.mark.parametrize(("dtype", "group"), QUANTISED[:6])
-def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, group: int, norm: bool) -> None:
+def test_a_single_token_that_neuron_kernels_quantise_for_themselves(dtype: str, group: int, kind: int) -> None:
     rng, width = np.random.default_rng(group), 172
     ffn = random_ffn(rng, dtype, group, 96, width, 1)
-    places, fused = fused_operands(rng, ffn.bench, width, group, norm)
+    places, fused = fused_operands(rng, ffn.bench, width, group, kind)
     places = [ffn.weights, ffn.x_place, ffn.f_place, ffn.masks, ffn.scratch_place, ffn.bias, ffn.sums, *places]
     for isa in ISAS:
         parameters = fill(
             NEURON_GATED, **{**ffn.values, **fused}, out_stride=ffn.f_stride, chunk=3, activation=ACTIVATIONS["silu"],
             token_tiles=abi.pack_token_tiles(token_tiles(isa)))
-        want = run_fused(isa, norm, ffn.bench, f"neuron_gated_{dtype}", places, width, group, parameters)
+        want = run_fused(isa, kind, ffn.bench, f"neuron_gated_{dtype}", places, width, group, parameters)
         assert np.abs(want["f"]).max() > 0

@@ -75,6 +75,18 @@ def test_quantize(group: int, width: int) -> None:
             same(found[0], other)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_quantize_in_an_order(width: int) -> None:
+    """The bits of rows that were put in that order before."""
+    rng = np.random.default_rng(width)
+    for tokens in TOKENS:
+        x, order = rng.standard_normal((tokens, width)).astype(np.float32), rng.permutation(width).astype(np.int32)
+        rows, wanted = Rows(x, 32, order), Rows(x[:, order], 32)
+        for isa in ISAS:
+            for threads in (1, 3):
+                same(wanted.run(isa, "quantize"), rows.run(isa, "quantize", threads, ordered=1))
+
+
 def test_quantize_rounds_ties_to_even_and_zeros_to_zero() -> None:
     ties = np.arange(-126.5, 127, 1.0)[:127]
     x = np.zeros((2, 128), np.float32)

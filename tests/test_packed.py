@@ -158,8 +158,9 @@ def test_rows_that_are_groups(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name], want) for name, want in expected(tensors, tmp_path / "out").items())
 
 
-def test_columns_in_another_order(tmp_path: Path) -> None:
-    order = {columns: np.random.default_rng(7).permutation(np.arange(columns) // 32) for columns in (64, 96)}
+def test_columns_in_groups_that_are_not_full(tmp_path: Path) -> None:
+    """As no program writes them; full ones are taken as they are (test_act_order.py)."""
+    order = {columns: np.random.default_rng(7).integers(0, columns // 32, columns) for columns in (64, 96)}
 
     def alter(module: str, parts: dict[str, Raw]) -> None:
         columns = 96 if "down" in module else 64

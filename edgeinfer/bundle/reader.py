@@ -19,6 +19,7 @@ from .checksums import Passed, Piece, Progress, compare
 from .format import APPROXIMATING, WEIGHTS_FILE, FileEntry, Header, Quantisation, TensorEntry
 from .header import HEADER_FILE, MAX_HEADER_BYTES, header_from_json
 from .mapping import check_length, map_weights
+from .orders import check_orders
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,6 +186,7 @@ class Bundle:
                 progress(done, total, name)
 
         with self._using():
+            check_orders(self.header.tensors, self.weights)
             self._once((WEIGHTS_FILE, *self._names(parts=True)),
                        lambda: [*self._weights_pieces(), *self._files(parts=True)], threads, tell)
             if cold:
@@ -212,6 +214,7 @@ class Bundle:
 
         with self._using():
             compare(pieces, progress=behind(0))
+            check_orders(self.header.tensors, self.weights)
             self._check_parts(clusters=True)  # which names the neurons that were altered
             if cold:
                 compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))

@@ -37,7 +37,7 @@ from .products import RELUS, Gated, Linear, LinearPart, NeuronDown, NeuronGated,
 from .reader import ConfigReader
 from .rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .selection import INSTEAD, SelectedAttention, least_score
-from .storage import ROUTER, TypeOf, expected_types, requested_types
+from .storage import ORDER, ROUTER, TypeOf, expected_types, requested_types
 from .types import Tensor, Types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 from .wrappers import WRAPPERS
@@ -45,10 +45,10 @@ from .wrappers import WRAPPERS
 if TYPE_CHECKING:
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS",
-           "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader", "Draw",
-           "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs", "Graph",
-           "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
+__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED",
+           "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader",
+           "Draw", "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs",
+           "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
            "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Place", "Product",
            "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries",
            "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape",

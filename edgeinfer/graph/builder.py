@@ -15,6 +15,7 @@ from .builder_experts import ExpertWords
 from .graph import Graph
 from .ops import Activate, AddPositions, Draw, Embed, GatherOutputs, LayerNorm, NormedSum, NormPart, RmsNorm, TokenRows
 from .products import Gated, Linear, NeuronDown, NeuronGated
+from .storage import FLOATS
 from .types import Tensor
 from .weights import Source, Weight, as_source
 
@@ -96,7 +97,7 @@ class GraphBuilder(AttentionWords, ExpertWords):
         """Return the type that a norm gives which feeds two weights, by name or type: floats where these differ."""
         one, other = self._feed_type(one), self._feed_type(other)
         alike = (one.quantised, one.group_size) == (other.quantised, other.group_size)
-        return one if alike else WeightType("f32", 0, "plain")
+        return one if alike else FLOATS
 
     def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,
               bias: tuple[str | Source, ...] = (), size: int = 0) -> Tensor:
@@ -111,7 +112,7 @@ class GraphBuilder(AttentionWords, ExpertWords):
         biases = None
         if bias:
             biases = self._vector(name + "_bias", bias, (size,) * 2, combine="interleave16")
-        x = self._as_input(x, self._types[name])
+        x, weight = self._product_input(x, weight)
         return self._op(Gated(out=self._tensor("f", size), x=x, weight=weight, bias=biases,
                               activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
 

@@ -11,6 +11,7 @@ from .config import ModelConfig
 from .operation import Op
 from .ops import LayerNorm, Quantize, RmsNorm
 from .products import Linear, LinearPart
+from .storage import FLOATS, ORDER
 from .types import Tensor
 from .weights import Source, Weight, as_source
 
@@ -48,13 +49,13 @@ class BuilderBase:
         if firsts := self._parts(name, len(sources)):
             return self._linear_parts(x, name, sources, widths, bias, firsts, room)
         weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
+        x, weight = self._product_input(x, weight)
         biases = self._vector(name + "_bias", bias, widths) if bias else None
         out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room)
         if room:
-            return self._op(LinearPart(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
-                                       first=0, layer=self.layer))
-        return self._op(Linear(out=out, x=self._as_input(x, self._types[name]), weight=weight, bias=biases,
-                               residual=residual, in_ffn=in_ffn, layer=self.layer))
+            return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=0, layer=self.layer))
+        return self._op(Linear(out=out, x=x, weight=weight, bias=biases, residual=residual, in_ffn=in_ffn,
+                               layer=self.layer))
 
     def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                       bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
@@ -64,7 +65,7 @@ class BuilderBase:
             part, mine = f"{name}.{first}", slice(first, end)
             weight = self._weight(part, "matrix", sources[mine], tuple((w, x.width) for w in widths[mine]))
             biases = self._vector(part + "_bias", bias[mine], widths[mine]) if bias else None
-            made = self._as_input(x, self._types[part]) if onto is None else self._again(x, self._types[part])
+            made, weight = self._product_input(x, weight, again=onto is not None)
             onto = self._op(LinearPart(out=out, x=made, weight=weight, bias=biases, first=sum(widths[:first]),
                                        onto=onto, layer=self.layer))
             out = self._after(onto)
@@ -109,8 +110,9 @@ class BuilderBase:
             return feeds
         if feeds in self._types:
             return self._types[feeds]
-        first = self._type_of(Weight(feeds + ".0", (), "part"))
-        return first if first.layout != "plain" else self._type_of(Weight(feeds, (), "matrix"))
+        first, whole = Weight(feeds + ".0", (), "part"), Weight(feeds, (), "matrix")
+        weight = first if self._type_of(first).layout != "plain" else whole
+        return FLOATS if self._order(weight) else self._type_of(weight)
 
     def _again(self, x: Tensor, weight: WeightType) -> Tensor:
         """What a norm has made, made once more as another weight reads it; other tensors as they are."""
@@ -118,6 +120,24 @@ class BuilderBase:
         if not isinstance(norm, RmsNorm | LayerNorm):
             return self._as_input(x, weight)
         return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
+
+    def _order(self, weight: Weight) -> Weight | None:
+        """The order of a matrix's columns, where it is not that of its inputs."""
+        sources = tuple(replace(source, shared=True) for source in weight.sources[:1])
+        order = Weight(weight.order_name, weight.shape[1:], "order", sources)
+        return replace(order, kind="vector") if self._type_of(order) == ORDER else None
+
+    def _product_input(self, x: Tensor, weight: Weight, again: bool = False) -> tuple[Tensor, Weight]:
+        """x as the columns of a matrix take it, and the matrix; `again` where it stands behind another's product."""
+        stored, order = self._types[weight.name], self._order(weight)
+        if order is None:
+            return self._again(x, stored) if again else self._as_input(x, stored), weight
+        weight = replace(weight, ordered=True)
+        self._weights |= {weight.name: weight, order.name: order}
+        self._types[order.name] = ORDER
+        x = self._again(x, FLOATS) if x.dtype == "q8" else x
+        return self._op(Quantize(out=self._activation("q", x.width, stored, x.rows), x=x, order=order,
+                                 layer=self.layer)), weight
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
         if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):

@@ -10,6 +10,7 @@ from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 from ..dataclass import dataclass
 from ..sizes import round_up
 from .operation import KvAccess, Read, RowOp, Scratch, Sizes, layer_of, other_width
+from .storage import ORDER
 from .types import Tensor, Types
 from .weights import Weight
 
@@ -184,9 +185,21 @@ class Quantize(RowOp):
 
     KERNELS = ("quantize",)
     x: Tensor
+    order: Weight | None = None
+    """Which element each is, where a matrix has its columns in another order (act-order of GPTQ)."""
+
+    def scratch(self, sizes: Sizes) -> Scratch:
+        """A row in its order before it is quantised."""
+        return Scratch(4 * round_up(self.x.width, 16) if self.order else 0)
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Rows get no longer, and were floats."""
+        """Rows get no longer, and were floats; an order is one of all of them."""
+        if self.out.dtype != "q8":
+            yield f"{self.out} is not quantised"
+        if self.order and types[self.order.name] != ORDER:
+            yield f"the order {self.order.name} is stored as {types[self.order.name]}"
+        for tensor in (self.x, self.out) if self.order else ():
+            yield from other_width("the order has", self.order.shape[0], tensor)  # type: ignore[union-attr]
         if self.out.width > self.x.width:
             yield from other_width("the input has rows of", self.x.width, self.out)
         if self.x.dtype != "f32":

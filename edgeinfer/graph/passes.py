@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 from ..config import SPARSE_MODES, Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
@@ -137,8 +138,9 @@ def fuse_input(graph: Graph) -> Graph:
             continue
         if made.dtype != "q8" or made.rows != "tokens" or readers[made.name] != 1:
             continue
-        norm = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {}
-        ops[i], ops[i + 1] = replace(maker, several=True), replace(product, source=maker.x, **norm)  # type: ignore
+        how: dict[str, Any] = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {
+            "order": maker.order}
+        ops[i], ops[i + 1] = replace(maker, several=True), replace(product, source=maker.x, **how)
     return replace(graph, ops=tuple(ops))
 
 

@@ -23,7 +23,7 @@ class Product(Op):
     """A product with a matrix.
 
     With a `source`, a walk of one token has no operation that makes x: the product's threads each quantise the source
-    (after a norm, if there is one), which costs less than a barrier.
+    (after a norm, or in an order, if there is one), which costs less than a barrier.
     """
 
     x: Tensor
@@ -33,6 +33,8 @@ class Product(Op):
     norm: Weight | None = None
     eps: float | None = None
     """Of the norm."""
+    order: Weight | None = None
+    """Of the source's elements in x."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """Matrix and bias, whole. The norm's weight is counted where it is normally read."""
@@ -53,7 +55,8 @@ class Product(Op):
     def scratch(self, sizes: Sizes) -> Scratch:
         """A gate and an up tile, and the row of a fused input: quantised, and normed before that."""
         row = abi.q8_row_bytes(self.x.width, self.x.group_size)[0] if self.source else 0
-        return Scratch(abi.GATED_SCRATCH_BYTES + row + (4 * round_up(self.x.width, 16) if self.norm else 0))
+        floats = 4 * round_up(self.x.width, 16) if self.norm or self.order else 0
+        return Scratch(abi.GATED_SCRATCH_BYTES + row + floats)
 
     def faults(self, types: Types) -> Iterator[str]:
         """The matrix's columns are the input's, in the type that its products take."""

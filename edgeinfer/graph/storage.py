@@ -13,8 +13,13 @@ from .weights import Weight
 ROUTER = WeightType("f32")
 """Of what chooses experts: it is small, and a score that is a little off takes a token through another expert."""
 TypeOf = Callable[[Weight], WeightType]
-ABSENT = WeightType("f32", 0, "plain")
-"""What is said of a part of a matrix (kind ``part``) where the matrix is stored whole: no matrix is plain."""
+FLOATS = WeightType("f32", 0, "plain")
+"""Of norms and biases."""
+ABSENT = FLOATS
+"""What is said of a part of a matrix (kind ``part``) where the matrix is stored whole: no matrix is plain. And of the
+order of a matrix's columns (kind ``order``) where it is their own."""
+ORDER = WeightType("i32", 0, "plain")
+"""Of the order of columns: element i is the input that column i multiplies."""
 
 
 def requested_types(
@@ -49,6 +54,7 @@ def requested_types(
                          "choose one, or tile16.")
     types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
     types["ffn"], types["part"] = replace(types["matrix"], layout=ffn_layout), ABSENT
+    types["order"] = ABSENT
     types |= {"experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"],
               "router": ROUTER}
     return lambda weight: types[weight.kind]
@@ -58,13 +64,13 @@ def expected_types(table: Mapping[str, WeightType]) -> TypeOf:
     """Storage as a bundle's tensor table says; a weight that the graph expects and the table lacks is refused.
 
     Of an FFN that is not stored neuron by neuron, this says that it is in tiles; its matrices are in the table. Of a
-    part of a matrix that is stored whole it says `ABSENT`.
+    part of a matrix that is stored whole it says `ABSENT`, and of the order of columns that is their own.
     """
 
     def type_of(weight: Weight) -> WeightType:
         if weight.kind == "ffn" and weight.name not in table:
             return WeightType("f32")
-        if weight.kind == "part" and weight.name not in table:
+        if weight.kind in ("part", "order") and weight.name not in table:
             return ABSENT
         if weight.name not in table:
             raise BundleError(f"The bundle lacks {weight.name!r}, which its architecture needs; convert it again.")

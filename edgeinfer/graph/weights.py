@@ -245,6 +245,13 @@ class Weight:
     pieces: int = 0
     """Experts whose matrices it has. Weights of as many that follow each other share a place, expert by expert, so
     that all of an expert is in one piece; 0: it is in one piece itself."""
+    ordered: bool = False
+    """Whether column i multiplies not input i, but the one that the vector `order_name` says."""
+
+    @property
+    def order_name(self) -> str:
+        """Name of the order of its columns, where it has one."""
+        return f"{self.name}_order"
 
     @property
     def source_shapes(self) -> tuple[Sizes, ...]:

@@ -97,6 +97,7 @@ TYPES = {
         StorageType("int8", 8, _ALL, grid=(-127, 127), groups=(32, 64, 128), scale="f16"),
         StorageType("f16", 16, _TILES),
         StorageType("f32", 32, ("tile16", "plain")),
+        StorageType("i32", 32, ("plain",), grid=(0, MAX_DIMENSION), requested=False),
         _taken("q4m", 4, (32, 64, 128), "f16", grid=(0, 15), minimum=True),
         _taken("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
         _taken("q5", 5, 32, "f16", grid=(-16, 15)),

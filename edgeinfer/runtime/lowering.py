@@ -60,7 +60,7 @@ def _input(op: Product, at: Lowering) -> dict[str, int | float]:
         _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
         more |= {"x_scales": scales, "x_offsets": offsets, "group": op.x.group_size}
     if op.source:
-        kind = abi.FUSED_NORM if op.norm else abi.FUSED_QUANTISE
+        kind = abi.FUSED_NORM if op.norm else abi.FUSED_ORDERED if op.order else abi.FUSED_QUANTISE
         more |= {"fused": kind, "width": op.x.width, "eps": op.eps or 0.0}
     return more | {"out_stride": at.stride(op.out), "scratch": at.plan.thread_scratch_bytes}
 
@@ -75,7 +75,7 @@ def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **mo
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
                       token_tiles=at.token_tiles, **_input(op, at), **more)
     operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(op.bias), at.scratch, at.at(op.source),
-                at.at(op.norm)]
+                at.at(op.norm or op.order)]
     adds = isinstance(op, Linear) and op.residual
     flags = (abi.FLAG_BIAS if op.bias else 0) | (abi.FLAG_RESIDUAL if adds else 0)
     return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]

@@ -94,9 +94,16 @@ def _(op: AddPositions, at: Lowering) -> list[Record]:
     return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), at.at(op.table)], parameters)]
 
 
-@lower.register(Quantize)
-@lower.register(GatherOutputs)
-def _(op: Quantize | GatherOutputs, at: Lowering) -> list[Record]:
+@lower.register
+def _(op: Quantize, at: Lowering) -> list[Record]:
+    if op.order is None:
+        return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
+    operands = [at.at(op.x), at.at(op.out), at.at(op.order), at.scratch]
+    return _rows(op, at, op.x, operands, ordered=1, scratch=at.plan.thread_scratch_bytes)
+
+
+@lower.register
+def _(op: GatherOutputs, at: Lowering) -> list[Record]:
     return _rows(op, at, op.x, [at.at(op.x), at.at(op.out)])
 
 

@@ -58,8 +58,8 @@ VALUES_OF_A_UNIT = 2048
 """activate: values of a row that a thread takes at once, a multiple of 16."""
 INSTEAD_NOTHING, INSTEAD_SCALE, INSTEAD_MEAN = 0, 1, 2
 """What stands for rows of V that are left out: nothing; the others' weights add up to 1; a mean (MEAN_BLOCKS)."""
-FUSED_QUANTISE, FUSED_NORM = 1, 2
-"""What a product does to its input itself: quantise it, or normalise and quantise it; 0 = nothing."""
+FUSED_QUANTISE, FUSED_NORM, FUSED_ORDERED = 1, 2, 3
+"""What a product does to its input itself: quantise it, after a norm or in an order; 0 = nothing."""
 
 # -- regions -----------------------------------------------------------------------------------------------------------
 REGIONS = ("weights", "constants", "activations", "kv", "logits", "scratch", "resident", "streamed", "state", "cold",

@@ -1,11 +1,11 @@
 """Operations on rows: embedding lookup, RMS norm, quantisation of activations, gathering of output rows.
 
-Operands: 0 source, 1 out, 2 weight. Parameters: parameters.ROWS. Twins: reference/elementwise.py.
+Operands: 0 source, 1 out, 2 weight or order. Parameters: parameters.ROWS. Twins: reference/elementwise.py.
 """
 
 from __future__ import annotations
 
-from ..abi import CTX_OUTPUTS, FUSED_NORM, TOKEN_ID
+from ..abi import CTX_OUTPUTS, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
 from ..vector.forms import FORMS
@@ -110,9 +110,19 @@ def quantise_row(x, base, j, n, width, group, padded, at_offsets):
         start += group
 
 
+@inline
+def in_order(x, order, out, width):
+    """Element i of the row is element order[i] of x."""
+    for i in range(width):
+        store_f32(out + 4 * i, load_f32(x + 4 * load_i32(order + 4 * i)))
+
+
 @kernel("quantize")
 def quantize(rec, ctx, tid, n_threads):
-    """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0."""
+    """f32 rows, or each head of them, to q8 rows (int8 values, f32 scale and int32 offset per group), padded with 0.
+
+    Elements may be taken in the order of operand 2; operand 3 then holds a row of floats per thread.
+    """
     x, out, rows = operand(rec, ctx, 0), operand(rec, ctx, 1), count(ctx, parameter(rec, ROWS.rows))
     width, heads, blocks = parameter(rec, ROWS.width), max(parameter(rec, ROWS.heads), 1), n_blocks(rows)
     unit = claim(ctx)
@@ -122,8 +132,13 @@ def quantize(rec, ctx, tid, n_threads):
         base, start = out + head * parameter(rec, ROWS.head_out), x + 4 * head * width
         base += first * parameter(rec, ROWS.out_stride)
         for j in range(n):
-            quantise_row(start + (first + j) * parameter(rec, ROWS.in_stride), base, j, n, width,
-                         parameter(rec, ROWS.group), parameter(rec, ROWS.scales), parameter(rec, ROWS.offsets))
+            row = start + (first + j) * parameter(rec, ROWS.in_stride)
+            if parameter(rec, ROWS.ordered):
+                ordered = operand(rec, ctx, 3) + tid * parameter(rec, ROWS.scratch)
+                in_order(row, operand(rec, ctx, 2), ordered, width)
+                row = ordered
+            quantise_row(row, base, j, n, width, parameter(rec, ROWS.group), parameter(rec, ROWS.scales),
+                         parameter(rec, ROWS.offsets))
         unit = claim(ctx)
     return 0
 
@@ -184,10 +199,13 @@ def rms_norm_q8(rec, ctx, tid, n_threads):
 def fused_input(source, weight, kind, width, group, scales, offsets, eps, row, scratch):
     """What rms_norm_q8 (FUSED_NORM) or quantize does for one token, into scratch; returns the q8 row's address.
 
-    `row` is where the normalised floats go, behind the q8 row.
+    `row` is where normalised floats go, or those in the order that `weight` is then (FUSED_ORDERED): behind the q8 row.
     """
     if kind == FUSED_NORM:
         normalise(source, weight, row, width, norm_scale(source, width, eps))
+        source = row
+    if kind == FUSED_ORDERED:
+        in_order(source, weight, row, width)
         source = row
     quantise_row(source, scratch, 0, 1, width, group, scales, offsets)
     return scratch

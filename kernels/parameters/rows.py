@@ -23,7 +23,7 @@ class _Rows(NamedTuple):
     tile_bytes: int
     """embed: bytes of a tile of the table."""
     scratch: int
-    """rms_norm_q8: scratch bytes of a thread."""
+    """rms_norm_q8, quantize in an order: scratch bytes of a thread."""
     token_tiles: int
     """q8 output: tokens of the blocks (abi.pack_token_tiles): as in LINEAR."""
     heads: int
@@ -34,6 +34,8 @@ class _Rows(NamedTuple):
     """embed: columns of a lane where a tile of the table is one token's row, lane by lane; 0 = it has 16 rows."""
     parts: int
     """norm_f32: parts of a row, of `width` elements each, that are normed one by one with the same weight; 0 = one."""
+    ordered: int
+    """quantize: whether elements are taken in the order of operand 2."""
 
 
 class _Values(NamedTuple):
@@ -63,6 +65,6 @@ class _Positions(NamedTuple):
     """Bytes of a tile of the table."""
 
 
-ROWS = _Rows(*range(15))
+ROWS = _Rows(*range(16))
 VALUES = _Values(*range(6))
 POSITIONS = _Positions(*range(5))

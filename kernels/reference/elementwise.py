@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.quant import layouts
 
-from ..abi import COUNT_SEVERAL, FUSED_NORM, TOKEN_ID, unpack_token_tiles
+from ..abi import COUNT_SEVERAL, FUSED_NORM, FUSED_ORDERED, TOKEN_ID, unpack_token_tiles
 from ..parameters import ROWS
 from .expected import Expected
 from .q8 import q8_blocks, read_q8
@@ -91,11 +91,12 @@ def _source(view: RecordView) -> Floats:
 
 
 def quantize_twin(view: RecordView) -> list[Expected]:
-    """The twin of ``quantize``: rows, or each head of them to rows of its own."""
+    """The twin of ``quantize``: rows, in an order where there is one, or each head of them to rows of its own."""
     p, found = view.parameters(ROWS), []
     for head in range(max(p.heads, 1)):
         shape, at = (view.count(p.rows), p.width), 4 * p.width * head
         x = view.array(0, np.float32, shape, (p.in_stride, 4), at=at)
+        x = x[:, view.array(2, np.int32, (p.width,))] if p.ordered else x
         found += quantised_rows(view, x, exact=True, skipped=head * p.head_out)
     return found
 
@@ -125,7 +126,8 @@ def quantised_input(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return x of a product, dequantised, and how far what the kernel multiplies may be from it.
 
-    A fused input is row 0 of the operand `source`, times the operand `norm`; otherwise x is read as it is stored.
+    A fused input is row 0 of the operand `source`, times, or in the order of, the operand `norm`; otherwise x is read
+    as it is stored.
 
     Parameters
     ----------
@@ -142,6 +144,8 @@ def quantised_input(
     if fused:
         row = np.zeros((1, padded), np.float32)
         row[0, : p.width] = view.array(source, np.float32, (p.width,))
+        if fused == FUSED_ORDERED:
+            row[0, : p.width] = row[0, view.array(norm, np.int32, (p.width,))]
         if fused == FUSED_NORM:
             row[0, : p.width] = rms_norm(row[0, : p.width], view.array(norm, np.float32, (p.width,)), float_of(p.eps))
         exact, scales = quantise_rows(row, p.group)

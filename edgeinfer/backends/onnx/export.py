@@ -60,7 +60,7 @@ def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
         An operation has no form in ONNX.
     """
     graph = build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
-    if taken := sorted({kind.dtype for kind in graph.types.values() if not kind.storage.requested}):
+    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.requested}):
         raise UnsupportedModelError(f"{bundle.path} has weights in {', '.join(taken)}, which ONNX has no operator for; "
                                     f"convert its source with --weights q4 (or {', '.join(requestable()[1:])}).")
     return Lowering(graph, flavour).run()

@@ -203,7 +203,9 @@ def _(op: RmsNorm, at: Lowering) -> None:
 
 @lower.register
 def _(op: Quantize, at: Lowering) -> None:
-    at.same(op.out, op.x)
+    if op.order is None:
+        return at.same(op.out, op.x)
+    at.set(op.out, at.node("Gather", at.value(op.x), at.store(weights.order(op.order)), axis=-1))
 
 
 @lower.register

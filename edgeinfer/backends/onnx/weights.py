@@ -21,7 +21,8 @@ from .flavour import Heads
 BLOCK_BYTES = 4 << 20
 """Of a bundle, read at a time."""
 WHOLE = 1 << 62
-KINDS: dict[str, np.dtype[Any]] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
+KINDS: dict[str, np.dtype[Any]] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4"),
+                                    "i32": np.dtype("<i4")}
 
 
 class Reader:
@@ -141,6 +142,12 @@ def vector(weight: Weight, dtype: str, start: int = 0, count: int = 0, name: str
     n = count or weight.shape[0]
     return Stored(name or weight.name, dtype, (n,), lambda read: iter([read(weight.name, 4 * start, 4 * n)
                                                                        .view("<f4")]))
+
+
+def order(weight: Weight) -> Stored:
+    """Which element of its input each column of a matrix multiplies."""
+    return Stored(weight.name, "i32", weight.shape, lambda read: iter([read(weight.name, 0, 4 * weight.shape[0])
+                                                                       .view("<i4")]))
 
 
 def half_vector(weight: Weight, which: int, n: int, name: str, dtype: str) -> Stored:
