@@ -40,10 +40,10 @@ class SparseFfn:
     """Bytes of the predictor over those of the FFNs."""
     basis: str
     """Whose curves decided."""
-    gates: float
-    """Share of their bytes that say which neurons live: a third, or of FFNs without a gate a half."""
     kind: str = ""
     """Of the predictor; thresholds read the gates of all neurons, as exact runs do."""
+    gates: float = 1 / 3
+    """Share of their bytes that say which neurons live: a third, or of FFNs without a gate a half."""
 
     def layers(self) -> tuple[tuple[str, float], ...]:
         """Mode and density of each layer, as the estimator takes them; 1 where it is not known."""
@@ -117,7 +117,7 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
     if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
         named_runs = tuple(own if i in by_neuron else "tiles" for i, own in enumerate(_named(settings, mode, n)))
-        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", gates, kind)
+        return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", kind, gates)
     profile = profile or _local()
     modes = (mode, *(other for other in FALLBACKS.values() if other != mode and (relu or other == "off")))
     runs = tuple(_fastest(profile, modes, settings, density, share, gates) if i in by_neuron else "tiles"
@@ -126,7 +126,7 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
              for name, other in FALLBACKS.items() if other != mode)
     own = replace(step, settings=(*step.settings, *((name, text) for name, text in found if text)))
     return Recipe(tuple(own if one is step else one for one in recipe.steps)), \
-        SparseFfn(mode, runs, densities, share, _basis(profile), gates, kind)
+        SparseFfn(mode, runs, densities, share, _basis(profile), kind, gates)
 
 
 def dense_layers(densities: Sequence[float], predictor: float, profile: DeviceProfile | None = None,
