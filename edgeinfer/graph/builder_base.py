@@ -101,7 +101,7 @@ class BuilderBase:
 
     def _activation(self, stem: str, width: int, feeds: WeightType, rows: str) -> Tensor:
         name = self._tensor(stem, width).name
-        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.group_size, rows)
+        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.input_group, rows)
 
     def _feed_type(self, feeds: str | WeightType) -> WeightType:
         """Type of the weight that a norm feeds; a matrix may be added only later."""
@@ -120,7 +120,7 @@ class BuilderBase:
         return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
-        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):
+        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.input_group):
             return x
         return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
 
