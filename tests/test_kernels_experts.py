@@ -185,6 +185,7 @@ class Layer:
         if whole > 2 * group > 0:  # types whose scales are nested exist in whole records only
             hidden, width = whole, whole
         self.dtype, self.group, self.mix, self.hidden, self.width, self.bias = dtype, group, mix, hidden, width, bias
+        self.input_group = WeightType(dtype, group).input_group
         tokens, _ = mix.ids.shape
         self.tiles, self.out_tiles = -(-width // 16), -(-hidden // 16)
         self.gate_up, self.down = (
@@ -198,7 +199,7 @@ class Layer:
 
     def _rows(self, width: int) -> tuple[int, int, int]:
         if self.group:
-            return abi.q8_row_bytes(width, self.group)
+            return abi.q8_row_bytes(width, self.input_group)
         return 4 * (-(-width // 16) * 16), 0, 0
 
     def run(self, isa: str, tokens: slice = slice(None), threads: int = 1, chunk: int = 3,
@@ -230,7 +231,7 @@ class Layer:
         def lay(step: int, given: int, stride: int, gather: int) -> None:
             row, scales, offsets = strides[step]
             values = fill(EXPERTS_INPUT, width=widths[step], in_stride=stride, out_stride=row, rows=abi.COUNT_TOKENS,
-                          active=active, gather=gather, scales=scales, offsets=offsets, group=self.group,
+                          active=active, gather=gather, scales=scales, offsets=offsets, group=self.input_group,
                           token_tiles=tiles_of)
             name = "experts_input_q8" if self.group else "experts_input_f32"
             bench.run(isa, name, [given, inputs[step], listed], values, threads=threads, keep=True)
@@ -243,7 +244,7 @@ class Layer:
                           records=stored.tile_records(widths[step]), x_stride=row,
                           x_scales=scales, x_offsets=offsets, out_stride=out, rows=abi.COUNT_TOKENS, chunk=chunk,
                           activation=ACTIVATIONS[activation], limit=limit, scratch=room, token_tiles=tiles_of,
-                          fused=abi.FUSED_QUANTISE if self.group else 0, width=widths[step], group=self.group,
+                          fused=abi.FUSED_QUANTISE if self.group else 0, width=widths[step], group=self.input_group,
                           active=active, source_stride=stride)
             x_place = inputs[step] if self.group or step == 0 else given
             places = [bench.put("weights", weights), x_place, to, bench.put("constants", bias), scratch, given, rows,

@@ -146,7 +146,7 @@ def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: in
     cols = whole(dtype, cols)
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
     weights = random_weights(rng, dtype, group, rows, cols)
-    return Product(dtype, group, weights, rows, activations(x, group), **more)
+    return Product(dtype, group, weights, rows, activations(x, WeightType(dtype, group).input_group), **more)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -255,8 +255,9 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
         else:
             weights = packed.pack(w.astype(np.int8), WeightType(dtype, group), plain_factors(dtype, group, rows, cols))
         levels = (np.array(row.table)[w] if row.table else w) + row.minimum
-        ones = np.ones((tokens, groups), np.float32)
-        product = Product(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, group))
+        own = WeightType(dtype, group).input_group
+        ones = np.ones((tokens, cols // own), np.float32)
+        product = Product(dtype, group, weights, rows, Activations(x.astype(np.int8), ones, own))
         for isa in isas(product.name):
             np.testing.assert_array_equal(product.run(isa), x @ levels.T)
 

@@ -96,7 +96,7 @@ class GraphBuilder(AttentionWords, ExpertWords):
     def feeds_both(self, one: str | WeightType, other: str | WeightType) -> WeightType:
         """Return the type that a norm gives which feeds two weights, by name or type: floats where these differ."""
         one, other = self._feed_type(one), self._feed_type(other)
-        alike = (one.quantised, one.group_size) == (other.quantised, other.group_size)
+        alike = (one.quantised, one.input_group) == (other.quantised, other.input_group)
         return one if alike else FLOATS
 
     def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,

@@ -102,7 +102,7 @@ class BuilderBase:
 
     def _activation(self, stem: str, width: int, feeds: WeightType, rows: str) -> Tensor:
         name = self._tensor(stem, width).name
-        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.group_size, rows)
+        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.input_group, rows)
 
     def _feed_type(self, feeds: str | WeightType) -> WeightType:
         """Type of the weight that a norm feeds; a matrix may be added only later."""
@@ -140,7 +140,7 @@ class BuilderBase:
                                  layer=self.layer)), weight
 
     def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
-        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.group_size):
+        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.input_group):
             return x
         return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
 

@@ -55,7 +55,7 @@ class HeadLinear(Product):
         cols, stored = self.weight.shape[-1], types[self.weight.name]
         if self.rows % 16 or self.rows > self.step or self.heads * self.step > self.out.width:
             yield f"{self.heads} heads of {self.rows} rows, {self.step} columns apart, do not fit into {self.out}"
-        if stored.quantised != (self.x.dtype == "q8") or self.x.group_size != stored.group_size:
+        if stored.quantised != (self.x.dtype == "q8") or self.x.group_size != stored.input_group:
             yield f"{self.x} is not in the form that products with {stored} take"
         if self.x.dtype == "q8" and (self.x.times, self.x.width) != (self.heads, cols):
             yield f"{self.x} is not {self.heads} heads of {cols}"

@@ -240,6 +240,6 @@ def _parts(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read
 
 def _type(x: Tensor, stored: WeightType) -> Iterator[str]:
     """Quantised weights take q8 rows of their groups, others floats."""
-    want = ("q8", stored.group_size) if stored.quantised else ("f32", x.group_size)
+    want = ("q8", stored.input_group) if stored.quantised else ("f32", x.group_size)
     if (x.dtype, x.group_size) != want:
         yield f"weights {stored} multiply {want[0]} in groups of {want[1]}, but the input is {x}"

@@ -20,6 +20,8 @@ LAYOUTS = {"tile16": 2, "neuron": 3, "plain": 1}
 """Layouts, and the dimensions of a tensor in each."""
 FFN_LAYOUTS = ("tile16", "neuron")
 """Layouts that an FFN can have: as matrices, or neuron by neuron."""
+INPUT_COLUMNS = 32
+"""Columns of activations that share a scale, at least; groups of weights may be smaller."""
 SUPER_COLUMNS = 256
 """Columns that share the outer fp16 numbers where scales are nested."""
 SCALE_BYTES = {"": 0, "f16": 2, "u8*f16": 1, "i8*f16": 1}
@@ -182,6 +184,11 @@ class WeightType:
     def quantised(self) -> bool:
         """Whether the kernels multiply int8 activations."""
         return self.storage.quantised
+
+    @property
+    def input_group(self) -> int:
+        """Columns of activations that share a scale where they are multiplied by this; 0: they are floats."""
+        return max(self.group_size, INPUT_COLUMNS) if self.quantised else 0
 
     @property
     def suffix(self) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
+from ..vector.fine import add_scaled, start_of_fine, zero_scaled
 from ..vector.forms import FORMS
-from ..vector.int8_dot import add_sums, dot_int8, in_rows, scale_add, start_int8, widen_pairs, zero_pairs, zero_products
+from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products, zero_sums
 from ..vector.memory import prefetch
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
+from ..vector.pairs import add_sums, has_pair_sums, widen_pairs
 from ..vector.record import inline
 from ..vector.scalars import opaque
 from ..vector.targets import load_scales
@@ -62,9 +64,13 @@ def distance_of(record_bytes):
 
 
 def _finish(form, group, m):
-    """What adds a group's sums to the accumulators: times the scales, and the minima times the activations' sums."""
+    """What adds a part's sums to the accumulators: times the scales, and the minima times the activations' sums."""
     factors, minima, outer = form.factors_at(group), form.minima_at(group), form.outer_at(group)
-    if form.nested:
+    if form.fine:
+        @inline
+        def scale(acc, sums, w, part, apart, scales):
+            return scale_add(acc, sums, load_scales(m, w + outer, apart), scales)
+    elif form.nested:
         load = load_nested[form.nested]
 
         @inline
@@ -99,30 +105,54 @@ def _group_sums(name, group, m, n, ask):
     """What adds up the products of a group, its lines from w on; activations go on 8 to a line of nibbles and token."""
     form, start, paired = FORMS[name], start_of(name), paired_runs(name, group)
     run_bytes, runs, values = 64 * form.run_lines, group // 8 // form.nibble_lines, 8 * form.nibble_lines * n
+    group_bytes = 64 * form.group_lines(group)
     add_run, ask_run = dot_run(name, paired > 0), _asking_lines(ask, form.run_lines)
 
     @inline
-    def sums(w, apart, x, offsets, far):
+    def sums(w, part, apart, x, offsets, far):
         ints = start(m, n, offsets)
         for run in range(runs):
-            at = w + run_bytes * run
+            at = w + group_bytes * part + run_bytes * run
             ask_run(at, far, apart)
             ints = add_run(ints, m, at, apart, x + values * run)
         return ints
 
     @inline
-    def sums_by_pairs(w, apart, x, offsets, far):
-        ints = zero_pairs(m, n, offsets)
+    def sums_by_pairs(w, part, apart, x, offsets, far):
+        ints = zero_sums(m, n)
         for first in range(0, runs, paired):
-            pairs = zero_pairs(m, n, offsets)
+            pairs = zero_sums(m, n)
             for run in range(first, first + opaque(paired)):
-                at = w + run_bytes * run
+                at = w + group_bytes * part + run_bytes * run
                 ask_run(at, far, apart)
                 pairs = add_run(pairs, m, at, apart, x + values * run)
             ints = widen_pairs(ints, pairs)
         return add_sums(ints, start(m, n, offsets))
 
     return sums_by_pairs if paired else sums
+
+
+@cache
+def _fine_sums(name, group, m, n, ask):
+    """As `_group_sums`, of both groups of a part, each a run, that are multiplied by scales of their own."""
+    form, start, zero = FORMS[name], start_of_fine(name, group), zero_scaled()
+    run_bytes, factors = 64 * form.run_lines, form.factors_at(group)
+    add_run, ask_run = dot_run(name, has_pair_sums()), _asking_lines(ask, form.run_lines)
+
+    @inline
+    def add_group(total, w, number, apart, x, far):
+        at = w + run_bytes * number
+        ask_run(at, far, apart)
+        return add_scaled(m, total, add_run(start(m, n, x), m, at, apart, x), w + factors + 16 * number, apart)
+
+    @inline
+    def sums(w, part, apart, x, offsets, far):
+        total = zero(m, n)
+        for k in range(opaque(2)):
+            total = add_group(total, w, 2 * part + k, apart, x + group * n * k, far)
+        return total
+
+    return sums
 
 
 @cache
@@ -133,20 +163,20 @@ def product_packed(name, group, m, n, alone=False):
     the other share it.
     """
     form = FORMS[name]
-    record, groups, factors = form.record_bytes(group), form.record_groups(group), form.factors_at(group)
-    group_bytes = factors // groups
+    record, parts, values = form.record_bytes(group), form.parts(group), form.input_group(group) * n
     ask, distance, finish = _leave if alone else asking(m), distance_of(record), _finish(form, group, m)
-    group_sums, ask_factors = _group_sums(name, group, m, n, ask), _asking_lines(ask, (record - factors) // 64)
+    part_sums, factors = (_fine_sums if form.fine else _group_sums)(name, group, m, n, ask), form.factors_at(group)
+    ask_factors = _asking_lines(ask, (record - factors) // 64)
 
     @inline
     def product(w, apart, records, x, stride, scales, offsets, following):
         acc = zero_products(m, n)
         for r in range(records):
             far = distance(records - r, records, following)
-            for part in range(groups):
-                ints = group_sums(w + group_bytes * part, apart, x, offsets, far)
+            for part in range(parts):
+                ints = part_sums(w, part, apart, x, offsets, far)
                 acc = finish(acc, ints, w, part, apart, scales, offsets)
-                x += group * n
+                x += values
                 scales += 4 * n
                 offsets += 4 * n
             ask_factors(w + factors, far, apart)

@@ -110,7 +110,8 @@ def _weights(view: RecordView, expert: int, tiles: int, dtype: str, group: int,
 def _operands(view: RecordView, dtype: str, group: int) -> tuple[Routes, Doubles]:
     p = view.parameters(LINEAR)
     routes = Routes(view, view.count(p.rows), p.active, 6, 7)
-    return routes, _inputs(view, routes, group, p.records * WeightType(dtype, group).padded_columns(1))
+    stored = WeightType(dtype, group)
+    return routes, _inputs(view, routes, stored.input_group, p.records * stored.padded_columns(1))
 
 
 def _computed(view: RecordView, routes: Routes) -> tuple[list[tuple[int, slice]], slice]:

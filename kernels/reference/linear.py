@@ -118,12 +118,12 @@ def _operands(view: RecordView, dtype: str, group: int, tiles: int,
 
     Of a `head` those of its own.
     """
-    p = view.parameters(LINEAR)
-    cols = p.records * WeightType(dtype, group).padded_columns(1)
+    p, stored = view.parameters(LINEAR), WeightType(dtype, group)
+    cols = p.records * stored.padded_columns(1)
     data = view.array(0, np.uint8, (tiles * p.tile_bytes,), at=head * tiles * p.tile_bytes)
     w = layouts.unpack_tile16(data, dtype, group, (layouts.TILE_ROWS * tiles, cols)).astype(np.float64)
     if group:
-        x, near = quantised_input(view, p._replace(group=group), cols, 5, 6, head * p.head_x)
+        x, near = quantised_input(view, p._replace(group=stored.input_group), cols, 5, 6, head * p.head_x)
     else:
         shape = view.count(p.rows), cols
         x = view.array(1, np.float32, shape, (p.x_stride, 4), at=head * p.head_x).astype(np.float64)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+INPUT_COLUMNS = 32
+"""Columns of activations that share a scale, at least; groups of weights may be smaller."""
+
 
 class Form(NamedTuple):
     """One type of weights."""
@@ -22,6 +25,11 @@ class Form(NamedTuple):
     nested: str = ""
     """Scales and minima are u8 or i8 times an fp16 number of 256 columns; empty where they are fp16."""
     minimum: bool = False
+
+    @property
+    def fine(self) -> bool:
+        """Whether groups are smaller than those of activations, and scaled as `fine.py` has it."""
+        return self.groups[0] < INPUT_COLUMNS
 
     @property
     def chain(self) -> int:
@@ -42,6 +50,14 @@ class Form(NamedTuple):
     def record_groups(self, group: int) -> int:
         """Groups of columns in a record."""
         return 256 // group if self.nested else 2
+
+    def input_group(self, group: int) -> int:
+        """Columns of a group of activations."""
+        return max(group, INPUT_COLUMNS)
+
+    def parts(self, group: int) -> int:
+        """Parts of a record whose activations share a scale."""
+        return self.record_groups(group) * group // self.input_group(group)
 
     def group_lines(self, group: int) -> int:
         """Lines that hold a group's codes."""

@@ -14,9 +14,9 @@ from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
 from . import neon
+from .pairs import YI, by_halves, is_vnni, pairs_signed, pairs_unsigned, wide_pairs
 from .simd import (
     F32,
-    I8,
     I16,
     I32,
     VB,
@@ -64,40 +64,32 @@ def _plain_tile(vec, m, n):
     return Tile(vec, m * n)
 
 
-def _products_tile(vec, m, n):
+def products_tile(vec, m, n):
     """Accumulators of m row tiles and n tokens: in pairs where smmla serves them."""
     return PairTile(vec, m * n) if has("i8mm") and n % 2 == 0 else Tile(vec, m * n)
 
 
 # -- four products a lane ----------------------------------------------------------------------------------------------
 
-_YB, _YW, _YI = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
-
-
 def dot_u8_line(b, acc, w, x):
     """Unsigned bytes (0..15) times signed activations, exact: acc + the sum of each lane's four products."""
     if is_vnni():
-        return _vpdpbusd(b, acc, w, x)
+        return vpdpbusd(b, acc, w, x)
     if has("avx2"):
-        return b.add(acc, _by_halves(b, _maddubs, w, x))
+        return b.add(acc, by_halves(b, _maddubs, w, x))
     return _dot_plain(b, acc, w, x)  # 0..15 reads the same signed
 
 
 def dot_s8_line(b, acc, w, x):
     """Signed bytes in [-127, 127] times signed activations, exact; the start undoes the offset of VNNI."""
     if is_vnni():  # the instruction takes unsigned weights: flipping the sign bit adds 128
-        return _vpdpbusd(b, acc, b.xor(w, constant(VB, -128)), x)
+        return vpdpbusd(b, acc, b.xor(w, constant(VB, -128)), x)
     if has("avx2"):  # |w| * sign(w) x never saturates the 16-bit sums of two: 2 * 127 * 127 < 2^15
-        return b.add(acc, _by_halves(b, _maddubs_signed, w, x))
+        return b.add(acc, by_halves(b, _maddubs_signed, w, x))
     return _dot_plain(b, acc, w, x)
 
 
-def is_vnni():
-    """Whether vpdpbusd is there, which takes unsigned weights."""
-    return has("avx512vnni") or has("avxvnni")
-
-
-def _vpdpbusd(b, acc, w, x):
+def vpdpbusd(b, acc, w, x):
     """One register of a line, or two: AVX-VNNI has none wider than 32 bytes.
 
     Operands as 32-bit lanes: the form of LLVM before 22, which later ones still read.
@@ -106,33 +98,15 @@ def _vpdpbusd(b, acc, w, x):
     if has("avx512vnni"):
         return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, acc, w, x)
     parts = [[half(b, v, i, 8) for v in (acc, w, x)] for i in (0, 8)]
-    return join(b, *(call(b, "llvm.x86.avx512.vpdpbusd.256", _YI, *part) for part in parts))
-
-
-def _by_halves(b, product, w, x):
-    """Apply a 32-byte product to both halves of a line."""
-    return join(b, *(product(b, half(b, w, start, 32), half(b, x, start, 32)) for start in (0, 32)))
-
-
-def _pairs_unsigned(b, w, x):
-    return call(b, "llvm.x86.avx2.pmadd.ub.sw", _YW, w, x)
-
-
-def _pairs_signed(b, w, x):
-    size = call(b, "llvm.abs.v32i8", _YB, w, ir.Constant(ir.IntType(1), 0))
-    return _pairs_unsigned(b, size, call(b, "llvm.x86.avx2.psign.b", _YB, x, w))
-
-
-def _wide(b, pairs):
-    return call(b, "llvm.x86.avx2.pmadd.wd", _YI, pairs, constant(_YW, 1))
+    return join(b, *(call(b, "llvm.x86.avx512.vpdpbusd.256", YI, *part) for part in parts))
 
 
 def _maddubs(b, w, x):
-    return _wide(b, _pairs_unsigned(b, w, x))
+    return wide_pairs(b, pairs_unsigned(b, w, x))
 
 
 def _maddubs_signed(b, w, x):
-    return _wide(b, _pairs_signed(b, w, x))
+    return wide_pairs(b, pairs_signed(b, w, x))
 
 
 def _dot_plain(b, acc, w, x):
@@ -173,65 +147,6 @@ def dot_block(b, block, acc, lines, x, dot, smull):
     for k, v in enumerate(sums):
         acc = b.insert_value(acc, v, k)
     return acc
-
-
-def has_pair_sums():
-    """Whether products come as sums of two in 16 bits, of which several are added before they are widened."""
-    return has("avx2") and not is_vnni()
-
-
-def pair_block(b, block, acc, lines, x, signed):
-    """Add products to a block of sums of two in 16 bits, as `dot_block` adds them to those of four in 32."""
-    m, each = len(lines), len(lines[0])
-    n, words = block.n // m, ir.VectorType(I16, 32)
-    sums = [b.bitcast(b.extract_value(acc, k), words) for k in range(block.n)]
-    for j in range(each):
-        for t in range(n):
-            four = _four(b, x, j * n + t)
-            for i in range(m):
-                sums[i * n + t] = b.add(sums[i * n + t], _pairs(b, lines[i][j], four, signed))
-    for k, v in enumerate(sums):
-        acc = b.insert_value(acc, b.bitcast(v, VI), k)
-    return acc
-
-
-def _four(b, x, t):
-    return b.bitcast(splat(b, b.load(pointer(b, x, 4 * t), typ=I32, align=4), VI), VB)
-
-
-def _pairs(b, w, x, signed):
-    return _by_halves(b, _pairs_signed if signed else _pairs_unsigned, w, x)
-
-
-def _widened(b, words):
-    return join(b, *(_wide(b, half(b, words, start, 16)) for start in (0, 16)))
-
-
-@intrinsic
-def widen_pairs(context, ints, pairs):
-    """ints + the sums of 16 bits, two by two."""
-    if not isinstance(ints, Tile) or type(ints) is not type(pairs):
-        return None
-
-    def lower(context, b, sig, args):
-        def step(b, v, k):
-            return b.add(v, _widened(b, b.bitcast(b.extract_value(args[1], k), ir.VectorType(I16, 32))))
-
-        return per_row(b, ints, args[0], step)
-
-    return ints(ints, pairs), lower
-
-
-@intrinsic
-def add_sums(context, ints, others):
-    """The sum of two blocks, lane by lane."""
-    if not isinstance(ints, Tile) or type(ints) is not type(others):
-        return None
-
-    def lower(context, b, sig, args):
-        return per_row(b, ints, args[0], lambda b, v, k: b.add(v, b.extract_value(args[1], k)))
-
-    return ints(ints, others), lower
 
 
 def line_list(b, lines, value):
@@ -316,13 +231,12 @@ def _s8_shift():
 
 start_s8 = _start(_plain_tile, _s8_shift)
 start_u4 = _start(_plain_tile, lambda: 0)
-start_int8 = _start(_products_tile, _s8_shift)
-zero_pairs = _start(_products_tile, lambda: None)
+start_int8 = _start(products_tile, _s8_shift)
 
 
 def start_codes(shift):
     """As `start_int8`, of codes that are 8 << shift above their levels; None: not at all."""
-    return _start(_products_tile, lambda: shift)
+    return _start(products_tile, lambda: shift)
 
 
 def _of_tokens(b, tile, address, t, element):
@@ -333,21 +247,34 @@ def _of_tokens(b, tile, address, t, element):
     return neon.pick(b, pair, pair, [0, 1] * 8)
 
 
-@intrinsic(prefer_literal=True)
-def zero_products(context, m, n):
-    """Float accumulators of m row tiles and n tokens, all 0; both are constants."""
-    row_tiles, tokens = literal(m), literal(n)
-    if row_tiles is None or tokens is None:
-        return None
-    tile = _products_tile(F32x16, row_tiles, tokens)
-    return tile(m, n), lambda context, b, sig, args: ir.Constant(tile.llvm, None)
+def in_pairs(b, rows, t):
+    """A vector's 16 rows as vector t of a PairTile has them."""
+    return neon.pick(b, rows, rows, [8 * (t % 2) + lane // 2 for lane in range(16)])
+
+
+def _zero(vec):
+    """Intrinsic ``(m, n)``: accumulators of m row tiles and n tokens, all 0; both are constants."""
+
+    @intrinsic(prefer_literal=True)
+    def zero(context, m, n):
+        row_tiles, tokens = literal(m), literal(n)
+        if row_tiles is None or tokens is None:
+            return None
+        tile = products_tile(vec, row_tiles, tokens)
+        return tile(m, n), lambda context, b, sig, args: ir.Constant(tile.llvm, None)
+
+    return zero
+
+
+zero_products, zero_sums = _zero(F32x16), _zero(I32x16)
 
 
 @intrinsic
 def scale_add(context, acc, ints, w_scales, x_scales):
     """acc + ints * (w_scale of the row tile * x_scale of the token): a group's contribution, rounded alike everywhere.
 
-    `w_scales` is one vector or a tile of m; the f32 scale of token t lies at x_scales + 4 t.
+    `ints` may be floats already. `w_scales` is one vector or a tile of m; the f32 scale of token t lies at
+    x_scales + 4 t.
     """
     if not isinstance(acc, Tile | PairTile) or type(acc) is not type(ints):
         return None
@@ -361,8 +288,10 @@ def scale_add(context, acc, ints, w_scales, x_scales):
             for i, w in enumerate(scales):
                 k = i * n + t
                 if isinstance(acc, PairTile):
-                    w = neon.pick(b, w, w, [8 * (t % 2) + lane // 2 for lane in range(16)])
-                whole = b.sitofp(b.extract_value(args[1], k), VF)
+                    w = in_pairs(b, w, t)
+                whole = b.extract_value(args[1], k)
+                if ints.vec != F32x16:
+                    whole = b.sitofp(whole, VF)
                 out = b.insert_value(out, emit_fma(b, whole, b.fmul(w, x), b.extract_value(out, k)), k)
         return out
 

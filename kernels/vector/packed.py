@@ -14,18 +14,19 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from . import neon
+from .fine import unsigned_codes
 from .forms import FORMS, Form
 from .int8_dot import (
     PairTile,
     dot_block,
     dot_s8_line,
     dot_u8_line,
-    has_pair_sums,
+    in_pairs,
     nibbles,
-    pair_block,
     start_codes,
     start_int8,
 )
+from .pairs import has_pair_sums, pair_block
 from .simd import F32, I8, I16, I32, VB, VF, VI, F32x16, Tile, call, constant, half, join, literal, pointer, row_tile
 from .targets import emit_fma, emit_widen_f16, has
 
@@ -74,12 +75,14 @@ def _steps(b, form: Form, line, further, at: int):
     if form.table:
         return tuple(_levels(b, code, form.table) for code in codes)
     if further is not None:
-        return tuple(b.or_(code, _further(b, further, form, 2 * at + i)) for i, code in enumerate(codes))
+        codes = tuple(b.or_(code, _further(b, further, form, 2 * at + i)) for i, code in enumerate(codes))
+    if form.fine and not unsigned_codes():
+        codes = tuple(b.sub(code, constant(VB, form.offset)) for code in codes)
     return codes
 
 
 def paired_runs(name: str, group: int) -> int:
-    """Runs whose products are added in sums of 16 bits (`int8_dot.has_pair_sums`) from one to the next; 0: none."""
+    """Runs whose products are added in sums of 16 bits (`pairs.has_pair_sums`) from one to the next; 0: none."""
     form = FORMS[name]
     return min(form.chain // 2, group // 8) if has_pair_sums() and form.nibble_lines == 1 else 0
 
@@ -89,7 +92,7 @@ def dot_run(name: str, paired: bool = False):
     """Intrinsic ``(block, m, address, apart, x)``: add the products of a run of each of m row tiles (`row_tile`).
 
     The activations of its steps follow each other from x on, as in `int8_dot.dot_block`. m is a constant. `paired`: the
-    block has sums of 16 bits, as `zero_pairs` starts and `widen_pairs` ends them.
+    block has sums of 16 bits, as `zero_sums` starts and `widen_pairs` ends them.
     """
     form = FORMS[name]
     signed = bool(form.table)
@@ -187,7 +190,7 @@ def minimum_add(context, acc, minima, x_scales, offsets):
                 k = i * n + t
                 w = b.extract_value(args[1], i)
                 if pair:
-                    w = neon.pick(b, w, w, [8 * (t % 2) + lane // 2 for lane in range(16)])
+                    w = in_pairs(b, w, t)
                 out = b.insert_value(out, emit_fma(b, w, x, b.extract_value(out, k)), k)
         return out
 
