@@ -30,10 +30,12 @@ _SENSES_KEYS = re.compile(r"(vision|audio|mm)\..+")
 def as_llama_cpp(fields: Mapping[str, Any], tensors: Mapping[str, _T]) -> tuple[dict[str, Any], dict[str, _T]]:
     """Return the fields and tensors of a header by llama.cpp's names, those of pictures and sounds left out."""
     name = fields.get(_KEY)
-    own = ARCHITECTURES.get(name, name) if isinstance(name, str) else ""
+    if not isinstance(name, str):  # refused by its value (gguf_config.py)
+        return dict(fields), dict(tensors)
+    own = ARCHITECTURES.get(name, name)
     if not (own != name or name in _KEYS or name in _TENSORS):
         return dict(fields), dict(tensors)
-    prefix, keys, found = f"{name}.", _KEYS.get(str(name), {}), {}
+    prefix, keys, found = f"{name}.", _KEYS.get(name, {}), {}
     for key, value in fields.items():
         inner = key.removeprefix(prefix)
         if inner == key:
@@ -44,7 +46,7 @@ def as_llama_cpp(fields: Mapping[str, Any], tensors: Mapping[str, _T]) -> tuple[
     if name == "gptoss" and "gpt-oss.rope.scaling.factor" in found:  # a rotation that its files do not name
         found.setdefault("gpt-oss.rope.scaling.type", "yarn")
     kept = {tensor: value for tensor, value in tensors.items() if not (own in _SEEING and _SENSES.fullmatch(tensor))}
-    return found, {_renamed(tensor, str(name)): value for tensor, value in kept.items()}
+    return found, {_renamed(tensor, name): value for tensor, value in kept.items()}
 
 
 def _renamed(tensor: str, name: str) -> str:

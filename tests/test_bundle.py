@@ -143,7 +143,7 @@ def test_bytes_of_a_tensor(layout: str, dtype: str, group: int, shape: tuple[int
         ("tile16", "q4", 48, (1, 1), "group size 48 is unknown; q4 has groups of 32, 64 or 128."),
         ("tile16", "f16", 32, (1, 1), "group size 32 makes no sense for f16; it must be 0."),
         ("tile16", "q4", 32, (1,), "shape [1] does not fit layout tile16."),
-        ("neuron", "q4", 32, (1, 2, 1), "shape [1, 2, 1] does not fit layout neuron."),
+        ("neuron", "q4", 32, (1, 4, 1), "shape [1, 4, 1] does not fit layout neuron."),
         ("plain", "f32", 0, (0,), "shape [0] is out of range; each dimension is from 1 to 2147483647."),
         ("tile16", "f32", 0, (2**31, 1), "shape [2147483648, 1] is out of range"),
         ("neuron", "int8", 32, (2**31 - 1, 3, 2**31 - 1), "more than a 64-bit offset can address."),

@@ -97,8 +97,9 @@ def test_storage(tmp_path: Path) -> None:
         speed = probe.measure(lambda *call: told.append(call))
     assert speed.sequential_gbs > 0 and set(speed.random_gbs) == {1, 8}
     for points in speed.random_gbs.values():
-        assert [size for size, _ in points] == [4096, 16384, 65536, 262144, MIB] and all(gbs > 0 for _, gbs in points)
-    assert [call[:2] for call in told] == [(i, 10) for i in range(10)] and told[0][2] == "4.1 kB, queue of 1"
+        assert [size for size, _ in points] == [4096, 16384, 65536, 262144, MIB, 4 * MIB]
+        assert all(gbs > 0 for _, gbs in points)
+    assert [call[:2] for call in told] == [(i, 12) for i in range(12)] and told[0][2] == "4.1 kB, queue of 1"
     assert not list((tmp_path / "deep").iterdir())
 
 

@@ -8,6 +8,7 @@ import pytest
 from edgeinfer.kernels import LADDER, abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
 from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
+from edgeinfer.quant import WeightType
 from tests.kernel_bench import ISAS, Bench, isas, token_tiles
 from tests.test_kernels_linear import QUANTISED, TOKENS, random_product, whole
 from tests.test_kernels_neuron import random_ffn
@@ -114,14 +115,15 @@ def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: in
 def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, kind: int, width: int) -> None:
     """The bits are those of quantised rows; the scratch is no larger than the planner's."""
     rng, width = np.random.default_rng(group), whole(dtype, width)
+    own = WeightType(dtype, group).input_group
     for gated in (False, True):
         product = random_product(rng, dtype, group, 96, width, 1, gated=gated)
-        places, fused = fused_operands(rng, product.bench, width, group, kind)
+        places, fused = fused_operands(rng, product.bench, width, own, kind)
         scratch = abi.GATED_SCRATCH_BYTES + int(fused["x_stride"]) + 4 * (-(-width // 16) * 16)
         places = [*product.places[:4], product.bench.scratch(scratch, 2), *places]
         for isa in isas(product.name):
             parameters = product.parameters(isa, scratch=scratch, **fused)
-            run_fused(isa, kind, product.bench, product.name, places, width, group, parameters)
+            run_fused(isa, kind, product.bench, product.name, places, width, own, parameters)
 
 
 @pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM])

@@ -244,7 +244,7 @@ def test_run_says_what_it_reads(tmp_path: Path) -> None:
     with session(path, **OPTIONS) as opened:
         needs = opened.plan.total_bytes
     arguments = ["run", path, "--sparse", "predict", "--ctx", "256", "--threads", "1", "--max-tokens", "9",
-                 "--prefill-chunk", "48", "--json"]
+                 "--prefill-chunk", "48", "--speculate", "off", "--seed", "1", "--json"]
     done = edgeinfer(*arguments, "--budget", f"{needs - 150_000}B", "abc")
     assert done.code == 0, done.err
     found = done.json["offload"]

@@ -85,7 +85,7 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, kind: gguf.
 
 APART = 8.0
 """Root mean square of an embedding's values in mixtures, as in converters/random_experts.py."""
-MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+MIXTURES = {"olmoe": "olmoe", "mixtral": "llama", "qwen3_moe": "qwen3moe", "smallthinker": "smallthinker"}
 """Mixtures of experts that can be written, and what llama.cpp calls them."""
 
 
@@ -118,6 +118,7 @@ def add_settings(writer: gguf.GGUFWriter, shape: dict) -> None:
         writer.add_expert_count(experts["total"])
         writer.add_expert_used_count(experts["active"])
         writer.add_expert_feed_forward_length(experts["intermediate_size"])
+        writer.add_expert_gating_func(getattr(gguf.ExpertGatingFuncType, experts["scores"].upper()))
         writer.add_key_length(shape["head_dim"])
         writer.add_value_length(shape["head_dim"])
     kinds = gguf.TokenType
