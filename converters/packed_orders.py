@@ -16,7 +16,7 @@ Kinds = Mapping[str, PackedKind | str]
 def order_of(kinds: Kinds, source: Source) -> str:
     """The order of a tensor's columns by its name; empty where it is their own, or no codes are kept of it."""
     kind = kinds.get(source.name)
-    return kind.order if isinstance(kind, PackedKind) and _has_codes(kinds, source) else ""
+    return kind.order if isinstance(kind, PackedKind) and kind.held else ""
 
 
 def _has_codes(kinds: Kinds, source: Source) -> bool:

@@ -300,7 +300,7 @@ def _from_bundle(
             return _described(name, f"bundle {path}, as if converted anew", config, *wanted, recipe)
         recipe, sparse = decide(recipe, bundle, profile, contents=False)  # a run that asks has no memory for it
         graph = build_graph(config, expected_types(bundle.types), recipe)
-        bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
+        bundle.check_graph(graph)
         return ModelDescription(name, f"bundle {path}", config, own, graph, bundle.weights_bytes, recipe=recipe,
                                 sparse=sparse, bundle=path)
 

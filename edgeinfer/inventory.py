@@ -154,7 +154,7 @@ class _Judge:
 
         with Bundle.open(found.path, compare=False) as bundle:
             graph = build_graph(bundle.config, expected_types(bundle.types))
-            bundle.check({weight.name: weight.shape for weight in graph.weights})
+            bundle.check_graph(graph)
             planned = self._planned(bundle.config, graph, bundle.weights_bytes)
             return self._judged(found, planned, bundle.quantisation.weights, source=bundle.header.source)
 

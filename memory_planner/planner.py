@@ -76,14 +76,8 @@ class Planner:
         c, graph = self.graph.config, self.graph
         lazy = request.lazy and request.lazy.placed(c.num_hidden_layers)
         request = replace(request, lazy=lazy)
-        rows = (request.tokens, request.outputs)
-        if rows not in self._activations:  # whatever the context
-            self._activations[rows] = place_activations(graph, *rows)
-        placements, arena = self._activations[rows]
-        homes = (request.homes, request.hot, request.slots, request.expert_slots)
-        if homes not in self._weights:
-            self._weights[homes] = place_weights(graph, self._offsets, request)
-        weights = self._weights[homes]
+        placements, arena = self._place_activations(request)
+        weights = self._place_weights(request)
         kv_blocks = request.kv_blocks
         windowed, kv_layers, kv_bytes = self._place_kv(request)
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
@@ -115,6 +109,20 @@ class Planner:
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
                           weights.cold, weights.experts, holes, weights.filed, windowed)
+
+    def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
+        """Lay out activations, once for all contexts."""
+        rows = (request.tokens, request.outputs)
+        if rows not in self._activations:
+            self._activations[rows] = place_activations(self.graph, *rows)
+        return self._activations[rows]
+
+    def _place_weights(self, request: Request) -> PlacedWeights:
+        """Lay out weights, once for all contexts."""
+        homes = (request.homes, request.hot, request.slots, request.expert_slots)
+        if homes not in self._weights:
+            self._weights[homes] = place_weights(self.graph, self._offsets, request)
+        return self._weights[homes]
 
     def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
         """Lay out K and V: layers that keep all, then those that keep what their window sees."""

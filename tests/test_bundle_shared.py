@@ -111,6 +111,27 @@ def test_mixtures_of_old_bundles_are_to_be_converted_again(tmp_path: Path) -> No
         Bundle.open(path)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_places_other_than_those_of_the_graph_are_refused(tmp_path: Path, apart: bool) -> None:
+    path = write_model(tmp_path, MIXTURE)
+
+    def change(header: dict[str, Any]) -> None:
+        rows = header["tensors"]
+        i = next(i for i, row in enumerate(rows) if row.get("pieces"))
+        up, down = rows[i : i + 2]
+        if apart:  # gates and ups of all experts, then all columns
+            for row in (up, down):
+                row.update(pieces=1, stride=up["nbytes"] + down["nbytes"])
+            down["offset"] = up["offset"] + up["nbytes"]
+        else:  # the columns of each expert first
+            down["offset"], up["offset"] = up["offset"], up["offset"] + down["nbytes"] // down["pieces"]
+            rows[i : i + 2] = down, up
+
+    alter_header(path, change)
+    with Bundle.open(path) as bundle, pytest.raises(BundleError, match=r"share a place are not those of a .* model"):
+        planner_of(bundle)
+
+
 @pytest.mark.parametrize("config", [MIXTURE, LARGER, BIASED], ids=["plain", "shared", "biased"])
 def test_a_plan_without_a_bundle_is_that_of_the_bundle(tmp_path: Path, config: Any) -> None:
     path = write_model(tmp_path, config)

@@ -36,7 +36,7 @@ def stored_tiles(sources: list[np.ndarray], combine: str) -> np.ndarray:
 
 def graph_of(bundle: Bundle) -> Graph:
     graph = build_graph(bundle.config, expected_types(bundle.types))
-    bundle.check({weight.name: weight.shape for weight in graph.weights})
+    bundle.check_graph(graph)
     return graph
 
 

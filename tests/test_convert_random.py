@@ -29,7 +29,7 @@ def test_every_tensor_keeps_the_size_of_its_input(tmp_path: Path, weights: str) 
     bundle.verify()
     assert bundle.config == SMALL and bundle.quantisation.weights == weights
     graph = build_graph(bundle.config, expected_types(bundle.types))
-    bundle.check({weight.name: weight.shape for weight in graph.weights})
+    bundle.check_graph(graph)
     for weight in graph.weights:
         stored = bundle.types[weight.name]
         if stored.layout == "plain":

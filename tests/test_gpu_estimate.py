@@ -11,6 +11,7 @@ import pytest
 from edgeinfer import demo
 from edgeinfer.bench import Measurement
 from edgeinfer.cli import on_gpu, plan_device, prediction
+from edgeinfer.cli.plan_report import JSON_FIELDS
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.devices import SERVED, Traffic, classes, estimate, gpu_profile, load_profile, profiles, served
 from edgeinfer.errors import UsageError
@@ -111,7 +112,8 @@ def test_the_plan_of_a_run_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan_device.planned_on("cuda", "demo", (None, None), config, None)
     assert found["estimate"]["device"] == "h200" and found["estimate"]["sequences"] == 4
     assert "no run of edgeinfer on a GPU has measured these yet" in found["notes"][-1]
-    assert plan_device.planned_on("onnx-cpu", "demo", (None, None), config, None)["estimate"] is None
+    there = plan_device.planned_on("onnx-cpu", "demo", (None, None), config, None)
+    assert there["estimate"] is None and not set(JSON_FIELDS["plan"]) - {"models", "error"} - set(there)
 
 
 # -- beside a run ------------------------------------------------------------------------------------------------------

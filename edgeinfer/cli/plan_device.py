@@ -9,6 +9,7 @@ from ..config import CUDA, Recipe, RuntimeConfig
 from ..errors import BudgetError
 from .on_gpu import gpu_here, speed_object
 from .output import alternative_object, not_ours
+from .plan_object import plan_fields
 
 if TYPE_CHECKING:
     from ..memory_planner import MemoryPlan
@@ -36,27 +37,17 @@ def planned_on(device: str, name: str, stored: tuple[str | None, int | None], co
     def fits(other: MemoryPlan) -> bool:
         return other.total_bytes <= host and (memory is None or other.device_bytes <= memory)
 
-    longest = longest_ctx(planner, config, fits, own)
     options = [] if fits(plan) else list(planner.smaller(config, fits))
     gpu = gpu_here() if device == CUDA else None
     speed = gpu and speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
     held = plan.region("kv").nbytes // (plan.kv_blocks * planner.positions(plan.request))
     report = {
-        "model": model.name, "source": model.source, "fits": fits(plan),
-        "parameters": model.parameters, "weights": model.quantisation.weights,
-        "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
-        "device": device,
-        "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
-        "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes, "mapped_bytes": plan.mapped_bytes,
-        "reclaimable_bytes": plan.reclaimable_bytes, "budget_bytes": host,
-        "budget_source": "--budget" if config.budget_bytes else "what this system can give now",
-        "remaining_bytes": host - plan.total_bytes, "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
-        "max_ctx": longest,
+        **plan_fields(model, config, plan, device, fits(plan), host,
+                      "--budget" if config.budget_bytes else "what this system can give now"),
+        "device_bytes": plan.device_bytes, "device_budget_bytes": memory,
+        "max_ctx": longest_ctx(planner, config, fits, own), "max_ctx_from_storage": None,
         "max_sequences": None if device == CUDA and memory is None else most_sequences(planner, config, fits),
-        "model_ctx": own,
-        "pure_weight_bytes": round(model.pure_weight_bytes(4)),
-        "filed_bytes": 0,
-        "kv_bytes_per_position": held, "kv_bytes_unshared": held,
+        "filed_bytes": 0, "kv_bytes_per_position": held, "kv_bytes_unshared": held,
         "alternatives": [alternative_object(option) for option in options], "file_types": None, "estimate": speed,
         "notes": [*_notes(device, memory, config, own), *([not_ours(speed, gpu)] if speed and gpu else [])],
         "neurons": None, "lazy": None, "windows": None, "decision": None,

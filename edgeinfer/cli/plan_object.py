@@ -20,6 +20,22 @@ MOST_THREADS = 256
 DEVICE_MEMORY = "memory of"
 
 
+def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None, fits: bool,
+                budget: int, budget_source: str) -> dict[str, Any]:
+    """Return what the JSON objects of all plans begin with: the model, the request, where memory goes, the budget."""
+    return {
+        "model": model.name, "source": model.source, "fits": fits,
+        "parameters": model.parameters, "weights": model.quantisation.weights,
+        "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
+        "device": device,
+        "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
+        "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes, "mapped_bytes": plan.mapped_bytes,
+        "reclaimable_bytes": plan.reclaimable_bytes, "budget_bytes": budget, "budget_source": budget_source,
+        "remaining_bytes": budget - plan.total_bytes, "model_ctx": model.config.max_position_embeddings,
+        "pure_weight_bytes": round(model.pure_weight_bytes(4)),
+    }
+
+
 class PlanReport:
     """One plan, what it was made for, and what else would fit."""
 
@@ -57,19 +73,11 @@ class PlanReport:
         by_expert = any("kept_experts" in option.options for option in options)
         if not fits and not by_expert and (streamed := streaming(self.planner, config, self.budget)):
             options.append(streamed)
-        report: dict[str, Any] = {
-            "model": model.name, "source": model.source, "fits": fits,
-            "parameters": model.parameters, "weights": model.quantisation.weights,
-            "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
-            "device": None if self.device is None else self.device.name,
-            "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
-            "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes,
-            "mapped_bytes": plan.mapped_bytes, "reclaimable_bytes": plan.reclaimable_bytes,
-            "budget_bytes": self.budget, "budget_source": self.budget_source,
-            "remaining_bytes": self.budget - plan.total_bytes,
-            "max_ctx": largest_ctx(self.planner, config, self.budget, own), "model_ctx": own,
+        report = {
+            **plan_fields(model, config, plan, self.device.name if self.device else None, fits, self.budget,
+                          self.budget_source),
+            "max_ctx": largest_ctx(self.planner, config, self.budget, own),
             "max_ctx_from_storage": self._longest_from_storage(options),
-            "pure_weight_bytes": round(model.pure_weight_bytes(4)),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
             "alternatives": [self._alternative(option) for option in options],

@@ -58,7 +58,7 @@ def _verify_bundle(model: str) -> tuple[Path, dict[str, Any], int]:
     path = resolve(model, convert=False)
     with Bundle.open(path) as bundle, ProgressLine() as progress:
         graph = build_graph(bundle.config, expected_types(bundle.types))
-        bundle.check({weight.name: weight.shape for weight in graph.weights})
+        bundle.check_graph(graph)
         bundle.verify(partial(progress, "verify"))
         nbytes = bundle.weights_bytes + sum(entry.nbytes for entry in bundle.files.values())
         counts = {"tensors": len(bundle.tensors), "files": len(bundle.files)}

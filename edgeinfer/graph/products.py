@@ -122,7 +122,7 @@ class Gated(Product):
 class NeuronGated(Product):
     """As `Gated`, from an FFN stored neuron by neuron: gate, up and, for one token, the sums of columns.
 
-    Without a gate act(x U^T); then the up rows stand, and are said, to be gates.
+    Without a gate act(x U^T): an up row stands where a gate would, and decides likewise which neurons live.
     """
 
     KERNELS = ("neuron_gated_{stored.dtype}",)

@@ -53,10 +53,8 @@ def requested_types(
         raise UsageError(f"ffn_layout {ffn_layout} holds {' and '.join(holds(ffn_layout))}, but weights is {weights}; "
                          "choose one, or tile16.")
     types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
-    types["ffn"], types["part"] = replace(types["matrix"], layout=ffn_layout), ABSENT
-    types["order"] = ABSENT
-    types |= {"experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"],
-              "router": ROUTER}
+    types |= {"ffn": replace(types["matrix"], layout=ffn_layout), "part": ABSENT, "order": ABSENT,
+              "experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"], "router": ROUTER}
     return lambda weight: types[weight.kind]
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import FUNCTION, NATS, PATH, checked
-from ..config import GenerationConfig, Recipe, rows_for_guesses
+from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..models import Progress, Storage, resolve
 from .prompts import Messages, Prompt, template_options
 from .requests import Requests
 from .settings import draft_of, recipe_of, runtime_config, with_beams
 
 if TYPE_CHECKING:
+    from ..backends import Provider
     from ..choice import Choice
     from ..engine import Completion, Stream
     from ..memory_planner import MemoryPlan
@@ -181,8 +182,22 @@ class LLM(Requests):
         if progress is not None:
             checked("progress", progress, FUNCTION)
         self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
-        from ..bundle import Bundle
         from ..engine import RequestQueue, Times
+
+        self._open(config, provider, draft, bound, progress)
+        self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
+        self._queue = RequestQueue(self.runner)
+        self._times = Times()
+        self._preparing: set[Cancellation] = set()
+        self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
+        if self._tokenizer:
+            self._eos_ids |= self._tokenizer.eos_ids
+
+    def _open(self, config: RuntimeConfig, provider: Provider | None, draft: str | Path | Recipe | None,
+              bound: float | None, progress: Progress | None) -> None:
+        """Open the bundle, what its texts need, who runs it and who guesses for it."""
+        from .. import opening
+        from ..bundle import Bundle
         from ..text import ChatTemplate, Tokenizer
 
         self._bundle = Bundle.open(self.path)
@@ -208,13 +223,6 @@ class LLM(Requests):
                 self.runner, self.draft = session, guesser.open(session) if guesser else None
             self.approximated = not provider and self.runner.config.recipe != asked.recipe
             opened.pop_all()
-        self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
-        self._queue = RequestQueue(self.runner)
-        self._times = Times()
-        self._preparing: set[Cancellation] = set()
-        self._eos_ids = frozenset(self._queue.runner.model.eos_token_ids)
-        if self._tokenizer:
-            self._eos_ids |= self._tokenizer.eos_ids
 
     @property
     def plan(self) -> MemoryPlan:

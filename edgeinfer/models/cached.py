@@ -106,7 +106,7 @@ class _Waiting:
 
 
 def convert_into(source: str | Path, target: Path, progress: Progress | None, storage: Storage, origin: str,
-             hub: bool = False) -> None:
+                 hub: bool = False) -> None:
     """Convert into the cache, as `edgeinfer convert` does; what is to be told of it is."""
     from ..converters import convert_apart
 

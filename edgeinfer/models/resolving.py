@@ -168,7 +168,6 @@ def _from_gguf(path: Path, model: str, progress: Progress | None, convert: bool,
     asked: tuple[str | None, int | None] = storage.of_checkpoint if storage.weights else (None, storage.group_size)
     origin = _digest(str(path), "gguf", *(str(value) for value in asked if storage.asked))
     stamps = _digest(*(f"{p.name}:{s.st_size}:{s.st_mtime_ns}" for p, s in parts))
-
     if not convert:  # what cannot be converted is said here, for there is nothing to find
         open_checkpoint(path).close()
     said = model if Path(model).exists() else f"{model} ({path})"

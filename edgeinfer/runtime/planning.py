@@ -77,7 +77,7 @@ def _graph(bundle: Bundle, asked: Recipe,
            beside: Beside | None) -> tuple[Recipe, SparseFfn | None, Graph, Planner]:
     recipe, sparse = decide(asked, bundle)
     graph = build_graph(bundle.config, expected_types(bundle.types), recipe)
-    bundle.check({weight.name: weight.shape for weight in graph.weights if weight.kind != "predictor"})
+    bundle.check_graph(graph)
     return recipe, sparse, graph, Planner(graph, bundle.weights_bytes, offsets_of(bundle), beside)
 
 
