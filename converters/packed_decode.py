@@ -160,6 +160,7 @@ def compressed(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> Packe
         return fp8(name, parts, scheme, recent, "weight_scale")
     rows, columns = parts.check("weight", ("I8",), (None, None))
     groups, size = _compressed_groups(parts, rows, columns, scheme)
+    group_of = _order(parts, "weight_g_idx", columns, size, groups)
     has_zeros = "weight_zero_point" in parts
     if has_zeros:
         parts.check("weight_zero_point", ("I8",), parts.stored("weight_scale").shape)
@@ -174,10 +175,11 @@ def compressed(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> Packe
             found = parts.rows("weight", start, stop, "u1")
             return found ^ np.uint8(128) if has_zeros else found.view(np.int8)
 
-        return Loaded(codes, parts.floats("weight_scale").reshape(-1, groups), zeros)
+        return Loaded(codes, parts.floats("weight_scale").reshape(-1, groups), zeros, None, group_of)
 
-    kind = PackedKind("compressed-tensors", f"{'u' if has_zeros else ''}int8", size)
-    return PackedTensor(name, kind, (rows, columns), parts, load, recent)
+    order, named = _ordered(group_of, size)
+    kind = PackedKind("compressed-tensors", f"{'u' if has_zeros else ''}int8", size, 1, group_of is not None, named)
+    return PackedTensor(name, kind, (rows, columns), parts, load, recent, order)
 
 
 def fp8(name: str, parts: Parts, scheme: Scheme, recent: Recent, scale: str = "weight_scale_inv") -> PackedTensor:
@@ -194,13 +196,15 @@ def fp8(name: str, parts: Parts, scheme: Scheme, recent: Recent, scale: str = "w
     else:
         high, (_, wide), wanted = 1, _compressed_groups(parts, rows, columns, scheme), have
     parts.check(scale, (*SCALES, "F8_E8M0"), wanted)
+    group_of = _order(parts, "weight_g_idx", columns, wide, have[-1] if len(have) == 2 else 1)
 
     def load(parts: Parts) -> Loaded:
         scales = parts.floats(scale)
         return Loaded(lambda start, stop: parts.rows("weight", start, stop, "u1"),
-                      scales.reshape(1 if scales.size == 1 else len(scales), -1), levels=E4M3)
+                      scales.reshape(1 if scales.size == 1 else len(scales), -1), None, None, group_of, E4M3)
 
-    return PackedTensor(name, PackedKind("FP8", "e4m3", wide, high), (rows, columns), parts, load, recent)
+    kind = PackedKind("FP8", "e4m3", wide, high, group_of is not None, _ordered(group_of, wide)[1])
+    return PackedTensor(name, kind, (rows, columns), parts, load, recent)
 
 
 def _blocks(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from tests.bundles import alter_header
 from tests.checkpoints import make_checkpoint, save_tensors
 from tests.command_line import edgeinfer
 from tests.onnx_models import Slots, difference
-from tests.packers import FORMS, Raw, gptq, make_packed, write_config
+from tests.packers import FORMS, Raw, compressed_config, e4m3_values, f32, gptq, i32, make_packed, write_config
 from tests.sessions import logits_of, session
 from tests.test_gguf_import import weights_of
 from tests.test_packed import expected
@@ -127,6 +127,34 @@ def test_logits_of_other_forms_of_layers(tmp_path: Path, model_type: str, more: 
         assert sum(record.kernel == "quantize" for record in opened.program.records) >= 8
         have = logits_of(opened, PROMPT, n_decoded=4)
     assert near(have, want)
+
+
+@pytest.mark.parametrize(("form", "stored"), [("int-quantized", "int8"), ("float-quantized", "f16")])
+def test_a_byte_for_each_weight_in_another_order(tmp_path: Path, form: str, stored: str) -> None:
+    """compressed-tensors writes weight_g_idx beside these codes, too."""
+    weights: dict[str, np.ndarray] = {}
+
+    def alter(module: str, parts: dict[str, Raw]) -> None:
+        (rows, columns), rng = parts[".weight"][1], np.random.default_rng(list(inputs(module).encode()))
+        order = rng.permutation(np.arange(columns) // 32)
+        scales = rng.uniform(1e-4, 1e-3, (rows, columns // 32)).astype(np.float16).astype(np.float32)
+        raw = np.frombuffer(parts[".weight"][2], "u1").reshape(rows, columns)
+        codes = raw.view("i1") if stored == "int8" else e4m3_values()[raw]
+        weights[f"{module}.weight"] = codes * scales[:, order]
+        parts |= {".weight_scale": f32(scales), ".weight_g_idx": i32(order)}
+
+    tensors = make_packed(tmp_path / "hf", form, alter=alter) | weights
+    config = compressed_config(form)
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32, "actorder": "group"}
+    write_config(tmp_path / "hf", quantization_config=config)
+    convert(tmp_path / "hf", tmp_path / "out")
+    with Bundle.open(tmp_path / "out") as bundle:
+        assert bundle.types["layers.0.o"].dtype == stored
+        assert ("layers.0.o_order" in bundle.types) == (stored == "int8")
+    found = natural(tmp_path / "out")
+    for name, want in expected(tensors, tmp_path / "out").items():
+        if not name.endswith("_order"):
+            assert np.allclose(found[name], want, rtol=2**-11, atol=2**-25), name
 
 
 def test_q_k_and_v_with_orders_of_their_own_are_multiplied_apart(tmp_path: Path) -> None:
