@@ -66,7 +66,8 @@ def ffns(graph: Graph) -> list[Ffn]:
     Raises
     ------
     UnsupportedModelError
-        The model has none, or of several sizes, for which a bundle's statistics have no room.
+        The model has none, or of several sizes, for which a bundle's statistics have no room, or their columns are in
+        an order of their own, which neurons have none for.
     """
     makers = {op.out: op for op in graph.ops if isinstance(op, Linear) and op.in_ffn}
     found = [Ffn(op.layer or 0, op, op) for op in graph.ops if isinstance(op, Gated | NeuronGated)]
@@ -78,6 +79,11 @@ def ffns(graph: Graph) -> list[Ffn]:
     if len(sizes) > 1:
         raise UnsupportedModelError(f"The FFNs of this {graph.config.model_type} model have {sizes[0]} to {sizes[-1]} "
                                     "neurons; a bundle has predictors and statistics of layers of one size alone.")
+    own = {weight.name for weight in graph.weights if weight.ordered}
+    if ordered := sorted(own & {name for ffn in found for name in (ffn.weight.name, f"layers.{ffn.layer}.down")}):
+        raise UnsupportedModelError(f"The columns of {ordered[0]} are in an order of their own (act-order), in which "
+                                    "neurons are not stored. Convert the checkpoint with --weights q4 --ffn-layout "
+                                    "neuron, which quantises it anew, and sparsify that.")
     return sorted(found, key=lambda ffn: ffn.layer)
 
 

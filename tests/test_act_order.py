@@ -16,7 +16,9 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import BundleError, UnsupportedModelError
+from edgeinfer.evaluate import Stream
 from edgeinfer.graph import ORDER, build_graph, expected_types, requested_types
+from edgeinfer.sparse import sparsify
 from tests import reference
 from tests.bundles import alter_header
 from tests.checkpoints import make_checkpoint, save_tensors
@@ -217,6 +219,17 @@ def test_an_order_of_a_matrix_that_is_not_quantised_is_refused(tmp_path: Path) -
         types, config = {**bundle.types, "layers.0.o_order": ORDER}, bundle.config
     with pytest.raises(UnsupportedModelError, match=r"quantize layers\.0\.o_order does not fit: .* is not quantised"):
         build_graph(config, expected_types(types))
+
+
+def test_neurons_are_not_made_of_columns_in_another_order(tmp_path: Path) -> None:
+    """Their rows would be read with the columns of others."""
+    make_ordered(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out")
+    stream = Stream(tuple(range(3, 259)), (True,) * 256, 256)
+    with Bundle.open(tmp_path / "out") as bundle, pytest.raises(
+            UnsupportedModelError, match=r"columns of layers\.0\.down are .* --weights q4 --ffn-layout neuron"):
+        sparsify(bundle, tmp_path / "sparse", stream)
+    assert not (tmp_path / "sparse").exists()
 
 
 def test_weights_that_are_asked_for_are_in_the_order_of_their_inputs(tmp_path: Path) -> None:
