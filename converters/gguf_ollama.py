@@ -7,8 +7,10 @@ text model, which llama.cpp keeps in a file of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
+
+from edgeinfer.errors import CheckpointError
 
 _T = TypeVar("_T")
 _KEY = "general.architecture"
@@ -35,18 +37,26 @@ def as_llama_cpp(fields: Mapping[str, Any], tensors: Mapping[str, _T]) -> tuple[
     own = ARCHITECTURES.get(name, name)
     if not (own != name or name in _KEYS or name in _TENSORS):
         return dict(fields), dict(tensors)
-    prefix, keys, found = f"{name}.", _KEYS.get(name, {}), {}
-    for key, value in fields.items():
-        inner = key.removeprefix(prefix)
-        if inner == key:
-            found[key] = value
-        elif not (own in _SEEING and _SENSES_KEYS.fullmatch(inner)):
-            found[f"{own}.{keys.get(inner, inner)}"] = value
+    prefix, keys = f"{name}.", _KEYS.get(name, {})
+    inner = {key: key.removeprefix(prefix) for key in fields if key.startswith(prefix)}
+    found = _once((f"{own}.{keys.get(inner[key], inner[key])}" if key in inner else key, value)
+                  for key, value in fields.items()
+                  if not (own in _SEEING and _SENSES_KEYS.fullmatch(inner.get(key, ""))))
     found[_KEY] = own
     if name == "gptoss" and "gpt-oss.rope.scaling.factor" in found:  # a rotation that its files do not name
         found.setdefault("gpt-oss.rope.scaling.type", "yarn")
     kept = {tensor: value for tensor, value in tensors.items() if not (own in _SEEING and _SENSES.fullmatch(tensor))}
-    return found, {_renamed(tensor, name): value for tensor, value in kept.items()}
+    return found, _once((_renamed(tensor, name), value) for tensor, value in kept.items())
+
+
+def _once(pairs: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    found: dict[str, _T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise CheckpointError(f"A GGUF file has {name!r:.80} twice, by ollama's name and by llama.cpp's; "
+                                  "get another.")
+        found[name] = value
+    return found
 
 
 def _renamed(tensor: str, name: str) -> str:

@@ -20,7 +20,7 @@ LEFT_OUT = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".
 ANY: tuple[str, ...] = ()
 _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ...]] = {
     "gptq": ((".qweight", ANY, _GPTQ, decode.gptq),),
-    "awq": ((".qweight", ANY, _GPTQ, decode.awq),),
+    "awq": ((".qweight", ANY, _GPTQ[:3], decode.awq),),
     "compressed-tensors": (
         (".weight_packed", ANY, ("weight_packed", *_COMPRESSED), decode.compressed_packed),
         (".weight", ("I8", "F8_E4M3"), ("weight", *_COMPRESSED), decode.compressed),

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter, Quantisation, file_offsets, weights_file_bytes
+from edgeinfer.bundle.format import Places, end_of_file
 from edgeinfer.errors import BundleError
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.quant import WeightType
 from edgeinfer.runtime import planner_of
 from tests.bundles import CONFIG, alter_header, tensor_bytes
-from tests.sessions import write_model
+from tests.sessions import session, write_model
 from tests.test_expert_slots import LARGER, MIXTURE
 from tests.test_gpt_oss import MIXTURE as BIASED
 
@@ -111,25 +112,60 @@ def test_mixtures_of_old_bundles_are_to_be_converted_again(tmp_path: Path) -> No
         Bundle.open(path)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_places_other_than_those_of_the_graph_are_refused(tmp_path: Path, apart: bool) -> None:
+def moved(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Put a bundle's tensors elsewhere, with all bytes and checksums as they belong to them."""
+    with Bundle.open(path) as bundle:
+        contents = {name: tensor_bytes(bundle, name).tobytes() for name in bundle.tensors}
+
+    def place(header: dict[str, Any]) -> None:
+        places, rows = Places(), header["tensors"]
+        change(rows)
+        for row in rows:
+            row["offset"] = places.add(row["nbytes"], row.get("pieces", 0), row.get("stride", 0))
+        header["weights_bytes"] = end_of_file(places.end)
+        data = np.zeros(header["weights_bytes"], np.uint8)
+        for row in rows:
+            pieces = np.frombuffer(contents[row["name"]], np.uint8).reshape(row.get("pieces", 1), -1)
+            for i, piece in enumerate(pieces):
+                data[row["offset"] + i * row.get("stride", 0) :][: len(piece)] = piece
+        (path / "weights.bin").write_bytes(data.tobytes())
+
+    alter_header(path, place)
+
+
+def apart(rows: list[dict[str, Any]]) -> None:
+    """The experts' matrices of the last layer each in a place of its own; the columns last, so that strides reach
+    beyond the file's end."""
+    shared = [row for row in rows if row.get("pieces")][-2:]
+    for row in shared:
+        row["stride"] = row["nbytes"] // row["pieces"]
+    rows.append(rows.pop(rows.index(shared[1])))
+
+
+def in_turns(rows: list[dict[str, Any]]) -> None:
+    """Two matrices in pieces between each other's."""
+    pair = [next(row for row in rows if row["name"] == f"layers.0.{name}") for name in ("qkv", "o")]
+    rows.remove(pair[1])
+    rows.insert(rows.index(pair[0]) + 1, pair[1])
+    for row in pair:
+        row.update(pieces=3, stride=sum(one["nbytes"] for one in pair) // 3)
+
+
+def columns_first(rows: list[dict[str, Any]]) -> None:
+    """The matrices of an expert in the other order."""
+    first = next(i for i, row in enumerate(rows) if row.get("pieces"))
+    rows[first : first + 2] = rows[first : first + 2][::-1]
+
+
+@pytest.mark.parametrize("change", [apart, in_turns, columns_first])
+def test_places_other_than_those_of_the_graph_are_refused(tmp_path: Path, change: Any) -> None:
+    """All are sound by themselves; kernels would read beside them, or behind the end of the file."""
     path = write_model(tmp_path, MIXTURE)
-
-    def change(header: dict[str, Any]) -> None:
-        rows = header["tensors"]
-        i = next(i for i, row in enumerate(rows) if row.get("pieces"))
-        up, down = rows[i : i + 2]
-        if apart:  # gates and ups of all experts, then all columns
-            for row in (up, down):
-                row.update(pieces=1, stride=up["nbytes"] + down["nbytes"])
-            down["offset"] = up["offset"] + up["nbytes"]
-        else:  # the columns of each expert first
-            down["offset"], up["offset"] = up["offset"], up["offset"] + down["nbytes"] // down["pieces"]
-            rows[i : i + 2] = down, up
-
-    alter_header(path, change)
-    with Bundle.open(path) as bundle, pytest.raises(BundleError, match=r"share a place are not those of a .* model"):
-        planner_of(bundle)
+    moved(path, change)
+    with Bundle.open(path) as bundle:
+        bundle.verify()
+    with pytest.raises(BundleError, match=r"share a place are not those of a .* model"), session(path):
+        pass
 
 
 @pytest.mark.parametrize("config", [MIXTURE, LARGER, BIASED], ids=["plain", "shared", "biased"])

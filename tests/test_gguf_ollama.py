@@ -9,6 +9,7 @@ import pytest
 
 from edgeinfer.converters import convert
 from edgeinfer.converters.gguf_ollama import as_llama_cpp
+from edgeinfer.errors import CheckpointError
 from tests import gguf_files, golden_cases
 from tests.test_gpt_oss import logits_of, replace_limit
 
@@ -58,3 +59,12 @@ def test_other_names_of_gemma_4() -> None:
     _, tensors = as_llama_cpp({"general.architecture": "gemma4"}, {
         "blk.3.ffn_gate_inp.per_expert_scale": 1, "blk.3.layer_scalar": 2, "a.conv1d.0.weight": 3})
     assert tensors == {"blk.3.ffn_down_exps.scale": 1, "blk.3.layer_output_scale.weight": 2}
+
+
+@pytest.mark.parametrize(("fields", "tensors"), [
+    ({"general.architecture": "gptoss", "gptoss.block_count": 2, "gpt-oss.block_count": 3}, {}),
+    ({"general.architecture": "gptoss"}, {"blk.0.attn_out.weight": 1, "blk.0.attn_output.weight": 2}),
+])
+def test_what_a_file_has_by_both_names_is_refused(fields: dict[str, object], tensors: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"A GGUF file has '.*' twice, by ollama's name and by llama.cpp's"):
+        as_llama_cpp(fields, tensors)
