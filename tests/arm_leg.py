@@ -169,7 +169,7 @@ def run(work: Path, core: str) -> None:
 
     os.environ["EDGEINFER_TEST_EMULATED"] = "1"
     alone = ("-o", "addopts=--import-mode=importlib", "-o", "required_plugins=")  # an emulator has no other workers
-    how = ("-q", "-p", "no:cacheprovider", "--no-header", "--durations=3")
+    how = ("-q", "--all", "-p", "no:cacheprovider", "--no-header", "--durations=3")
     code = pytest.main([*alone, *how, "-k", SELECTION, *(TESTS if is_whole(core) else PRODUCTS)])
     require(code == 0, f"{core}: kernel tests fail on {rung}")
 

@@ -22,6 +22,14 @@ SHARED = ROOT.parent / "shared" / "data"
 OWN_CACHE = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite: see tests/tiers.py."""
+    group = parser.getgroup("edgeinfer")
+    group.addoption("--all", action="store_true", dest="all_tests",
+                    help="also tests that are slow or measure times, and several instruction sets")
+    group.addoption("--record-kernels", metavar="FILE", help="write there which kernels the tests of each file use")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run a cache of its own with nothing in it but the user's kernels.
 
@@ -29,7 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     pass that fail on a new one, and tests would leave their own there. Workers of pytest-xdist get it from here.
     """
     from edgeinfer.cache import cache_root, make_directories
+    from tests import tiers
 
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        tiers.choose_rungs(config)
+    config.pluginmanager.register(tiers.Tier(config))
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     make_directories(kernels := cache_root().absolute() / "kernels")

@@ -7,14 +7,12 @@ a result shows it. After a run everything outside the twin's arrays and the thre
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from edgeinfer.kernels import Isa, Kernels, abi, available, twin_of
-from edgeinfer.kernels.catalogue import is_foreign
 from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
 from tests import tested
 
@@ -30,24 +28,13 @@ def isas(name: str) -> list[str]:
 
 @functools.cache
 def function(isa: str, name: str):
-    found = kernels(isa)
-    if is_foreign(name):
-        compile_all(found.isa, foreign=True)
-    return found.function(name)
+    return kernels(isa).function(name)
 
 
 @functools.cache
 def kernels(isa: str) -> Kernels:
     found: Isa = next(i for i in available() if i.name == isa)
-    compile_all(found, foreign=False)
     return Kernels(found)
-
-
-@functools.cache
-def compile_all(isa: Isa, foreign: bool) -> None:
-    """All at once, as one by one they would take longer; in two parts, each within the time that a test has."""
-    if "EDGEINFER_TEST_EMULATED" not in os.environ:  # where nothing can be compiled
-        tested.compile_kernels(isa, foreign)
 
 
 def token_tiles(isa: str) -> tuple[int, ...]:

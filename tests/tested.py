@@ -1,5 +1,8 @@
 """Which kernels are tested on which instruction sets; `python -m tests.tested` compiles them and says what is left out.
 
+README's command tests the best rung of the machine with the kernels that its tests use, which `--record` finds out by
+running them and writes to RECORD; the rest of this text is about `python -m pytest --all`.
+
 The best rung of the machine has all kernels. Of the others the lowest (`generic`) and the one above it are tested: what
 an instruction set changes (the products of integers, widening, rounding) meets every type of weights in the plain
 product, and every loop around it (gates, experts, embedding, screened heads) with a few types; another type in such a
@@ -10,14 +13,21 @@ every rung, EDGEINFER_ISA one rung with all kernels, EDGEINFER_TEST_RUNGS these 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from edgeinfer.kernels import Isa, available, choose
-from edgeinfer.kernels.catalogue import WEIGHTS, is_foreign
+from edgeinfer.kernels.catalogue import WEIGHTS
 from edgeinfer.kernels.toolchain import objects, provide
 
+RECORD = Path(__file__).parent / "data" / "kernels.json"
+"""Kernels that the tests of each file use in README's tier, and, without a file, the programs that tests start."""
 _ONE_GROUP = tuple(end for end in WEIGHTS if end not in ("q4_g64", "q4m_g64", "q4m_g128", "int8_g64"))
 LOWER = {
     "linear": _ONE_GROUP,
@@ -41,6 +51,16 @@ def rungs() -> list[str]:
     return there if everything() else list(dict.fromkeys([there[0], *there[-2:]]))
 
 
+def isas() -> list[Isa]:
+    """Those of `rungs`."""
+    return [isa for isa in available() if isa.name in rungs()]
+
+
+def other_rungs() -> list[str]:
+    """Names of the rungs of this machine that are not under test."""
+    return [isa.name for isa in available() if isa.name not in rungs()]
+
+
 def everything() -> bool:
     """Whether nothing is to be left out."""
     return os.environ.get("EDGEINFER_TEST_ALL", "0") not in ("", "0")
@@ -59,9 +79,46 @@ def kernels_of(isa: Isa) -> list[str]:
     return [name for name in objects.KernelSet(isa).names if takes(isa.name, name)]
 
 
-def compile_kernels(isa: Isa, foreign: bool = True) -> None:
-    """Compile those that a rung is tested with, unless they are there."""
-    provide.find_objects(objects.KernelSet(isa), [name for name in kernels_of(isa) if foreign or not is_foreign(name)])
+def wanted(files: set[str] | None, all_kernels: bool = False) -> list[str]:
+    """Names of the kernels that the tests of some files use, or of all files; with `all_kernels` all there are."""
+    if all_kernels:
+        return sorted({name for isa in isas() for name in kernels_of(isa)})
+    record: dict[str, list[str]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+    return sorted({name for file, names in record.items() if files is None or file in files for name in names})
+
+
+def compile_named(isa: Isa, names: list[str], progress: Callable[[int, int, str], None] | None = None) -> None:
+    """Compile those of the named kernels that a rung is tested with, unless they are there."""
+    there = [name for name in kernels_of(isa) if name in set(names)]
+    if there:
+        provide.find_objects(objects.KernelSet(isa), there, progress)
+
+
+def compiled() -> set[str]:
+    """Rung and name of each kernel of the rungs under test that the cache has."""
+    found = set()
+    for isa in isas():
+        directory = objects.KernelSet(isa).directory(objects.cache_directory())
+        found |= {f"{isa.name}/{path.stem}" for path in directory.glob("*.o")}
+    return found
+
+
+def record() -> None:
+    """Run README's tier with no kernel there, and write down who wanted which."""
+    with tempfile.TemporaryDirectory() as cache:
+        noted = Path(cache) / "noted.json"
+        environment = {**os.environ, "EDGEINFER_CACHE": cache}
+        command = [sys.executable, "-m", "pytest", "-q", "--record-kernels", str(noted), "-o", "timeout=0"]
+        subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], check=True)
+        found: dict[str, list[str]] = json.loads(noted.read_text(encoding="utf-8"))
+        known = set(kernels_of(isas()[0]))
+        directory = next((Path(cache) / "kernels").glob(f"*-{isas()[0].name}-*"))
+        noted_names = {name for names in found.values() for name in names}
+        found[""] = sorted({path.stem for path in directory.glob("*.o")} - noted_names)
+    lines = [f"{json.dumps(file)}: {json.dumps([name for name in names if name in known])}"
+             for file, names in sorted(found.items())]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"{len({name for names in found.values() for name in names} & known)} of {len(known)} kernels: {RECORD}")
 
 
 def main() -> None:
@@ -70,17 +127,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="leave a rung out that would end later")
     parser.add_argument("--taken", type=Path, default=Path(os.devnull), help="write the names of the rungs here")
     parser.add_argument("--left", type=Path, default=Path(os.devnull), help="add what is left out to this file")
+    parser.add_argument("--record", action="store_true", help="find out which kernels README's tests use; minutes")
     chosen = parser.parse_args()
-    wanted, taken, began, each = rungs(), list[str](), time.monotonic(), 0.0
+    if chosen.record:
+        record()
+        return
+    under_test, taken, began, each = rungs(), list[str](), time.monotonic(), 0.0
     for isa in available():
         names, start = kernels_of(isa), time.monotonic()
         more, left = len(objects.KernelSet(isa).names) - len(names), ""
-        if isa.name not in wanted:
+        if isa.name not in under_test:
             left = f"kernels for {isa.name}: the rungs around it are tested"
         elif start - began + each * len(names) > chosen.seconds:
             left = f"kernels for {isa.name}: they would take about {each * len(names):.0f} s"
         else:
-            compile_kernels(isa)
+            compile_named(isa, names)
             taken.append(isa.name)
             each = (time.monotonic() - start) / len(names)
             print(f"{isa.name}: {len(names)} kernels, {time.monotonic() - start:.0f} s", flush=True)

@@ -1,0 +1,232 @@
+"""README's tier: what `python -m pytest` runs, what it leaves to `--all`, and the kernels that it compiles beforehand.
+
+A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, one that measures times
+`timing`. A run without `--all` leaves both out, tests the best instruction set of the machine alone, and says so at its
+end. Whoever names tests by their ids, or selects with `-m`, gets what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.errors import EdgeInferError
+from tests import tested
+
+LEFT_OUT = ("slow", "timing")
+"""Marks of the tests that README's command leaves out."""
+OUTSIDE = "outside of README's tier"
+SLOW_SECONDS = 2.0
+"""A test that takes longer should have the mark `slow`; the end of a run with `--all` names those that lack it."""
+TELL_SECONDS = 10.0
+"""Between two lines of progress off a terminal."""
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether slow tests and several instruction sets were asked for."""
+    named = bool(config.args) and all("::" in argument for argument in config.args)
+    return bool(config.getoption("all_tests") or config.getoption("markexpr") or named)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> Counter[str]:
+    """Take the tests out that README's command does not run; returns how many of each mark.
+
+    Where all are run, those are named to the process that reports, by a property of each.
+    """
+    kept, counts, left = _representatives(items), Counter[str](), []
+    for item in items:
+        mark = next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), "")
+        if mark and item.nodeid not in kept:
+            item.user_properties.append((OUTSIDE, mark))
+            counts[mark] += 1
+            left.append(item)
+    if left and not is_whole(config):
+        config.hook.pytest_deselected(items=left)
+        out = {item.nodeid for item in left}
+        items[:] = [item for item in items if item.nodeid not in out]
+    return counts
+
+
+def _representatives(items: list[pytest.Item]) -> set[str]:
+    """Ids of what README's tier keeps of tests marked `slow(keep=N)`: N of each test's cases, evenly spread."""
+    cases: dict[str, list[str]] = {}
+    wanted: dict[str, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        if mark and "keep" in mark.kwargs and not item.get_closest_marker("timing"):
+            name = item.nodeid.partition("[")[0]
+            cases.setdefault(name, []).append(item.nodeid)
+            wanted[name] = mark.kwargs["keep"]
+    return {ids[i * len(ids) // wanted[name]] for name, ids in cases.items() for i in range(wanted[name])}
+
+
+def choose_rungs(config: pytest.Config) -> None:
+    """Have README's command test the best rung of the machine; workers and the programs of tests get it from here."""
+    if not is_whole(config) and "EDGEINFER_ISA" not in os.environ:
+        os.environ.setdefault("EDGEINFER_TEST_RUNGS", tested.rungs()[0])
+
+
+def modules(config: pytest.Config) -> set[str] | None:
+    """Names of the files of tests that were asked for; None for all."""
+    names = [Path(argument.partition("::")[0]) for argument in config.args]
+    return {path.name for path in names} if names and all(path.suffix == ".py" for path in names) else None
+
+
+class Progress:
+    """Says how many kernels are compiled: in one line of a terminal, else every ten seconds."""
+
+    def __init__(self, isa: str, config: pytest.Config):
+        self._isa, self._began, self._told = isa, time.monotonic(), 0.0
+        self._reporter = config.pluginmanager.get_plugin("terminalreporter")
+
+    def tell(self, done: int, total: int, name: str) -> None:
+        """Take what `find_objects` reports."""
+        now, on_terminal = time.monotonic(), self._reporter and self._reporter.isatty
+        if self._reporter is None or (now - self._told < (0.5 if on_terminal else TELL_SECONDS) and done < total):
+            return
+        self._told = now
+        text = f"compiling kernels for {self._isa}: {done} of {total}, {now - self._began:.0f} s"
+        if on_terminal:
+            self._reporter.rewrite(text, erase=True)
+        else:
+            self._reporter.write_line(text, flush=True)
+
+    def end(self) -> None:
+        """End the line."""
+        if self._reporter and self._reporter.isatty and self._told:
+            self._reporter.write_line("")
+
+
+class Wanted:
+    """Which kernels the tests of each file use; `python -m tests.tested --record` writes it down."""
+
+    def __init__(self) -> None:
+        self.by_file: dict[str, set[str]] = {}
+        self.file = ""
+
+    def watch(self) -> None:
+        """Note every kernel that anything asks for in this process."""
+        from edgeinfer.kernels.toolchain import link
+        from tests import kernel_bench
+
+        addresses, function = link.Kernels.addresses, kernel_bench.function
+
+        def asked(this: link.Kernels, names: Iterable[str]) -> dict[str, int]:
+            self._note(names := list(names))
+            return addresses(this, names)
+
+        def called(isa: str, name: str) -> Callable[..., int]:
+            self._note([name])
+            return function(isa, name)
+
+        link.Kernels.addresses = asked  # type: ignore[method-assign]
+        kernel_bench.function = called  # type: ignore[assignment]
+
+    def _note(self, names: Iterable[str]) -> None:
+        self.by_file.setdefault(self.file, set()).update(names)
+
+    def merge(self, given: dict[str, list[str]]) -> None:
+        """Add what another process has noted."""
+        for file, names in given.items():
+            self.by_file.setdefault(file, set()).update(names)
+
+    def plain(self) -> dict[str, list[str]]:
+        """What was noted, for JSON."""
+        return {file: sorted(names) for file, names in sorted(self.by_file.items())}
+
+
+class Tier:
+    """The plugin: leaves tests out, compiles kernels, watches who wants which, and says what there is to say.
+
+    In a run with workers (pytest-xdist) it is in each of them, which select and run tests, and in the process that
+    starts them, which compiles beforehand and reports.
+    """
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._worker: dict[str, Any] | None = getattr(config, "workeroutput", None)
+        self._left: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._outside: set[str] = set()
+        self._before: set[str] | None = None
+        self._wanted = Wanted()
+        if config.getoption("record_kernels"):
+            self._wanted.watch()
+
+    def pytest_sessionstart(self) -> None:
+        """Compile what the selected tests want, on all cores, before workers start and outside of every timeout."""
+        emulated = "EDGEINFER_TEST_EMULATED" in os.environ  # where nothing can be compiled
+        of_another = self._worker is not None or emulated
+        if of_another or self._config.option.collectonly or self._config.getoption("record_kernels"):
+            return
+        files = modules(self._config)
+        names = tested.wanted(files, all_kernels=is_whole(self._config) and files is None)
+        for isa in tested.isas():
+            progress = Progress(isa.name, self._config)
+            try:
+                tested.compile_named(isa, names, progress.tell)
+            except EdgeInferError as error:
+                pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
+            progress.end()
+        self._before = tested.compiled()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what README's command does not run."""
+        self._left = leave_out(config, items)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Name the test that runs now."""
+        self._wanted.file = item.path.name
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count seconds, where the reports of all workers come together."""
+        self._seconds[report.nodeid] += report.duration
+        if any(name == OUTSIDE for name, _ in report.user_properties):
+            self._outside.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Hand what a worker knows to the process that reports."""
+        if self._worker is not None:
+            self._worker["left out"] = dict(self._left)
+            self._worker["wanted"] = self._wanted.plain()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker knows; all have selected the same tests."""
+        known = getattr(node, "workeroutput", {})
+        self._left = Counter(known.get("left out", self._left))
+        self._wanted.merge(known.get("wanted", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say what was left out, and which tests lack a mark or a line in the record."""
+        if path := self._config.getoption("record_kernels"):
+            Path(path).write_text(json.dumps(self._wanted.plain()), encoding="utf-8")
+        for line in [*self._on_marks(), *self._on_kernels()]:
+            terminalreporter.write_line(line)
+
+    def _on_marks(self) -> list[str]:
+        if not is_whole(self._config):
+            others = ", ".join(tested.other_rungs())
+            told = {"slow": "slow tests", "timing": "tests of times"}
+            parts = [f"{self._left[mark]} {told[mark]}" for mark in LEFT_OUT if self._left[mark]]
+            parts += [f"instruction sets other than {tested.rungs()[0]} ({others})"] if others else []
+            return [f"left out: {', '.join(parts) or 'nothing'}; `python -m pytest --all` runs everything"]
+        plain = {name: seconds for name, seconds in self._seconds.items() if name not in self._outside}
+        over = sorted(((seconds, name) for name, seconds in plain.items() if seconds > SLOW_SECONDS), reverse=True)
+        share = (f"README's tier: {len(plain)} of these {len(self._seconds)} tests, {sum(plain.values()):.0f} of "
+                 f"{self._seconds.total():.0f} s in all processes together")
+        return [share, *(f"takes {seconds:.1f} s and is not marked slow: {name}" for seconds, name in over)]
+
+    def _on_kernels(self) -> list[str]:
+        late = sorted(tested.compiled() - self._before) if self._before is not None else []
+        note = "`python -m tests.tested --record` notes which tests want them"
+        return [f"compiled within tests: {', '.join(late)}; {note}"] if late else []
