@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import field, fields
+from collections.abc import Iterable
+from dataclasses import field, fields, replace
 from typing import Any
 
 from . import quant
-from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, integer, number, option
+from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
 from .dataclass import dataclass
 from .errors import UsageError
 from .pruning import SCHEDULE, Schedule
@@ -91,9 +92,9 @@ class GenerationConfig:
     """When a beam search ends before its beams do: True as soon as there are as many results as beams; False when the
     best beam, at its length now, is no better than the worst of them; "never" when it cannot become better either."""
     speculate: str | None = option(None, choice(SPECULATIONS))
-    """Who guesses tokens that a walk checks together, which never changes a text; None is as the model was opened."""
+    """Speculative decoding: auto, off, lookup, draft or self. The text is the same; None is as the model was opened."""
     draft_tokens: int | None = option(None, integer(1, MOST_DRAFT_TOKENS, f"from 1 to {MOST_DRAFT_TOKENS}"))
-    """Most guesses of a walk; None is as the model was opened."""
+    """Most draft tokens verified by one forward pass; None is as the model was opened."""
     ignore_eos: bool = option(False, FLAG)
     """Go on after an end-of-text token (for measurements)."""
 
@@ -127,8 +128,29 @@ def rows_for_guesses(speculate: str | None, draft_tokens: int | None) -> int:
     return 0 if speculate == "off" else DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens
 
 
+def generation_config(options: dict[str, Any]) -> GenerationConfig:
+    """Return the settings of a request: its ``config``, if there is one, with the options given by name in it.
+
+    Raises
+    ------
+    UsageError
+        An option is unknown, of a wrong type or out of its range.
+    """
+    given = {name: value for name, value in options.items() if name != "config" and value is not None}
+    check_names(GenerationConfig, given)
+    if (config := options.get("config")) is None:
+        return GenerationConfig(**given)
+    return replace(checked("config", config, instance(GenerationConfig, "a GenerationConfig")), **given)
+
+
 def from_options(kind: type, options: dict[str, Any]) -> Any:
     """Build a frozen request type from keyword options, refusing unknown names with the nearest known one."""
+    check_names(kind, options)
+    return kind(**options)
+
+
+def check_names(kind: type, options: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that is no field of a request type, with the nearest one that is."""
     import difflib
 
     known = [f.name for f in fields(kind)]
@@ -137,7 +159,6 @@ def from_options(kind: type, options: dict[str, Any]) -> Any:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}."
             raise UsageError(f"Unknown option {name!r}{hint}")
-    return kind(**options)
 
 
 @dataclass(frozen=True)

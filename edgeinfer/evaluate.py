@@ -107,7 +107,7 @@ def token_stream(
     counted: list[bool] = []
     text_bytes, left = 0, math.inf if max_tokens is None else max_tokens
     for document in text.split(separator):
-        words = tokenizer.encode(document.strip("\r\n"), add_bos=False)
+        words = tokenizer.encode(document.strip("\r\n"), add_bos=False, leading_space=True)
         first = 0 if begin or ids else 1  # without a beginning nothing predicts the very first token
         words = words[: int(min(len(words), left + first))]
         if len(words) <= first:

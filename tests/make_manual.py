@@ -1,20 +1,22 @@
-"""Pages about the command line and the devices: ``python -m tests.make_manual`` renews docs/cli.md and devices.md."""
+"""Reference pages: ``python -m tests.make_manual`` renews docs/cli.md and the tables of devices.md and python.md."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
 
 from edgeinfer.cli.app import make_app
+from edgeinfer.config import GenerationConfig
 from edgeinfer.devices import profiles
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BEGIN, END = "<!-- devices: made by tests.make_manual -->\n", "<!-- end of devices -->\n"
 
 INTRODUCTION = """# Command line
 
@@ -130,15 +132,35 @@ def device_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def renewed(page: str) -> str:
-    """Return a page with its table made anew."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no lines {BEGIN.strip()!r} and {END.strip()!r}; put them where the table goes"
-    return before + BEGIN + device_table() + END + after
+def request_table() -> str:
+    """Return the fields of `GenerationConfig` as a Markdown table, each with the docstring under it."""
+    [body] = (one.body for one in ast.parse(inspect.getsource(GenerationConfig)).body if isinstance(one, ast.ClassDef))
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    default = GenerationConfig()
+    for one, below in itertools.pairwise(body):
+        if isinstance(one, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            name, meaning = ast.unparse(one.target), " ".join(str(below.value.value).split())
+            lines.append(f"| `{name}` | `{getattr(default, name)!r}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "devices.md": ("devices", device_table), "python.md": ("request options", request_table),
+}
+"""Of each page that has one, the name of the table made here."""
+
+
+def renewed(name: str) -> str:
+    """Return a page of docs/ with its table made anew."""
+    table, make = TABLES[name]
+    begin, end = f"<!-- {table}: made by tests.make_manual -->\n", f"<!-- end of {table} -->\n"
+    before, found, rest = (DOCS / name).read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    assert found and ended, f"{name} has no lines {begin.strip()!r} and {end.strip()!r}; put them where the table goes"
+    return before + begin + make() + end + after
 
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(manual(), encoding="utf-8")
-    page = DOCS / "devices.md"
-    page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TABLES:
+        (DOCS / name).write_text(renewed(name), encoding="utf-8")

@@ -107,10 +107,8 @@ def test_a_disturbed_calibration_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_table_in_the_manual_is_up_to_date() -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
-    assert renewed(page) == page, "run: python -m tests.make_manual"
+    assert renewed("devices.md") == page, "run: python -m tests.make_manual"
     assert all(f"| `{name}` |" in page for name in profiles())
-    with pytest.raises(AssertionError, match="the page has no lines"):
-        renewed("# Devices")
 
 
 def test_remains_of_a_killed_probe_go(probed: list[Any], cache: Path) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import typer
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.cli.app import make_app
-from edgeinfer.config import RuntimeConfig
+from edgeinfer.config import GenerationConfig, RuntimeConfig
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
 from edgeinfer.text import Tokenizer
@@ -25,7 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.command_line import environment
 from tests.gguf_files import SIZES, write_gguf
 from tests.make_documents import PAGE, demo_program
-from tests.make_manual import commands
+from tests.make_manual import commands, renewed
 from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,6 +121,17 @@ def test_readmes_python_runs(folder: Path) -> None:
         for block in blocks(page, "python"):
             done = run([sys.executable, "-c", block], folder)
             assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
+
+
+def test_the_python_of_the_api_page_runs(folder: Path) -> None:
+    done = run([sys.executable, "-c", "\n".join(blocks(ROOT / "docs" / "python.md", "python"))], folder)
+    assert done.returncode == 0 and "finish" not in done.stderr and len(done.stdout) > 200, done.stderr
+
+
+def test_the_options_of_the_api_page_are_up_to_date() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert renewed("python.md") == page, "run: python -m tests.make_manual"
+    assert all(f"| `{one.name}` |" in page for one in fields(GenerationConfig))
 
 
 def test_what_is_not_run_stands_on_a_page() -> None:

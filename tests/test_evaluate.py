@@ -40,7 +40,7 @@ def sessions() -> Iterator[tuple[Session, Session]]:
 
 def test_documents_make_one_stream(tokenizer: Tokenizer) -> None:
     stream = token_stream(tokenizer, TEXT)
-    first, second = (tokenizer.encode(part.strip(), add_bos=False) for part in TEXT.split("\f"))
+    first, second = (tokenizer.encode(part.strip(), add_bos=False, leading_space=True) for part in TEXT.split("\f"))
     assert list(stream.ids) == [1, *first, 1, *second]
     assert list(stream.counted) == [False, *[True] * len(first), False, *[True] * len(second)]
     assert stream.text_bytes == len(TEXT) - 2  # the form feed and the last line break

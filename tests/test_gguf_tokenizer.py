@@ -65,7 +65,7 @@ def test_byte_level_bpe(bpe: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = opened(bpe, tmp_path)
     for text in TEXTS:
         if "   " not in text:
-            assert tokenizer.encode(text, add_bos=False) == library.encode(text).ids, text
+            assert tokenizer.encode(text, add_bos=False, leading_space=True) == library.encode(text).ids, text
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (300, {301, 302}) == (read(bpe).bos_id, set(read(bpe).end_ids))
     assert tokenizer.encode("a")[0] == 300 and read(bpe).n_tokens == 306
@@ -103,7 +103,7 @@ def test_user_defined_pieces_as_sentencepiece_has_them(tmp_path: Path) -> None:
         remove_extra_whitespaces=False, add_dummy_prefix=False, user_defined_symbols=["\u2581\u2581", "\n\n", "<b>"])
     tokenizer = opened(sentencepiece_metadata(processor, "llama", (3, 4, 5), add_space_prefix=False), tmp_path)
     for text in [*TEXTS, "a  b\n\n<b>c   d", "   \n\n\n"]:
-        assert tokenizer.encode(text, add_bos=False) == processor.encode(text)
+        assert tokenizer.encode(text, add_bos=False, leading_space=True) == processor.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert processor.encode("  ") == [3]
 
@@ -199,7 +199,7 @@ def test_wordpiece(tmp_path: Path) -> None:
                 P + "unknown_token_id": 1, P + "cls_token_id": 2, P + "seperator_token_id": 3}
     tokenizer = opened(metadata, tmp_path)
     for text in [*TEXTS, "The OLD king, (daughters) Éa!", "[MASK] fox"]:
-        assert tokenizer.encode(text, add_bos=False, parse_special=True) == library.encode(text).ids
+        assert tokenizer.encode(text, add_bos=False, parse_special=True, leading_space=True) == library.encode(text).ids
     assert tokenizer.encode("a")[0] == 2 and tokenizer.decode(tokenizer.encode("The old Fox")) == "the old fox"
     with pytest.raises(TokenizerError, match="WordPiece and has no token for unknown words"):
         read({key: value for key, value in metadata.items() if "unknown" not in key} | {
@@ -260,7 +260,7 @@ def test_cases_of_llama_cpp(shared_data: Shared, tmp_path: Path, name: str) -> N
     tokenizer = opened(real(shared_data, name), tmp_path)
     assert len(pairs) == 47
     for text, ids in pairs:
-        assert tokenizer.encode(text, add_bos=False) == ids, repr(text)
+        assert tokenizer.encode(text, add_bos=False, leading_space=True) == ids, repr(text)
         assert tokenizer.decode(ids) == text
     text = many_languages(shared_data)
     assert len(text.encode()) > 1_000_000

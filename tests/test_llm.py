@@ -8,8 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer import LLM
-from edgeinfer.errors import BudgetError, BundleError, ClosedError, ModelNotFoundError, RequestError, UsageError
+from edgeinfer import LLM, GenerationConfig
+from edgeinfer.errors import (
+    BudgetError,
+    BundleError,
+    CancelledError,
+    ClosedError,
+    ModelNotFoundError,
+    RequestError,
+    UsageError,
+)
+from edgeinfer.runtime import Session
 from tests.checkpoints import make_checkpoint
 from tests.sessions import free_blocks, on_device
 
@@ -130,9 +139,64 @@ def test_logprobs_name_the_likeliest_tokens(llm: LLM) -> None:
     assert done.logprobs is not None and len(done.logprobs) == 24
     for item, token_id in zip(done.logprobs, done.token_ids, strict=True):
         assert item.token_id == token_id and item.top[0] == (token_id, item.text, item.logprob)
-        assert [entry[2] for entry in item.top] == sorted((entry[2] for entry in item.top), reverse=True)
+        assert [one.logprob for one in item.top] == sorted((one.logprob for one in item.top), reverse=True)
+        assert item.top[0].token_id == token_id and item.top[0].text == item.text
         assert len(item.top) == 3 and item.logprob < 0
     assert "".join(item.text for item in done.logprobs).strip() == done.text.strip()
+
+
+def test_scores_are_the_log_probabilities_of_generated_text(llm: LLM) -> None:
+    done = llm.complete(PROMPT, logprobs=2, **GREEDY)
+    assert done.logprobs is not None
+    other = [done.token_ids[0], done.logprobs[1].top[1].token_id]
+    same, changed, short = llm.score(PROMPT, [done.token_ids, other, [done.token_ids[0]]])
+    exact = isinstance(llm.runner, Session)  # onnxruntime's bits depend on how many tokens a step has
+    expected = [item.logprob for item in done.logprobs]
+    assert list(same.logprobs) == (expected if exact else pytest.approx(expected, abs=1e-4))
+    assert same.greedy and short.greedy and not changed.greedy
+    assert same.logprob == pytest.approx(sum(expected)) and same.mean_logprob == pytest.approx(same.logprob / 24)
+    assert changed.logprobs[1] == pytest.approx(done.logprobs[1].top[1].logprob, abs=1e-4)
+    assert changed.token_ids == tuple(other) and changed.text is None
+    assert llm.generate(PROMPT, **GREEDY) == done.text and free_blocks(llm.runner) == llm.plan.kv_blocks
+
+
+def test_continuations_are_tokenised_as_text_that_goes_on(llm: LLM) -> None:
+    likely, unlikely = llm.score(PROMPT, [", there was", " zebra zebra"])
+    assert likely.text == ", there was" and likely.logprob > unlikely.logprob
+    assert [*llm.tokenizer.encode(PROMPT), *likely.token_ids] == llm.tokenizer.encode(f"{PROMPT}, there was")
+
+
+@pytest.mark.parametrize(("continuations", "message"), [
+    ([], "There is no continuation to score; give at least one"), ([" a", ""], "The prompt is empty|Continuation 1 is"),
+    ([[]], "Continuation 0 is empty; give text or token ids"), ([[99999]], "Continuation 0: Token id 99999"),
+    ([[5] * 300], r"Continuation 0 has more than \d+ tokens, for which the context of 256 has room behind"),
+    (" good", "continuations is ' good'; it must be a list of texts or of lists of token ids"),
+    (3, "continuations is 3; it must be a list of texts"), ([3], "The prompt is a int; it must be text or token ids"),
+])
+def test_continuations_that_cannot_be_scored(llm: LLM, continuations: object, message: str) -> None:
+    with pytest.raises((RequestError, UsageError), match=message):
+        llm.score(PROMPT, continuations)  # type: ignore[arg-type]
+
+
+def test_a_cancelled_score_says_so(llm: LLM) -> None:
+    from edgeinfer.engine import Request, Scoring
+
+    scoring = Scoring(llm.runner, llm.tokenizer.encode(PROMPT), [(None, [5, 6])])
+    scoring.cancel()
+    with pytest.raises(CancelledError, match="The request was cancelled before all continuations were scored"):
+        Request(llm._queue, scoring).finish()
+    assert free_blocks(llm.runner) == llm.plan.kv_blocks
+
+
+def test_options_can_be_one_object(llm: LLM) -> None:
+    config = GenerationConfig(temperature=0, max_tokens=24)
+    assert llm.generate(PROMPT, config=config) == llm.generate(PROMPT, **GREEDY)
+    assert llm.complete(PROMPT, config=config, max_tokens=2, seed=None).completion_tokens == 2
+    assert "".join(llm.stream(PROMPT, config=config)) == llm.generate(PROMPT, **GREEDY)
+    with pytest.raises(UsageError, match=r"config is \{'n': 1\}; it must be a GenerationConfig"):
+        llm.generate(PROMPT, config={"n": 1})  # type: ignore[typeddict-item]
+    with pytest.raises(UsageError, match="Unknown option 'temprature'; did you mean 'temperature'"):
+        llm.generate(PROMPT, config=config, temprature=0)  # type: ignore[call-arg]
 
 
 def test_samples_share_the_prompt_and_differ(llm: LLM) -> None:

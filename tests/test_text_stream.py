@@ -78,7 +78,7 @@ def stream_all(stream: StreamDecoder, ids: list[int]) -> list[str]:
 
 def test_pieces_of_text_join_to_it_without_broken_characters(tokenizer: Tokenizer) -> None:
     for text in SAMPLES:
-        ids = tokenizer.encode(text, add_bos=False)
+        ids = tokenizer.encode(text, add_bos=False, leading_space=True)
         pieces = stream_all(tokenizer.stream(), ids)
         assert "".join(pieces) == tokenizer.decode(ids)
         assert pieces[-1] == "" and not any("\ufffd" in piece for piece in pieces)
@@ -87,7 +87,7 @@ def test_pieces_of_text_join_to_it_without_broken_characters(tokenizer: Tokenize
 def test_any_ids_stream_as_they_decode(tokenizer: Tokenizer) -> None:
     """Random ids make broken characters, lone bytes, special tokens and many leading spaces."""
     rng = random.Random(1)
-    space = tokenizer.encode("  ", add_bos=False)
+    space = tokenizer.encode("  ", add_bos=False, leading_space=True)
     for _ in range(300):
         ids = [rng.randrange(min(tokenizer.vocab_size + 2, 600)) for _ in range(rng.randrange(1, 40))]
         ids = rng.choice([[], space, space * 2]) + ids

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import EdgeInferError, RequestError, TokenizerError
+from edgeinfer.models import demo_path
 from edgeinfer.text import Tokenizer
 from tests.vocabularies import cases, llama3_ranks
 
@@ -74,7 +75,7 @@ def check_cases(tokenizer: Tokenizer, shared_data: Shared, name: str) -> None:
     pairs = cases(shared_data("tokenizers/gguf-vocab"), name)
     assert len(pairs) > 40
     for text, ids in pairs:
-        assert tokenizer.encode(text, add_bos=False) == ids, repr(text)
+        assert tokenizer.encode(text, add_bos=False, leading_space=True) == ids, repr(text)
         if name != "qwen2":  # it normalises to NFC, so that combining characters change
             assert tokenizer.decode(ids) == text
 
@@ -89,6 +90,27 @@ def test_byte_level_round_trip(byte_level: Path) -> None:
         assert tokenizer.decode(ids) == text
     assert len(tokenizer.encode("much longer than four tokens")) > 5
     assert tokenizer.vocab_size == tokenizer.encode("<think>", add_bos=False)[0] + 1
+
+
+@pytest.mark.parametrize("name", ["models/stories260K-hf", "models/fables-5m-relu", "tokenizers/llama2",
+                                  "tokenizers/qwen2", "demo"])
+def test_text_that_goes_on_gets_no_leading_space(name: str, shared_data: Shared) -> None:
+    tokenizer = Tokenizer.open(demo_path() if name == "demo" else shared_data(name))
+    begin = tokenizer.encode("It is")
+    for text in (" good", "land", " a  <s> b", "."):
+        ids = [*begin, *tokenizer.encode(text, add_bos=False)]
+        assert tokenizer.decode(ids) == f"It is{text}"
+    assert [*begin, *tokenizer.encode(" good", add_bos=False)] == tokenizer.encode("It is good")
+
+
+def test_behind_a_special_token_text_is_as_the_file_says() -> None:
+    tokenizer = Tokenizer.open(demo_path())
+    space = tokenizer.encode("the", add_bos=False, leading_space=True)
+    [end] = tokenizer.encode("</s>", add_bos=False, parse_special=True)
+    behind = tokenizer.encode("</s>the", add_bos=False, parse_special=True)
+    assert behind == tokenizer.encode("</s>the", add_bos=False, parse_special=True, leading_space=True) == [end, *space]
+    both = tokenizer.encode("the</s>the", add_bos=False, parse_special=True)
+    assert both == [*tokenizer.encode("the", add_bos=False), end, *space]
 
 
 def test_special_tokens_in_text_are_text_unless_asked_for(byte_level: Path) -> None:
@@ -160,7 +182,7 @@ def test_sentencepiece_with_tokens_in_the_text(sentencepiece_model: Path, legacy
     write(sentencepiece_model, tokenizer_config={"added_tokens_decoder": added, "legacy": legacy})
     write(sentencepiece_model, added_tokens={"<think>": 901})
     tokenizer = Tokenizer.open(sentencepiece_model)
-    fox = tokenizer.encode("fox", add_bos=False)
+    fox = tokenizer.encode("fox", add_bos=False, leading_space=True)
     behind = tokenizer.encode("<s>a<think>fox", parse_special=True)
     assert behind[0] == 1 and 901 in behind and tokenizer.vocab_size == 902
     assert (behind[behind.index(901) + 1 :] == fox) is legacy
@@ -195,7 +217,7 @@ def test_tokenizer_json_as_its_library(shared_data: Shared, model: str) -> None:
     tokenizer = Tokenizer.open(shared_data(f"models/{model}"))
     for text in TEXTS:
         ids = library.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, add_bos=False, parse_special=True) == ids
+        assert tokenizer.encode(text, add_bos=False, parse_special=True, leading_space=True) == ids
         assert tokenizer.encode("x" + text, parse_special=True) == library.encode("x" + text).ids
         assert tokenizer.decode(ids) == library.decode(ids)
 

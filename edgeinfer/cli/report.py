@@ -101,5 +101,5 @@ def choice_object(choice: Choice) -> dict[str, Any]:
 
 def logprob_object(item: TokenLogprob) -> dict[str, Any]:
     """Return one token's log-probability as a JSON object."""
-    top = [{"token_id": token_id, "text": text, "logprob": logprob} for token_id, text, logprob in item.top]
+    top = [one._asdict() for one in item.top]
     return {"token_id": item.token_id, "text": item.text, "logprob": item.logprob, "top": top}

@@ -143,14 +143,15 @@ def run(
         from ..llm import LLM
 
         began = time.perf_counter()
-        llm = LLM(
-            model, ctx=ctx, budget=budget, kv=options.kv_on(command, device, kv), threads=threads,
+        opened: dict[str, Any] = dict(  # the command line's choices are checked when they are used
+            ctx=ctx, budget=budget, kv=options.kv_on(command, device, kv), threads=threads,
             prefill_chunk=prefill_chunk, max_sequences=samples, beams=beams,
             own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
             draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device,
             kv_layout=kv_layout, weights=weights, group_size=group_size, progress=progress,
         )
+        llm = LLM(model, **opened)
         load_ms = 1000 * (time.perf_counter() - began)
     with llm:
         announce(llm.runner, llm.choice, approximation(llm.runner, llm.approximated), max_kld, quiet=json)

@@ -6,22 +6,23 @@ from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
     from .beams import BeamSearch
-    from .completion import Choice, Completion, SpeculationReport, TokenLogprob
+    from .completion import Choice, Completion, Score, SpeculationReport, TokenLogprob, TopLogprob
     from .draft_model import DraftModel
     from .drafting import Drafter
     from .generation import Generation, too_long
     from .lookup import PromptLookup
     from .requests import Request, RequestQueue, Stream
     from .sampling import Sampled, Sampler
+    from .scoring import Scoring
     from .self_draft import SelfDraft
     from .speculation import Speculation, Times
 
 __all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
-           "RequestQueue", "Sampled", "Sampler", "SelfDraft", "Speculation", "SpeculationReport", "Stream", "Times",
-           "TokenLogprob", "too_long"]
+           "RequestQueue", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
+           "Stream", "Times", "TokenLogprob", "TopLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
-    "beams": "BeamSearch", "completion": "Choice Completion SpeculationReport TokenLogprob",
+    "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
     "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long", "lookup": "PromptLookup",
-    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "self_draft": "SelfDraft",
-    "speculation": "Speculation Times",
+    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "scoring": "Scoring",
+    "self_draft": "SelfDraft", "speculation": "Speculation Times",
 })

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
+from typing import NamedTuple
 
 from ..dataclass import dataclass
+
+
+class TopLogprob(NamedTuple):
+    """One of the tokens that were likeliest in a place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    """Natural logarithm of its probability in the model's own distribution."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +26,8 @@ class TokenLogprob:
     text: str
     logprob: float
     """Natural logarithm of the token's probability in the model's own distribution (before the sampling chain)."""
-    top: tuple[tuple[int, str, float], ...] = ()
-    """(token id, text, log-probability) of the most likely tokens, best first."""
+    top: tuple[TopLogprob, ...] = ()
+    """The most likely tokens, best first, as many as asked for."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,30 @@ class Choice:
     score: float | None = None
     """Of a beam: the sum of the tokens' log-probabilities, the end token's too, over their number to the power of
     `length_penalty`; None for samples."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds one continuation of a prompt."""
+
+    text: str | None
+    """The continuation; None where it was given as token ids."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural logarithm of each token's probability behind the prompt and the tokens before it, in the model's own
+    distribution (temperature 1, no filter)."""
+    greedy: bool
+    """Whether each token is the likeliest in its place, so that greedy decoding would write this continuation."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the sum."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token; it compares continuations of different lengths."""
+        return self.logprob / len(self.logprobs)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,48 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..errors import ClosedError, RequestError
 from ..process import check_process
 from .completion import Completion
-from .generation import Generation
 
 if TYPE_CHECKING:
     from ..runner import Runner, Sequence
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Task(Protocol[Result]):
+    """What a request does in its turn: `Generation`, `BeamSearch` or `Scoring`, which say more of each."""
+
+    prompt_ids: list[int]
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The sequence that holds the prompt."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+
+    def start(self, sequence: Sequence) -> str:
+        """Process the prompt; returns the first text."""
+
+    def step(self) -> str:
+        """Go on, and return the new text."""
+
+    def cancel(self) -> None:
+        """End within 100 ms; from any thread."""
+
+    def end(self) -> None:
+        """Finish as cancelled what is not finished yet."""
+
+    def release(self, keep_first: bool = False) -> Sequence | None:
+        """Give the sequences back, or return the first."""
+
+    def result(self) -> Result:
+        """Return the outcome so far."""
 
 
 class RequestQueue:
@@ -33,7 +66,7 @@ class RequestQueue:
         self._turn = threading.Lock()  # taken by a request from its first step to its end
         self.step = threading.RLock()  # held by whoever touches the runner
         self._owner: int | None = None
-        self._active: Request | None = None
+        self._active: Request[Any] | None = None
         self._kept: Sequence | None = None
 
     def check_open(self) -> None:
@@ -61,7 +94,7 @@ class RequestQueue:
             self._kept = None
             self.runner.close()
 
-    def take_turn(self, request: Request) -> None:
+    def take_turn(self, request: Request[Any]) -> None:
         """Wait until no other request runs.
 
         Raises
@@ -112,8 +145,8 @@ class RequestQueue:
         return self.runner.reach(sequence, shared(sequence.tokens, ids, len(ids) - 1))
 
 
-class Request:
-    """A generation with its turn: waits for it, steps, and gives everything back.
+class Request(Generic[Result]):
+    """A generation (or another task) with its turn: waits for it, steps, and gives everything back.
 
     Parameters
     ----------
@@ -124,7 +157,7 @@ class Request:
     """
 
     def __init__(
-        self, queue: RequestQueue, generation: Generation, reuse: bool = False, prompt_cache: Path | None = None
+        self, queue: RequestQueue, generation: Task[Result], reuse: bool = False, prompt_cache: Path | None = None
     ):
         self.generation = generation
         self.ended = False
@@ -133,7 +166,7 @@ class Request:
         self._prompt_cache = prompt_cache
         self._started = False
 
-    def finish(self) -> Completion:
+    def finish(self) -> Result:
         """Run to the end and return the outcome."""
         while self.next_piece() is not None:
             pass
@@ -193,7 +226,7 @@ class Stream:
     Leaving a loop over it early ends the request, once the stream is closed or no longer referred to.
     """
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request[Completion]):
         self._request = request
         weakref.finalize(self, request.end).atexit = False
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
 from ..text import StopStrings, StreamDecoder, Tokenizer
-from .completion import Choice, TokenLogprob
+from .completion import Choice, TokenLogprob, TopLogprob
 from .sampling import Sampled, Sampler
 
 if TYPE_CHECKING:
@@ -97,5 +97,5 @@ class Sample:
     def _named(self, sampled: Sampled, logprob: float) -> TokenLogprob:
         """Return a token's log-probability with the texts of all tokens that it names."""
         text = self._tokenizer.token_text if self._tokenizer else lambda token_id: ""
-        top = tuple((token_id, text(token_id), value) for token_id, value in sampled.top)
+        top = tuple(TopLogprob(token_id, text(token_id), value) for token_id, value in sampled.top)
         return TokenLogprob(sampled.token_id, text(sampled.token_id), logprob, top)

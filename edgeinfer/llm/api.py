@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ..checks import FUNCTION, NATS, PATH, checked
 from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..models import Progress, Storage, resolve
-from .prompts import Messages, Prompt, template_options
+from .prompts import template_options
 from .requests import Requests
 from .settings import draft_of, recipe_of, runtime_config, with_beams
 
 if TYPE_CHECKING:
+    if sys.version_info >= (3, 11):
+        from typing import Unpack
+    else:
+        from typing_extensions import Unpack
+
     from ..backends import Provider
     from ..choice import Choice
     from ..engine import Completion, Stream
@@ -22,6 +29,20 @@ if TYPE_CHECKING:
     from ..pruning import Schedule
     from ..runner import Cancellation, Runner
     from ..text import ChatTemplate
+    from .options import (
+        ChatOptions,
+        Device,
+        GroupSize,
+        HeadMode,
+        KvLayout,
+        KvType,
+        Messages,
+        Prompt,
+        RequestOptions,
+        SparseMode,
+        Speculation,
+        WeightType,
+    )
 
 
 class LLM(Requests):
@@ -141,7 +162,7 @@ class LLM(Requests):
         *,
         ctx: int | None = None,
         budget: int | str | None = None,
-        kv: str | None = None,
+        kv: KvType | None = None,
         threads: int | None = None,
         prefill_chunk: int | None = None,
         max_sequences: int | None = None,
@@ -150,18 +171,18 @@ class LLM(Requests):
         mlock: bool | None = None,
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
-        sparse: str | None = None,
-        head: str | None = None,
+        sparse: SparseMode | None = None,
+        head: HeadMode | None = None,
         attention: str | None = None,
         max_kld: float | None = None,
-        speculate: str | None = None,
+        speculate: Speculation | None = None,
         draft_tokens: int | None = None,
         draft: str | Path | Recipe | None = None,
         lazy: str | Schedule | None = None,
-        device: str | None = None,
-        kv_layout: str | None = None,
-        weights: str | None = None,
-        group_size: int | None = None,
+        device: Device | None = None,
+        kv_layout: KvLayout | None = None,
+        weights: WeightType | None = None,
+        group_size: GroupSize | None = None,
         progress: Progress | None = None,
     ):
         passes = recipe_of(recipe, sparse, head, attention)
@@ -231,13 +252,14 @@ class LLM(Requests):
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, **options: Any) -> str:
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> str:
         """Return the continuation of a text as it stands; for a model trained on conversations see `chat`.
 
         Parameters
         ----------
         prompt : str, or token ids
-        options : fields of `GenerationConfig` (``max_tokens``, ``temperature``, ``stop``, ...), and those of `stream`
+        options : fields of `GenerationConfig` (``max_tokens``, ``temperature``, ``stop``, ...), and those of `stream`;
+            or ``config``, a `GenerationConfig`, in which options given by name replace its fields
 
         Raises
         ------
@@ -250,14 +272,14 @@ class LLM(Requests):
         """
         return self.complete(prompt, **options).text
 
-    def complete(self, prompt: Prompt, **options: Any) -> Completion:
+    def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """As `generate`, with tokens, times, seed, finish reason, log-probabilities and all samples.
 
         A request that `cancel` ends returns what there is, with finish_reason ``cancelled``.
         """
         return self._request(self._ids(prompt), options).finish()
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """As `generate`, piece by piece.
 
         Parameters
@@ -277,7 +299,7 @@ class LLM(Requests):
         """
         return self._stream(self._ids(prompt), options)
 
-    def chat(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> str:
+    def chat(self, messages: Messages, *, tools: Messages | None = None, **options: Unpack[ChatOptions]) -> str:
         """Return the answer to a conversation, rendered with the model's chat template.
 
         Parameters
@@ -294,13 +316,14 @@ class LLM(Requests):
         TokenizerError
             The template refuses these messages.
         """
-        ids = self.chat_ids(messages, tools, **template_options(options))
-        return self._request(ids, _reusing(options)).finish().text
+        settings, rest = template_options(options)
+        return self._request(self.chat_ids(messages, tools, **settings), _reusing(rest)).finish().text
 
-    def chat_stream(self, messages: Messages, *, tools: Messages | None = None, **options: Any) -> Stream:
+    def chat_stream(self, messages: Messages, *, tools: Messages | None = None,
+                    **options: Unpack[ChatOptions]) -> Stream:
         """As `chat`, piece by piece."""
-        ids = self.chat_ids(messages, tools, **template_options(options))
-        return self._stream(ids, _reusing(options))
+        settings, rest = template_options(options)
+        return self._stream(self.chat_ids(messages, tools, **settings), _reusing(rest))
 
     def cancel(self) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler.
@@ -333,6 +356,6 @@ class LLM(Requests):
         self.close()
 
 
-def _reusing(options: dict[str, Any]) -> dict[str, Any]:
+def _reusing(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, of which `reuse` is True unless it is given."""
-    return {**options, "reuse": True} if options.get("reuse") is None else options
+    return {**options, "reuse": True if options.get("reuse") is None else options["reuse"]}

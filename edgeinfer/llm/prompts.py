@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import OBJECT, checked, shown
 from ..errors import RequestError, UsageError
+from .options import Messages, Prompt
 
 if TYPE_CHECKING:
     from ..engine import RequestQueue
     from ..runner import Cancellation
     from ..text import ChatTemplate, Tokenizer
 
-Prompt = str | Iterable[int]
-Messages = Sequence[Mapping[str, Any]]
 _SURELY_READ = 32_768
 """Characters of a prompt that are tokenised whatever the context."""
 
@@ -44,12 +43,17 @@ class Prompts:
             raise RequestError(f"The model {self.name} has no chat template; generate continues a text instead.")
         with self._preparation() as stopped:
             text = self.chat_template.render(messages, tools=tools, **template_options, stopped=stopped)
-            return self._encoded(text, stopped, add_bos=False, parse_special=True)
+            return self._encoded(text, stopped, add_bos=False, parse_special=True, leading_space=True)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a text to continue; raises `RequestError` where it is longer than the context."""
         with self._preparation() as stopped:
             return self._encoded(text, stopped)
+
+    def _continuation_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on behind a prompt."""
+        with self._preparation() as stopped:
+            return self._encoded(text, stopped, add_bos=False)
 
     @property
     def most_prompt_bytes(self) -> int:
@@ -93,12 +97,13 @@ class Prompts:
             self._preparing.discard(wish)
 
 
-def template_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of the template out of the options of a chat."""
-    given = options.pop("template_options", None)
+def template_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the template among the options of a chat, and the other options."""
+    rest = dict(options)
+    given = rest.pop("template_options", None)
     named = {} if given is None else checked("template_options", given, OBJECT)
     for name in named:
         if not isinstance(name, str) or name in ("messages", "tools", "stopped"):
             raise UsageError(f"template_options names {shown(name)}; its names must be text, and none of messages, "
                              "tools and stopped, which have their own meaning.")
-    return dict(named)
+    return dict(named), rest

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from .continuation import without_leading_space
 from .cuts import PART, QWEN2_SPLIT, check_wanted, interruptible, parts, skipped_at_cuts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
@@ -32,6 +33,7 @@ class FastTokenizer:
         self._source = source
         self._switch = threading.Condition()
         self._users, self._parse_special = 0, True
+        self._continuing: FastTokenizer | None = None
         tokenizer.encode_special_tokens = False
         self._skipped: int | None = _UNKNOWN
         decoder = tokenizer.decoder
@@ -55,9 +57,12 @@ class FastTokenizer:
         return []
 
     def encode(
-        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
+        if continues:
+            return self._encode_continuation(text, parse_special, most, stopped)
         if len(text) <= PART:
             return self._encode(text, parse_special, stopped)
         if self._skipped == _UNKNOWN:
@@ -71,6 +76,19 @@ class FastTokenizer:
             if most is not None and len(ids) > most:
                 break
         return ids
+
+    def _encode_continuation(self, text: str, parse_special: bool, most: int | None,
+                             stopped: Callable[[], bool] | None) -> list[int]:
+        """Encode text that goes on in the middle; behind a special token the space is put as the file says."""
+        if self._continuing is None:
+            other = without_leading_space(self._tokenizer)
+            self._continuing = self if other is self._tokenizer else FastTokenizer(other, self._source)
+        if self._continuing is self:
+            return self.encode(text, parse_special, most, stopped)
+        specials = self._added.values() if parse_special else ()
+        end = min((at for content in specials if (at := text.find(content)) >= 0), default=len(text))
+        ids = self._continuing.encode(text[:end], parse_special, most, stopped)
+        return ids + self.encode(text[end:], parse_special, most, stopped) if end < len(text) else ids
 
     def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
         with self._set_to(parse_special, stopped), library_errors(self._source):

@@ -79,7 +79,8 @@ class SentencePieceTokenizer:
         return [] if self.bos_id is None else [self.bos_id]
 
     def encode(
-        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
         cut = self._cut if parse_special else self._cut_plain
@@ -96,11 +97,13 @@ class SentencePieceTokenizer:
             part = part.lstrip() if token.get("rstrip") is True else part
             if part:
                 with library_errors(self._path):
-                    ids += self._with_prefix(i == 0 or (not parts[0] and i == 2)).encode(part)
+                    begins = i == 0 or (not parts[0] and i == 2)
+                    prefixed = not continues if i == 0 else begins or self._prefix_behind_special
+                    ids += self._with_prefix(prefixed).encode(part)
         return ids
 
-    def _with_prefix(self, at_start: bool) -> Any:
-        if at_start or self._prefix_behind_special or not self.rules.n_leading_spaces:
+    def _with_prefix(self, prefixed: bool) -> Any:
+        if prefixed or not self.rules.n_leading_spaces:
             return self._processor
         if self._processor_without_prefix is None:
             self._processor_without_prefix = self._load(self._model + _WITHOUT_PREFIX)

@@ -44,9 +44,13 @@ class Backend(Protocol):
         """Return the ids that stand before every text."""
 
     def encode(
-        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None
+        self, text: str, parse_special: bool, most: int | None = None, stopped: Callable[[], bool] | None = None,
+        continues: bool = False,
     ) -> list[int]:
-        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`."""
+        """Return the ids of the text, without any added in front; the rest is left out once there are over `most`.
+
+        Where the text `continues` another one, it gets none of the spaces that a tokenizer puts before a text.
+        """
 
     def token_id(self, content: str) -> int | None:
         """Return the id of the token with this text, or None."""
@@ -176,18 +180,21 @@ class Tokenizer:
 
     def encode(
         self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None,
-        stopped: Callable[[], bool] | None = None,
+        stopped: Callable[[], bool] | None = None, leading_space: bool | None = None,
     ) -> list[int]:
         """Return the token ids of a text.
 
         Parameters
         ----------
         add_bos : put the beginning-of-text token in front; None does as the tokenizer files say. It is never
-            doubled: a text that already begins with it (a chat template wrote it) gets no second one.
+            doubled: a text that already begins with it (a chat template wrote it) gets no second one. With False the
+            text continues another one, so that ``[*encode("It is"), *encode(" good", add_bos=False)]`` is one text.
         parse_special : turn special tokens written in the text (``<|im_end|>``) into their ids, as the output of a
             chat template needs; else they are ordinary text, so that nobody can smuggle them in.
         most : stop reading once there are more tokens than this; what is returned is then longer than `most`
         stopped : asked all the while; True ends the work with a `CancelledError`
+        leading_space : put the space before the text that some tokenizers (Llama 2's) put where a text begins; by
+            default they do unless `add_bos` is False. Others put none, whatever this says.
 
         Raises
         ------
@@ -205,7 +212,8 @@ class Tokenizer:
                 f"The text holds half of a surrogate pair (U+{ord(text[error.start]):04X} at character "
                 f"{error.start}), which no encoding has; remove it."
             ) from error
-        ids = self._backend.encode(text, parse_special, most, stopped)
+        continues = add_bos is False if leading_space is None else not leading_space
+        ids = self._backend.encode(text, parse_special, most, stopped, continues)
         prefix = self._prefix if add_bos is None else self._wanted_prefix(add_bos)
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 

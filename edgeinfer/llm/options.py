@@ -1,0 +1,71 @@
+"""Types of the options of `LLM` and its requests, for editors and type checkers.
+
+`edgeinfer.config` says what each option means, and checks its value when it is used.
+`tests/test_llm_types.py` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from ..config import GenerationConfig
+
+Prompt = str | Iterable[int]
+"""Text, or token ids."""
+Messages = Sequence[Mapping[str, Any]]
+"""Of a conversation, each with ``role`` and ``content``."""
+KvType = Literal["int8", "f16", "f32"]
+WeightType = Literal["q4", "int8", "f16", "f32"]
+GroupSize = Literal[32, 64, 128]
+SparseMode = Literal["off", "exact", "predict"]
+HeadMode = Literal["exact", "screened"]
+Speculation = Literal["auto", "off", "lookup", "draft", "self"]
+Device = Literal["cpu", "cuda", "auto", "onnx-cpu"]
+KvLayout = Literal["slots", "pages"]
+OnProgress = Callable[[str, int, int, str], None]
+"""Called with stage, done, total and item."""
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Fields of `GenerationConfig`; None stands for the default."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Iterable[str] | None
+    logprobs: int | None
+    n: int | None
+    beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    speculate: Speculation | None
+    draft_tokens: int | None
+    ignore_eos: bool | None
+
+
+class RequestOptions(GenerationOptions, total=False):
+    """Options of `generate`, `complete` and `stream`."""
+
+    config: GenerationConfig | None
+    """Options as one object; those that are also given by name replace its fields."""
+    reuse: bool | None
+    """Start from the common beginning with the last request that had this option."""
+    prompt_cache: str | Path | None
+    """Start from the prompt saved in this file, and save this one."""
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Options of `chat` and `chat_stream`."""
+
+    template_options: Mapping[str, Any] | None
+    """Settings that the model's chat template knows, such as ``{"enable_thinking": False}``."""

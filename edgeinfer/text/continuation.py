@@ -1,0 +1,47 @@
+"""Tokenise the continuation of a text: without the space that some tokenizers put before every text.
+
+Tokenizers in the manner of SentencePiece write " a text" where a text begins, so that a word has the same token there
+as behind a space. Text that goes on in the middle must not get that space: " good" would be tokenised as "  good".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def without_leading_space(tokenizer: Any) -> Any:
+    """Return a ``tokenizers.Tokenizer`` that puts no space before a text; itself where it puts none anyway.
+
+    The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory.
+    """
+    normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+    changed = _unprefixed(normalizer), _unprefixed(splitter)
+    if changed == (normalizer, splitter):
+        return tokenizer
+    other = type(tokenizer).from_str(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": changed[0],
+        "pre_tokenizer": changed[1], "post_processor": None, "decoder": _state(tokenizer.decoder),
+        "model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    other.model = tokenizer.model
+    for _, token in sorted(tokenizer.get_added_tokens_decoder().items()):
+        (other.add_special_tokens if token.special else other.add_tokens)([token])
+    return other
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """Return a part of a tokenizer as tokenizer.json has it."""
+    return json.loads(part.__getstate__()) if part is not None else None
+
+
+def _unprefixed(part: Mapping[str, Any] | None) -> Any:
+    """Return a normaliser or pre-tokeniser without what puts a space before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            return {**part, name: [left for one in part[name] if (left := _unprefixed(one)) is not None]}
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if "add_prefix_space" in part else part
