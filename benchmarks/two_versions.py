@@ -31,7 +31,10 @@ from edgeinfer.graph import builtin_shapes, read_config
 from edgeinfer.runtime import Session
 
 path, shape, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-write_random_bundle(read_config(dict(builtin_shapes()[shape].config)), path)
+if not path.exists():
+    write_random_bundle(read_config(dict(builtin_shapes()[shape].config)), path)
+if not threads:
+    sys.exit()
 session = Session(Bundle.open(path), RuntimeConfig(ctx=1024, threads=threads, prefill_chunk=256))
 ids = [(37 * i) % 1000 + 3 for i in range(512)]
 print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)

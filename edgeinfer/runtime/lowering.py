@@ -40,7 +40,17 @@ from edgeinfer.kernels import (
 )
 
 from . import lowering_experts, lowering_latent, lowering_rows  # noqa: F401 (they register their operations)
-from .lowering_base import CHUNK_BYTES, NOTHING, Lowering, Operand, lower, resolve_record, rows, slots_of
+from .lowering_base import (
+    CHUNK_BYTES,
+    NOTHING,
+    Lowering,
+    Operand,
+    lower,
+    product_chunk,
+    resolve_record,
+    rows,
+    slots_of,
+)
 from .program import Record
 
 __all__ = ["Lowering", "Operand", "lower", "rows"]
@@ -69,9 +79,7 @@ def _product(op: Linear | Gated, at: Lowering, units: int, unit_tiles: int, **mo
     """Units of so many tiles of 16 rows are claimed in chunks."""
     stored, cols = at.types[op.weight.name], op.weight.shape[1]
     size = stored.tile_bytes(cols)
-    chunk = max(1, min(CHUNK_BYTES // (unit_tiles * size), units // (4 * at.threads)))
-    together = 4 // unit_tiles if units >= 16 * at.threads else 2  # most that go through as one block
-    chunk += -chunk % together
+    chunk = product_chunk(unit_tiles * size, unit_tiles, units, at.threads)
     parameters = fill(LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), chunk=chunk,
                       token_tiles=at.token_tiles, **_input(op, at), **more)
     operands = [at.at(op.weight), at.at(op.x), _columns(op, at), at.at(op.bias), at.scratch, at.at(op.source),

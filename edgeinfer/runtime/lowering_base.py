@@ -21,6 +21,32 @@ from .stream import RELEASE_KERNEL
 
 CHUNK_BYTES = 64 << 10
 """Weights of a claimed chunk: long enough to stream, short enough to balance."""
+STREAM_BYTES = 16 << 10
+"""Least weights of each of the streams that a chunk is read in: shorter ones end before prefetchers have settled."""
+STREAMS = 4
+"""Units that a few tokens take together (Isa.streams)."""
+
+
+def product_chunk(unit_bytes: int, unit_tiles: int, working: int, threads: int) -> int:
+    """Return how many units of a matmul are claimed at once.
+
+    Parameters
+    ----------
+    unit_bytes, unit_tiles : int
+        Of a unit: its weights, and its tiles of 16 rows.
+    working : int
+        Units that a token goes through.
+    threads : int
+
+    Returns
+    -------
+    int
+        Chunks of whole streams; of very few units pairs, so that each thread has some.
+    """
+    streams = STREAMS * -(-STREAM_BYTES // unit_bytes)
+    chunk = max(1, min(max(CHUNK_BYTES // unit_bytes, streams), working // (4 * threads)))
+    together = STREAMS if working * unit_tiles >= 16 * threads else 2
+    return chunk + -chunk % together
 
 
 class Operand(NamedTuple):

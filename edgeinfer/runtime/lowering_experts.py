@@ -6,7 +6,7 @@ from edgeinfer.graph import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Rou
 from edgeinfer.kernels import ACTIVATIONS, EXPERTS_INPUT, EXPERTS_RESOLVE, LINEAR, ROUTE, ROWS, abi, fill, routes
 from edgeinfer.memory_planner import LEAST_READ_BYTES, MOST_READ_BYTES, READERS
 
-from .lowering_base import CHUNK_BYTES, Lowering, Operand, lower, rows
+from .lowering_base import Lowering, Operand, lower, product_chunk, rows
 from .program import Record
 from .slots import EXPERTS_KERNEL
 
@@ -94,8 +94,7 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
     stored, cols, place = at.types[op.weight.name], op.weight.shape[1], at.plan.places[op.weight.name]
     size, units = stored.tile_bytes(cols), op.rows // 16
     working = units * (op.active if op.TILES == 2 else 1)  # of a token
-    chunk = max(1, min(CHUNK_BYTES // (op.TILES * size), working // (4 * at.threads)))
-    together = 4 // op.TILES if working >= 16 * at.threads else 2  # most that go through as one block
+    chunk = product_chunk(op.TILES * size, op.TILES, working, at.threads)
     more: dict[str, int | float] = {}
     if op.x.dtype == "q8":
         _, scales, offsets = abi.q8_row_bytes(op.x.width, op.x.group_size)
@@ -104,7 +103,7 @@ def _(op: ExpertsGated | ExpertsDown, at: Lowering) -> list[Record]:
         more |= {"activation": ACTIVATIONS[op.activation], "limit": op.limit}
     parameters = fill(
         LINEAR, tiles=units, tile_bytes=size, records=stored.tile_records(cols), x_stride=at.stride(op.x),
-        out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk + -chunk % together,
+        out_stride=at.stride(op.out), rows=rows(op.routes), chunk=chunk,
         scratch=at.plan.thread_scratch_bytes, token_tiles=at.token_tiles, width=op.x.width, active=op.active,
         source_stride=0 if op.source.times == 1 else at.stride(op.source),
         expert_bytes=place.stride, **more)

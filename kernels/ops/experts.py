@@ -47,7 +47,7 @@ from ..vector.scalars import div_i64
 from ..vector.targets import fma
 from ..vector.tiles import add_block, store_block
 from .elementwise import fused_input
-from .linear import PRODUCTS, Place, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
+from .linear import PRODUCTS, Place, between, chunk_of_units, in_blocks, in_streams, of_heights, row_tiles
 
 
 class Part(NamedTuple):
@@ -158,14 +158,17 @@ def _register_gated(name, chunk_of):
 
 
 @outlined
-def add_weighted(rows, n, tiles, entries, out, stride):
-    """Add `tiles` x n vectors of 16 outputs, times the weights of n entries, to the rows of the entries' tokens."""
+def add_weighted(rows, n, tiles, gap, entries, out, stride):
+    """Add `tiles` x n vectors of 16 outputs, times the weights of n entries, to the rows of the entries' tokens.
+
+    In these rows a tile's outputs lie `gap` vectors behind those of the one before.
+    """
     for j in range(n):
         entry = entries + ROUTE_BYTES * j
         to, weight = out + load_i32(entry + ROUTE_TOKEN) * stride, splat_f32(load_f32(entry + ROUTE_WEIGHT))
         for i in range(tiles):
             y = load_f32x16(rows + 64 * (i * n + j))
-            store_f32x16(to + 64 * i, fma(weight, y, load_f32x16(to + 64 * i)))
+            store_f32x16(to + 64 * i * gap, fma(weight, y, load_f32x16(to + 64 * i * gap)))
 
 
 @outlined
@@ -182,16 +185,16 @@ def _added(make_product, group, n):
     product = make_product(group, m, n)
 
     @inline
-    def step(at, tile, t, tiles, following):
+    def step(at, tile, t, tiles, following, gap):
         rec, stride, size = at.rec, parameter(at.rec, LINEAR.x_stride), parameter(at.rec, LINEAR.tile_bytes)
-        base, pair, pairs = at.x + t * stride, min(tiles - 1, 1), min(tiles - 1, 2) & 2
+        base, (pair, pairs) = at.x + t * stride, between(tiles, gap)
         acc = product(at.w + tile * size, (size * pair, size * pairs), parameter(rec, LINEAR.records), base, stride,
                       base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets),
                       following * size)
         if flags(rec) & FLAG_BIAS:
             acc = add_block(m, acc, at.bias + 64 * tile, 0, (64 * pair, 64 * pairs))
         store_block(1, acc, at.scratch, 64)
-        add_weighted(at.scratch, n, tiles, at.entries + ROUTE_BYTES * t, at.out + 64 * tile,
+        add_weighted(at.scratch, n, tiles, gap, at.entries + ROUTE_BYTES * t, at.out + 64 * tile,
                      parameter(rec, LINEAR.out_stride))
 
     return m, step

@@ -90,33 +90,34 @@ class Place(NamedTuple):
     scratch: int
 
 
-def in_blocks(steps, fewer=2):
+def in_blocks(steps):
     """Run steps over units of row tiles for all tokens, in the blocks that activations are interleaved in.
 
     `steps` are (tokens of a block, units that go through together, function that computes one), tokens descending.
-    Where fewer units are left, so many as `fewer` go through together, or one. A function takes (place, unit, t, units,
-    how many units further the weights are that come next); `following` is the unit that comes behind the last one.
+    Where fewer units are left, two go through together, or one. A function takes (place, unit, t, units, how many units
+    further the weights are that come next, how many units lie between two that go through together); `following` is
+    the unit that comes behind the last one.
     """
     (n, together, step), *others = steps
-    go_on = in_blocks(others, fewer) if others else inline(_all_done)
+    go_on = in_blocks(others) if others else inline(_all_done)
 
     @inline
-    def run(at, unit, end, following, t, tokens):
+    def run(at, unit, end, following, t, tokens, gap):
         stop = tokens - (tokens - t) % n
         if t < stop:
             place = unit
             while place < end:
-                units = together if place + together <= end else min(end - place, fewer)
+                units = together if place + together <= end else min(end - place, 2)
                 after = place + units if place + units < end else following
                 for first in range(t, stop, n):
-                    step(at, place, first, units, after - place)
+                    step(at, place, first, units, after - place, gap)
                 place += units
-        go_on(at, unit, end, following, stop, tokens)
+        go_on(at, unit, end, following, stop, tokens, gap)
 
     return run
 
 
-def _all_done(at, unit, end, following, t, tokens):
+def _all_done(at, unit, end, following, t, tokens, gap):
     return
 
 
@@ -131,17 +132,23 @@ def row_tiles(group, n):
     return streams if n <= FEW else m
 
 
+@inline
+def between(units, gap):
+    """Units from the first to the second that go through together, and to the third (`simd.row_tile`); 0: the same."""
+    return gap * min(units - 1, 1), gap * (min(units - 1, 2) & 2)
+
+
 def _rows(make_product, group, n):
     """Row tiles for the n tokens from t on, as many as are computed together: product, bias, residual, store."""
     m = row_tiles(group, n)
     product = make_product(group, m, n)
 
     @inline
-    def step(at, tile, t, tiles, following):
+    def step(at, tile, t, tiles, following, gap):
         rec, heads = at.rec, parameter(at.rec, LINEAR.head_tiles)
         stride, out_stride, size = \
             parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
-        base, bits, pair, pairs = at.x + t * stride, flags(rec), min(tiles - 1, 1), min(tiles - 1, 2) & 2
+        base, bits, (pair, pairs) = at.x + t * stride, flags(rec), between(tiles, gap)
         to, apart = at.out + t * out_stride + 64 * tile, (64 * pair, 64 * pairs)
         if heads:
             base += div_i64(tile, heads) * parameter(rec, LINEAR.head_x)
@@ -164,13 +171,21 @@ def chunk_of_rows(make_product, group):
 
 
 def in_streams(blocks, units):
-    """Run all blocks of tokens over so many units of row tiles, then over the next."""
+    """Run all blocks of tokens over so many units of row tiles, then over the next.
+
+    Units that few tokens take together are those that begin equal parts of the chunk: each stream goes through its part
+    without a jump. Neighbours would make it jump at the end of each row tile, 5 KB in rows of 576 columns.
+    """
 
     @inline
     def run(at, unit, end, following, tokens):
+        gap = max((end - unit) // units, 1) if tokens <= FEW else 1
+        last = unit + gap - 1
         while unit < end:
-            after = min(unit + units, end)
-            blocks(at, unit, after, after if after < end else following, 0, tokens)
+            if unit > last:  # neighbours: what the parts leave over, or many tokens
+                gap = 1
+            after = unit + 1 if unit < last else unit + (units - 1) * gap + 1
+            blocks(at, unit, min(unit + units, end), after if after < end else following, 0, tokens, gap)
             unit = after
 
     return run
@@ -204,44 +219,44 @@ def _register_product(name, chunk_of):
 
 
 @outlined
-def _act(gate, n, kind, limit, out, stride):
-    """n rows of 16 gates, which n rows of ups lie behind: act(gate) * up."""
-    for _row in range(n):
-        store_f32x16(out, gated(load_f32x16(gate), load_f32x16(gate + 64 * n), kind, limit))
-        gate += 64
-        out += stride
+def _act(gate, up, n, kind, limit, out, stride):
+    """n rows of 16: act(gate) * up."""
+    for row in range(n):
+        store_f32x16(out + row * stride, gated(load_f32x16(gate + 64 * row), load_f32x16(up + 64 * row), kind, limit))
 
 
 def _gated(make_product, group, n):
-    """Units of a gate and an up row tile, m row tiles at once (1: first the one, then the other), for n tokens."""
+    """Units of a gate and an up row tile for n tokens: both tiles of one unit, or the gates of m units, then their ups."""
     m = row_tiles(group, n)
+    together, parts = (1, 1) if m == 2 else (m, 2)
     product = make_product(group, m, n)
 
     @inline
-    def step(at, unit, t, units, following):
+    def step(at, unit, t, units, following, gap):
         rec, scratch = at.rec, at.scratch
         stride, out_stride, size = \
             parameter(rec, LINEAR.x_stride), parameter(rec, LINEAR.out_stride), parameter(rec, LINEAR.tile_bytes)
         records, base = parameter(rec, LINEAR.records), at.x + t * stride
         scales, offsets = base + n * parameter(rec, LINEAR.x_scales), base + n * parameter(rec, LINEAR.x_offsets)
-        for part in range(0, 2, m):
-            left = 2 * following - part if part + m > 1 else 1
-            acc = product(at.w + (2 * unit + part) * size, (size, 2 * size * (units - 1)), records, base, stride,
+        pair, pairs = (1, 0) if parts == 1 else between(units, 2 * gap)
+        for part in range(parts):
+            left = 2 * following - part if part + 1 == parts else 1
+            acc = product(at.w + (2 * unit + part) * size, (size * pair, size * pairs), records, base, stride,
                           scales, offsets, left * size)
             if flags(rec) & FLAG_BIAS:
-                acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64, 128 * (units - 1)))
-            store_block(1, acc, scratch + 64 * n * part, 64)
+                acc = add_block(m, acc, at.bias + 128 * unit + 64 * part, 0, (64 * pair, 64 * pairs))
+            store_block(1, acc, scratch + 64 * n * m * part, 64)
         for i in range(units):
-            _act(scratch + 128 * i * n, n, parameter(rec, LINEAR.activation), float_parameter(rec, LINEAR.limit),
-                 at.out + 64 * (unit + i) + t * out_stride, out_stride)
+            gate = scratch + 64 * n * i
+            _act(gate, gate + 64 * n * together, n, parameter(rec, LINEAR.activation),
+                 float_parameter(rec, LINEAR.limit), at.out + 64 * (unit + i * gap) + t * out_stride, out_stride)
 
-    return (m + 1) // 2, step
+    return together, step
 
 
 def chunk_of_units(make_product, group):
     """As `chunk_of_rows`, of units of two row tiles."""
-    blocks = in_blocks(of_heights(lambda n: _gated(make_product, group, n)), fewer=1)
-    return in_streams(blocks, (row_tiles(group, 1) + 1) // 2)
+    return in_streams(in_blocks(of_heights(lambda n: _gated(make_product, group, n))), row_tiles(group, 1))
 
 
 PRODUCTS = {

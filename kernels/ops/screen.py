@@ -213,7 +213,7 @@ def _step(make_product, group, n):
     compute = _alone(make_product, group, n)
 
     @inline
-    def step(at, tile, t, tiles, following):
+    def step(at, tile, t, tiles, following, gap):
         rec, out, estimates, bounds = at.product.rec, at.product.out, at.estimates, at.bounds
         scratch, stride, wanted = at.product.scratch, parameter(rec, SCREEN.out_stride), 0
         for j in range(n):
@@ -251,7 +251,7 @@ def _register_head(name, make_product, group):
         start = claim(ctx) * chunk
         while start < tiles:
             for tile in range(start, min(start + chunk, tiles)):
-                screened_tokens(at, tile, tile + 1, tile, 0, tokens)
+                screened_tokens(at, tile, tile + 1, tile, 0, tokens, 1)
             start = claim(ctx) * chunk
         return 0
 
