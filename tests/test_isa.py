@@ -78,7 +78,7 @@ def test_register_blocks_of_each_rung() -> None:
         assert rung.row_tiles in (1, 2) and rung.streams % rung.row_tiles == 0, rung.name
         assert abi.unpack_token_tiles(abi.pack_token_tiles(heights)) == heights
         assert abi.pack_token_tiles(heights) < 1 << 31
-        assert max(2 * heights[0], 4 * rung.streams) * 64 <= abi.GATED_SCRATCH_BYTES, rung.name
+        assert 2 * max(heights[0], 4 * rung.streams) * 64 <= abi.GATED_SCRATCH_BYTES, rung.name
 
 
 def test_forced_by_the_environment(host, monkeypatch: pytest.MonkeyPatch) -> None:

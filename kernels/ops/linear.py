@@ -226,7 +226,7 @@ def _act(gate, up, n, kind, limit, out, stride):
 
 
 def _gated(make_product, group, n):
-    """Units of a gate and an up row tile for n tokens: both tiles of one unit, or the gates of m units, then their ups."""
+    """Units of a gate and an up row tile for n tokens: both tiles of a unit at once, or m gates and then their ups."""
     m = row_tiles(group, n)
     together, parts = (1, 1) if m == 2 else (m, 2)
     product = make_product(group, m, n)
