@@ -4,13 +4,15 @@
 
 Each version lives in an environment of its own, whose Python is named here. Both have processes that stay open and take
 turns, test by test; a ratio is that of neighbouring turns, and the median of them counts, because on shared machines
-speed moves within seconds. Models have random weights in the shapes of well-known ones.
+speed moves within seconds. Models have random weights in the shapes of well-known ones; --bundles keeps them, so that a
+later run need not write them again (--write-only writes them and measures nothing).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -62,13 +64,16 @@ class Worker:
 
     python: str
     arguments: list[str]
+    isa: str
     process: subprocess.Popen[str] = field(init=False)
     opened: dict[str, Any] = field(init=False)
     last: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         command = [self.python, "-c", WORKER, *self.arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
+        variables = {**os.environ, **({"EDGEINFER_ISA": self.isa} if self.isa else {})}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
+                                        env=variables)
         self.opened = self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -98,25 +103,37 @@ def paired(before: Any, after: Any, turns: int) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def compare_shape(options: argparse.Namespace, shape: str) -> list[str]:
-    """Rows of the report for one shape."""
+def compare_shape(options: argparse.Namespace, shape: str, isa: str, threads: int) -> list[str]:
+    """Rows of the report for one shape, instruction set and number of threads."""
     rows = []
-    with tempfile.TemporaryDirectory() as root:
-        sides = [Worker(python, [f"{root}/{name}", shape, str(options.threads)])
+    with tempfile.TemporaryDirectory() as temporary:
+        root = options.bundles or temporary
+        sides = [Worker(python, [f"{root}/{shape}-{name}", shape, str(threads)], isa)
                  for name, python in (("before", options.before), ("after", options.after))]
+        isa = sides[1].opened["isa"]
         for test in options.test:
             for side in sides:
                 side.seconds(test)  # pays for what happens once
             before, after = (partial(side.seconds, test) for side in sides)
             middle, low, high = paired(before, after, options.turns)
-            rows.append(f"| {shape} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} | {options.turns} |")
+            rows.append(f"| {shape} | {isa} | {threads} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} "
+                        f"| {options.turns} |")
         memory = [(side.opened["planned_bytes"], side.last["peak_rss_bytes"]) for side in sides]
         for side in sides:
             side.process.kill()
             side.process.wait()
     for name, (planned, peak) in zip(("before", "after"), memory, strict=True):
-        rows.append(f"| {shape} | memory {name} | {peak / 1e6:.1f} MB of {planned / 1e6:.1f} MB planned | | |")
+        rows.append(f"| {shape} | {isa} | {threads} | memory {name} | {peak / 1e6:.1f} MB of {planned / 1e6:.1f} MB "
+                    "planned | | |")
     return rows
+
+
+def write_bundles(options: argparse.Namespace) -> None:
+    """Write the models of all shapes that are not there, as each version writes them."""
+    for shape in options.shape:
+        for name, python in (("before", options.before), ("after", options.after)):
+            arguments = [f"{options.bundles}/{shape}-{name}", shape, "0"]
+            subprocess.run([python, "-c", WORKER, *arguments], cwd="/", check=True)
 
 
 def compare_start(options: argparse.Namespace) -> list[str]:
@@ -129,7 +146,7 @@ def compare_start(options: argparse.Namespace) -> list[str]:
     for python in (options.before, options.after):
         first_token(python)
     middle, low, high = paired(lambda: first_token(options.before), lambda: first_token(options.after), options.starts)
-    return [f"| demo | first token of a process | {middle:.3f} | {low:.3f} to {high:.3f} | {options.starts} |"]
+    return [f"| demo | | | first token of a process | {middle:.3f} | {low:.3f} to {high:.3f} | {options.starts} |"]
 
 
 def main() -> None:
@@ -140,16 +157,29 @@ def main() -> None:
     parser.add_argument("--shape", action="append", help="may be repeated; default: smollm2-135m, tinyllama-1.1b")
     parser.add_argument("--test", action="append", help="ppN or tgN; may be repeated; default: pp512, tg64")
     parser.add_argument("--turns", type=int, default=11)
-    parser.add_argument("--starts", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=20, help="process starts to compare; 0 for none")
+    parser.add_argument("--threads", type=int, action="append", help="may be repeated; default: 2")
+    parser.add_argument("--isa", action="append", help="instruction set; may be repeated; default: the machine's best")
+    parser.add_argument("--bundles", type=Path, metavar="DIR", help="where the random models are kept")
+    parser.add_argument("--write-only", action="store_true", help="write the models into --bundles and end")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.shape, options.test = options.shape or ["smollm2-135m", "tinyllama-1.1b"], options.test or ["pp512", "tg64"]
-    machine = f"{platform.processor() or platform.machine()}, {options.threads} threads, Python "
-    lines = [f"{machine}{platform.python_version()}. Ratios are time before / time after of neighbouring turns: "
-             "above 1 is faster now.", "", "| model | test | ratio | quartiles | turns |", "|---|---|---|---|---|"]
-    for rows in (compare_start(options), *(compare_shape(options, shape) for shape in options.shape)):
-        lines += rows
+    options.bundles = options.bundles and options.bundles.resolve()
+    if options.write_only:
+        if not options.bundles:
+            parser.error("--write-only needs --bundles DIR, where the models are to be kept.")
+        write_bundles(options)
+        return
+    lines = [f"{platform.processor() or platform.machine()}, Python {platform.python_version()}. Ratios are time "
+             "before / time after of neighbouring turns: above 1 is faster now.", "",
+             "| model | instruction set | threads | test | ratio | quartiles | turns |", f"|{'---|' * 7}"]
+    cases = [(shape, isa, threads) for shape in options.shape for isa in options.isa or [""]
+             for threads in options.threads or [2]]
+    if options.starts:
+        lines += compare_start(options)
+    for case in cases:
+        lines += (rows := compare_shape(options, *case))
         print("\n".join(rows), flush=True)
     if options.output:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

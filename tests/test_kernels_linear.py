@@ -161,7 +161,7 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
             product.run(isa)
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
     """Blocks of two and four row tiles, in chunks of any size: what they leave has the same bits, alone or in pairs."""

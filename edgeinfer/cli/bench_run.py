@@ -103,10 +103,10 @@ def run_tests(
             choice = choose(bundle, asked, max_kld)
         config = choice.way.config if choice else asked
         bundle.check_contents(threads, partial(progress, "load"))  # once, and no part of load_ms
-    read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
-    with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
-        session, bundle, load_ms = open_runner(path, config, progress, provider)
-        try:
+    session, bundle, load_ms = open_runner(path, config, progress, provider)
+    with closing(session):  # a model that is refused takes no memory to measure the machine with
+        read_bytes = READ_BYTES if available_bytes() >= 4 * READ_BYTES else SMALL_READ_BYTES
+        with MachineProbe(threads, read_bytes, partial(progress, "compile")) as probe:
             cost = approximation(session, config != asked)
             announce(session, choice, cost, max_kld)
             usage = Usage(session)
@@ -125,8 +125,6 @@ def run_tests(
                 "weights_bytes": bundle.weights_bytes, "weights": bundle.quantisation.weights,
                 "group_size": bundle.quantisation.group_size,
             }, measured
-        finally:
-            session.close()
 
 
 def open_runner(path: Path, config: RuntimeConfig, progress: ProgressLine,
