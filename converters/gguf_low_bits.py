@@ -137,10 +137,12 @@ def _iq1_m(b: Bytes) -> Floats:
 
 
 def ternary_codes(b: Bytes, kind: str) -> NDArray[np.int8]:
-    """Codes of Q1_0 (-1 and 1) and of TQ1_0 and TQ2_0 (-1 to 1, or 2), (blocks, elements)."""
+    """Codes of Q1_0 (-1 and 1), and of TQ1_0, TQ2_0 and Q2_0 (-1 to 1, or 2), (blocks, elements)."""
     if kind == "Q1_0":
         bits: Bytes = np.unpackbits(b[:, 2:], axis=1, bitorder="little")
         return (2 * bits).view(np.int8) - np.int8(1)
+    if kind == "Q2_0":
+        return (b[:, 2:, None] >> _EIGHT[:8:2] & 3).reshape(len(b), 64).view(np.int8) - np.int8(1)
     if kind == "TQ2_0":
         pairs = b[:, :64].reshape(len(b), 2, 1, 32) >> _EIGHT[:8:2, None] & 3
         return pairs.reshape(len(b), 256).view(np.int8) - np.int8(1)
@@ -152,7 +154,7 @@ def ternary_codes(b: Bytes, kind: str) -> NDArray[np.int8]:
 
 def ternary_scale(kind: str) -> int:
     """The byte of a block at which its scale is."""
-    return {"Q1_0": 0, "TQ1_0": 52, "TQ2_0": 64}[kind]
+    return {"Q1_0": 0, "Q2_0": 0, "TQ1_0": 52, "TQ2_0": 64}[kind]
 
 
 def _ternary(kind: str) -> Callable[[Bytes], Floats]:
@@ -170,6 +172,6 @@ def _nvfp4(b: Bytes) -> Floats:
 
 LOW_BITS: dict[str, Callable[[Bytes], Floats]] = {
     "IQ1_S": _iq1_s, "IQ1_M": _iq1_m, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ3_XXS": _iq3_xxs,
-    "IQ3_S": _iq3_s, "NVFP4": _nvfp4, **{kind: _ternary(kind) for kind in ("Q1_0", "TQ1_0", "TQ2_0")},
+    "IQ3_S": _iq3_s, "NVFP4": _nvfp4, **{kind: _ternary(kind) for kind in ("Q1_0", "Q2_0", "TQ1_0", "TQ2_0")},
 }
 """By type: blocks as bytes to their values, (blocks, elements)."""

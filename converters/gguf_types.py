@@ -32,6 +32,7 @@ GGUF_TYPES = {
         24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
         29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
         39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+        42: ("Q2_0", 64, 18),
     }.items()
 }
 """By the number that a file's table of tensors has."""
@@ -39,7 +40,7 @@ BY_NAME = {row.name: row for row in GGUF_TYPES.values()}
 
 _Q4, _INT8 = WeightType("q4", 32), WeightType("int8", 32)
 _F32 = WeightType("f32")
-TERNARY = ("TQ1_0", "TQ2_0", "Q1_0")
+TERNARY = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
 """Types of codes from -1 to 2 at most."""
 EXACT = {
     "Q4_0": (_Q4, _INT8, _F32),

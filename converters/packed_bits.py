@@ -1,7 +1,8 @@
-"""Codes of 4 and 8 bits as they are packed into words, and eight-bit floats."""
+"""Codes of 2 to 8 bits as they are packed into words, and floats of 4 and 8 bits."""
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,19 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 def unpacked(words: NDArray[np.uint32], bits: int) -> Bytes:
     """Codes of words (..., n) along the last axis, the lowest bits first: uint8 of shape (..., n x 32 / bits)."""
     raw = np.ascontiguousarray(words).view(np.uint8)
-    return raw if bits == 8 else nibbles(raw)
+    return raw if bits == 8 else nibbles(raw) if bits == 4 else _bit_stream(raw, bits)
+
+
+def _bit_stream(raw: Bytes, bits: int) -> Bytes:
+    """Codes that follow each other without regard to bytes, as MLX writes 3, 5 and 6 bits; of 2 bits four in a byte."""
+    nbytes = lcm(bits, 8) // 8  # in which whole codes lie
+    runs = raw.reshape(*raw.shape[:-1], -1, nbytes)
+    words = np.zeros(runs.shape[:-1], np.uint64)
+    for i in range(nbytes):
+        words |= runs[..., i].astype(np.uint64) << np.uint64(8 * i)
+    shifts = np.arange(0, 8 * nbytes, bits, dtype=np.uint64)
+    codes = (words[..., None] >> shifts & np.uint64((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(*raw.shape[:-1], -1)
 
 
 def nibbles(raw: Bytes) -> Bytes:

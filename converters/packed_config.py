@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any
 
-from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import QUANTISED, ConfigReader
 
 from .json_file import CONFIG_FILE
+from .packed_scheme import Scheme
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Values of quant_method that are understood."""
-READ = "GPTQ, AWQ, compressed-tensors, FP8 by blocks, MXFP4 and MLX"
+READ = "GPTQ, AWQ, AutoRound's of both, compressed-tensors, FP8 by blocks, MXFP4 and MLX"
 REMEDY = f"convert the checkpoint that was not quantised, or one in a packing that is read ({READ}), or a GGUF file"
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 """Of compressed-tensors."""
-MLX_GROUPS = (32, 64, 128)
+MLX_GROUPS, MLX_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+"""Modes of MLX beside affine, with the bits and group that each has."""
 
 # What a config says of how its weights were found, or of other programs that run them.
 _HARMLESS = {
@@ -32,74 +34,16 @@ _HARMLESS = {
     "fp8": """modules_to_not_convert modules_to_convert activation_scheme ignored_layers dequantize quant_method""",
     "mxfp4": """modules_to_not_convert dequantize quant_method""",
 }
+# Of AutoRound beside those of the packing that it writes; like others' activations, its are not taken over.
+_HARMLESS_AUTOROUND = """autoround_version provider amp batch_size enable_minmax_tuning enable_norm_bias_tuning
+enable_quanted_input gradient_accumulate_steps iters lr minmax_lr low_gpu_mem_usage nsamples scale_dtype seqlen
+supported_types quant_block_list to_quant_block_names block_name_to_quantize dataset backend act_bits act_data_type
+act_group_size act_sym act_dynamic static_kv_dtype static_kv_granularity static_attention_dtype
+static_attention_granularity"""
+_AUTOROUND_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 # Of a group of compressed-tensors: activations are quantised here as edgeinfer does.
 _HARMLESS_GROUP = "input_activations output_activations"
 _HARMLESS_WEIGHTS = "observer observer_kwargs dynamic actorder scale_dtype zp_dtype"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the weights of a checkpoint are packed; which of them are is seen from their tensors."""
-
-    method: str
-    """One of `METHODS`, or mlx."""
-    bits: int = 0
-    group_size: int = 0
-    """Columns that share a scale; 0 for a whole row."""
-    symmetric: bool = True
-    """GPTQ: whether all zero points are half of the range."""
-    ordered: bool = False
-    """Whether columns may be in groups in another order than their own; their tensors tell."""
-    stored_minus_one: bool = False
-    """GPTQ: whether zero points are stored less one."""
-    group_sizes: tuple[int, ...] = ()
-    """compressed-tensors: of all groups of modules; which one a module has is seen from its scales."""
-    block: tuple[int, int] = (0, 0)
-    """FP8: rows and columns that share a scale; 0 for one scale."""
-    blocks: tuple[tuple[int, int], ...] = ()
-    """compressed-tensors: of all groups of modules, as `group_sizes`."""
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
-    """compressed-tensors: names of modules, patterns (``re:``) or classes of them, and how these are packed."""
-    modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """MLX: modules with bits and group of their own."""
-    floats: bool = False
-    """compressed-tensors: whether codes are floats of 8 bits."""
-    left_out: tuple[str, ...] = ()
-    """Names of modules that are not quantised, or patterns of them (``re:``); a part of a name is enough."""
-
-    def of_module(self, name: str) -> tuple[int, int]:
-        """Bits and group of a module."""
-        return self.modules.get(name, (self.bits, self.group_size))
-
-    def of_group(self, module: str) -> Scheme:
-        """How the config says that a module is packed: a group that names it goes before one of all of a class.
-
-        For plans from a config alone; tensors tell more than patterns that are not understood.
-        """
-        named = [scheme for targets, scheme in self.groups if any(_fits(target, module) for target in targets)]
-        classes = [scheme for targets, scheme in self.groups if any(target.isidentifier() for target in targets)]
-        return next(iter((*named, *classes)), self)
-
-    def leaves_out(self, module: str) -> bool:
-        """Whether the config says that a module is not quantised."""
-        return any(_fits(pattern, module) for pattern in self.left_out)
-
-
-def _fits(pattern: str, module: str) -> bool:
-    """Whether a module is meant: by a part of its name, or by a pattern of which only ``.*`` is understood.
-
-    Patterns are strangers' programs, of which some never end. One with more in it fits nothing: this is for plans from
-    a config alone, and tensors tell for the rest. In a part of a name a star stands for anything (gpt-oss).
-    """
-    at, regular = 0, pattern.startswith("re:")
-    pieces = pattern[3:].replace("\\.", "\0").strip("^$").split(".*") if regular else pattern.split("*")
-    for piece in pieces:
-        piece = piece.replace("\0", ".")
-        found = module.find(piece, at) if not regular or re.fullmatch(r"[\w.\-]*", piece) else -1
-        if found < 0:
-            return False
-        at = found + len(piece)
-    return True
 
 
 def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | None]:
@@ -124,6 +68,8 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     if key == "quantization":
         return rest, _mlx(section, fields[key])
     method = section.get("quant_method")
+    if section.has("autoround_version") or method == "auto-round":
+        method = _autoround(section, method)
     if method is None:
         raise UnsupportedModelError(f"{section.where} names no quant_method, so its packing is unknown; {REMEDY}.")
     if not isinstance(method, str) or method not in METHODS:
@@ -133,6 +79,23 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     scheme = _READERS[method](section)
     section.refuse_unread()
     return rest, scheme
+
+
+def _autoround(section: ConfigReader, method: Any) -> Any:
+    """The packing that AutoRound has written."""
+    for name in _HARMLESS_AUTOROUND.split():
+        section.get(name)
+    if section.get("data_type", "int") != "int":
+        raise _refused(section, "data_type", section.get("data_type"))
+    own = section.get("extra_config") or {}
+    if not isinstance(own, dict) or any(not isinstance(one, dict) or one.get("bits", 0) < 16 for one in own.values()):
+        raise _refused(section, "extra_config", own)  # modules with bits or groups of their own
+    if method != "auto-round":
+        return method
+    packing = section.get("packing_format")
+    if packing not in _AUTOROUND_PACKINGS:
+        raise _refused(section, "packing_format", packing)
+    return _AUTOROUND_PACKINGS[packing]
 
 
 def _refused(section: ConfigReader, name: str, value: Any) -> UnsupportedModelError:
@@ -182,7 +145,8 @@ def _awq(section: ConfigReader) -> Scheme:
         version = section.get(name, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
             raise _refused(section, name, version)
-    if not section.flag("zero_point", True):
+    section.get("sym")  # of AutoRound, which stores zero points of 8 then
+    if not section.flag("zero_point", True) and not section.has("autoround_version"):
         raise _refused(section, "zero_point", False)
     group = _group(section, "q_group_size") if section.has("q_group_size") else _group(section)
     bits = _bits(section, "w_bit" if section.has("w_bit") else "bits", (4,))
@@ -233,9 +197,9 @@ def _compressed_weights(weights: ConfigReader) -> Scheme:
     kind = weights.get("type", "int")
     if kind not in ("int", "float"):
         raise _refused(weights, "type", kind)
-    bits = _bits(weights, "num_bits", (8,) if kind == "float" else (4, 8))
+    bits = _bits(weights, "num_bits")
     strategy = weights.get("strategy")
-    if strategy not in (None, "group", "channel", "tensor", "block"):
+    if strategy not in (None, "group", "channel", "tensor", "block", "tensor_group"):
         raise _refused(weights, "strategy", strategy)
     size, structure = _group(weights), weights.get("block_structure")
     block = (0, 0) if structure is None else _block(weights, "block_structure")
@@ -270,15 +234,14 @@ def _mxfp4(section: ConfigReader) -> Scheme:
 
 def _mlx(section: ConfigReader, given: Mapping[str, Any]) -> Scheme:
     """Bits and group of all modules; a field that is named as a module has those of one, or says that it has none."""
-    _check_mlx(section)
-    modules: dict[str, tuple[int, int]] = {}
+    bits, size, mode = _mlx_numbers(section)
+    modules: dict[str, tuple[int, int, str]] = {}
     left_out: list[str] = []
     for name, value in given.items():
         module = "." in name or name == "lm_head"
         if isinstance(value, dict) and module:
             own = ConfigReader(value, f"{section.where}, {name}")
-            _check_mlx(own)
-            modules[name] = _bits(own), own.integer("group_size")
+            modules[name] = _mlx_numbers(own)
             own.refuse_unread()
         elif value is False and module:
             left_out.append(name)
@@ -286,16 +249,23 @@ def _mlx(section: ConfigReader, given: Mapping[str, Any]) -> Scheme:
             continue
         section.get(name)
     section.refuse_unread()
-    return Scheme("mlx", _bits(section), section.integer("group_size"), symmetric=False, modules=modules,
-                  left_out=tuple(left_out))
+    return Scheme("mlx", bits, size, symmetric=False, mode=mode, modules=modules, left_out=tuple(left_out))
 
 
-def _check_mlx(section: ConfigReader) -> None:
-    if section.get("mode", "affine") != "affine":
-        raise _refused(section, "mode", section.get("mode"))
-    _bits(section)
-    if section.integer("group_size") not in MLX_GROUPS:
-        raise _refused(section, "group_size", section.get("group_size"))
+def _mlx_numbers(section: ConfigReader) -> tuple[int, int, str]:
+    """Bits, group and mode; null stands for what the mode has by default (4 bits in groups of 64 where it is affine).
+    """
+    mode = section.get("mode") or "affine"
+    if mode != "affine" and (not isinstance(mode, str) or mode not in MLX_MODES):
+        raise _refused(section, "mode", mode)
+    default = MLX_MODES.get(mode, (4, 64))
+    bits, size = (one if section.get(name) is None else section.integer(name)
+                  for name, one in zip(("bits", "group_size"), default, strict=True))
+    if bits not in (MLX_BITS if mode == "affine" else default[:1]):
+        raise _refused(section, "bits", bits)
+    if size not in (MLX_GROUPS if mode == "affine" else default[1:]):
+        raise _refused(section, "group_size", size)
+    return bits, size, mode
 
 
 _READERS: dict[str, Callable[[ConfigReader], Scheme]] = {

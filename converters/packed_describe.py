@@ -16,8 +16,9 @@ from .expert_names import with_experts
 from .folder import checkpoint_file
 from .gguf_describe import FileDescription
 from .packed_checkpoint import Kinds, PackedCheckpoint, refuse_dear, storage_of
-from .packed_config import Scheme, take_scheme
+from .packed_config import take_scheme
 from .packed_kinds import PackedKind
+from .packed_scheme import Scheme
 from .shards import INDEX_FILE, SINGLE_FILE
 
 FLOAT_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
@@ -90,9 +91,13 @@ def expected_kinds(model: ModelConfig, scheme: Scheme, dtype: str) -> dict[str, 
 def _kind(scheme: Scheme, source: Source) -> PackedKind:
     columns, module = source.stored[-1], source.name.removesuffix(".weight")
     scheme = scheme.of_group(module)
-    bits, size = scheme.of_module(module)
+    bits, size, mode = scheme.of_module(module)
+    if mode != "affine":
+        return PackedKind(mode.upper(), "e4m3" if mode == "mxfp8" else "e2m1", size)
     size = size if size < columns else 0
     unsigned = "" if scheme.symmetric else "u"
+    if scheme.floats and bits == 4:
+        return PackedKind("NVFP4" if size == 16 else "MXFP4", "e2m1", size)
     if scheme.method == "fp8" or scheme.floats:
         high, wide = scheme.block
         return PackedKind("FP8", "e4m3", wide or size, high or 1)

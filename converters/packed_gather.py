@@ -6,26 +6,28 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from . import packed_compressed as compressed
 from . import packed_decode as decode
-from .packed_config import Scheme
+from .packed_scheme import Scheme
 from .packed_tensor import PackedTensor, Parts, Recent
 from .safetensors_file import SafetensorsFile
 from .shards import TensorFile
 
 Decode = Callable[[str, Parts, Scheme, Recent], PackedTensor]
 _GPTQ = ("qweight", "qzeros", "scales", "g_idx")
-_COMPRESSED = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-LEFT_OUT = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+_COMPRESSED = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
+LEFT_OUT = (".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale",
+            ".q_scale")
 """Ends of the names of tensors that say how others quantise activations, K and V."""
 ANY: tuple[str, ...] = ()
 _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ...]] = {
     "gptq": ((".qweight", ANY, _GPTQ, decode.gptq),),
     "awq": ((".qweight", ANY, _GPTQ[:3], decode.awq),),
     "compressed-tensors": (
-        (".weight_packed", ANY, ("weight_packed", *_COMPRESSED), decode.compressed_packed),
-        (".weight", ("I8", "F8_E4M3"), ("weight", *_COMPRESSED), decode.compressed),
+        (".weight_packed", ANY, ("weight_packed", *_COMPRESSED), compressed.packed),
+        (".weight", ("I8", "F8_E4M3"), ("weight", *_COMPRESSED), compressed.bytewise),
     ),
-    "fp8": ((".weight", ("F8_E4M3",), ("weight", "weight_scale_inv"), decode.fp8),),
+    "fp8": ((".weight", ("F8_E4M3",), ("weight", "weight_scale_inv"), compressed.fp8),),
     "mxfp4": (("_blocks", ANY, ("blocks", "scales"), decode.mxfp4),),
     "mlx": ((".weight", ("U32",), ("weight", "scales", "biases"), decode.mlx),),
 }

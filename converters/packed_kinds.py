@@ -16,10 +16,19 @@ OWN_ERROR = {
     ("uint4", 32): 6.4e-3, ("uint4", 64): 8.2e-3, ("uint4", 128): 1.0e-2, ("uint4", 0): 1.1e-2,
     ("int8", 32): 3.1e-5, ("int8", 64): 3.6e-5, ("int8", 128): 4.3e-5, ("int8", 0): 4.5e-5,
     ("uint8", 32): 2.2e-5, ("uint8", 64): 2.8e-5, ("uint8", 128): 3.5e-5, ("uint8", 0): 3.8e-5,
-    ("e4m3", 128): 7.0e-4, ("e4m3", 0): 7.0e-4,
+    ("uint2", 32): 1.5e-1, ("uint2", 64): 2.0e-1, ("uint2", 128): 2.5e-1,
+    ("uint3", 32): 2.8e-2, ("uint3", 64): 3.7e-2, ("uint3", 128): 4.6e-2,
+    ("uint5", 32): 1.4e-3, ("uint5", 64): 1.9e-3, ("uint5", 128): 2.3e-3,
+    ("uint6", 32): 3.5e-4, ("uint6", 64): 4.6e-4, ("uint6", 128): 5.6e-4,
+    ("e4m3", 32): 7.0e-4, ("e4m3", 128): 7.0e-4, ("e4m3", 0): 7.0e-4, ("e2m1", 16): 8.9e-3, ("e2m1", 32): 1.3e-2,
 }
 """Squared error of weights / their squared norm by kind of codes and group, rounded to the nearest: on matrices of
 trained small models. What a checkpoint itself has lost cannot be known from it."""
+
+
+_HELD = {"int4": ("q4", "int8"), "int8": ("int8",), "uint2": ("q4m",), "uint3": ("q4m",), "uint4": ("q4m",),
+         "uint5": ("q5m",), "e2m1": ("mxfp4",)}
+"""Types that take codes as they are: those of fewer bits are some of a wider type's."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class PackedKind:
     packing: str
     """Such as GPTQ."""
     codes: str
-    """int4 and int8 (symmetric), uint4 and uint8 (with a zero point or a minimum), e4m3, e2m1."""
+    """int4 and int8 (symmetric), uint2 to uint8 (with a zero point or a minimum), e4m3, e2m1."""
     group_size: int = 0
     """Columns that share a scale; 0 for a whole row."""
     rows: int = 1
@@ -49,7 +58,7 @@ class PackedKind:
     @property
     def held(self) -> tuple[WeightType, ...]:
         """What takes its codes as they are, the smallest first."""
-        wanted = {"int4": ("q4", "int8"), "int8": ("int8",), "uint4": ("q4m",), "e2m1": ("mxfp4",)}.get(self.codes, ())
+        wanted = _HELD.get(self.codes, ())
         if self.ordered != bool(self.order) or self.rows > 1:
             return ()
         return tuple(WeightType(name, group) for name in wanted for group in reversed(TYPES[name].groups)
@@ -59,15 +68,15 @@ class PackedKind:
     def choices(self) -> tuple[WeightType, ...]:
         """What holds its values without quantising them anew, the smallest first; f32 alone where that is dear.
 
-        In f16 a weight of 8 bits is off by 4.9e-4 of itself at most; for 4 bits that would be four times the size.
-        The minimum of zero points is their product with a scale, rounded to fp16.
+        In f16 a weight of 6 or 8 bits, or of NVFP4, is off by 4.9e-4 of itself at most; for others of 4 bits that would
+        be four times the size. The minimum of zero points is their product with a scale, rounded to fp16.
         """
         if self.held:
             return *self.held, F16, F32
-        return (F16, F32) if self.codes in ("int8", "uint8", "e4m3") else (F32,)
+        return (F16, F32) if self.codes in ("int8", "uint6", "uint8", "e4m3", "e2m1") else (F32,)
 
 
 def own_error(name: str) -> float:
     """What rounding to codes of a kind typically loses, by the kind's name; 0 where that is not known."""
-    found = re.search(r" (u?int[48]|e4m3) (?:g|\d+x|by row)(\d*)", name)
+    found = re.search(r" (u?int[2-68]|e4m3|e2m1) (?:g|\d+x|by row)(\d*)", name)
     return OWN_ERROR.get((found[1], int(found[2] or 0)), 0.0) if found else 0.0

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
 
+from .packed_bits import E4M3
 from .packed_kinds import PackedKind
 from .safetensors_file import SafetensorsFile, SourceTensor
 
@@ -170,7 +171,9 @@ class Parts:
         """All elements of a part that has floats, which must be finite."""
         file, name = self._found[part]
         tensor = file.tensors[name]
-        if tensor.dtype == "F8_E8M0":
+        if tensor.dtype == "F8_E4M3":
+            values = E4M3[self.whole(part, "u1")]
+        elif tensor.dtype in ("F8_E8M0", "U8"):  # exponents, in files of programs whose torch has no type for them
             exponents = self.whole(part, "u1")
             values = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
             values[exponents == 255] = np.nan

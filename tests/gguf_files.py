@@ -148,9 +148,7 @@ def add_tensor(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarra
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Blocks of random codes; their fp16 numbers, wherever they are, are made small and finite."""
-    import gguf
-
-    elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    elements, nbytes = BY_NAME[kind].elements, BY_NAME[kind].nbytes
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, nbytes), np.uint8)
     for at in HALVES.get(kind, ()):
@@ -163,8 +161,9 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 
 
 HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
-          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "Q1_0": (0,), "TQ1_0": (52,),
-          "TQ2_0": (64,), **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,))}
+          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "Q1_0": (0,), "Q2_0": (0,),
+          "TQ1_0": (52,), "TQ2_0": (64,),
+          **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,))}
 """Bytes of each block at which there is a number in half precision."""
 
 

@@ -153,10 +153,61 @@ def mlx(rng: np.random.Generator, shape: tuple[int, int], bits: int = 4, group: 
         scales, biases = (np.frombuffer(bfloat16_bytes(v), "<u2").astype(np.uint32) << 16 for v in (scales, biases))
         scales, biases = (v.view(np.float32).reshape(shape[0], -1) for v in (scales, biases))
     codes = rng.integers(0, 1 << bits, shape)
-    raw = words(codes, bits, 1)
+    raw = stream(codes, bits)
     weights = codes.astype(np.float32) * scales[:, group_of] + biases[:, group_of]
-    return {".weight": ("U32", raw.shape, raw.astype("<u4").tobytes()), ".scales": kind(scales),
+    return {".weight": ("U32", raw.shape, raw.tobytes()), ".scales": kind(scales),
             ".biases": kind(biases)}, weights
+
+
+def stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Words of the bits of all codes of a row, one after the other, the lowest first: MLX's packing for any width."""
+    each = codes[..., None] >> np.arange(bits) & 1
+    rows = np.packbits(each.reshape(len(codes), -1).astype(np.uint8), axis=1, bitorder="little")
+    return np.ascontiguousarray(rows).view("<u4")
+
+
+FP4 = np.concatenate([one := np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), -one])
+
+
+def e4m3_scales(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of positive floats of 8 bits, and what they stand for: (8 + fraction) x 2^(exponent - 10)."""
+    exponent, fraction = rng.integers(1, 5, shape), rng.integers(0, 8, shape)
+    return (exponent << 3 | fraction).astype("u1"), (8 + fraction) * 2.0 ** (exponent - 10)
+
+
+def mlx_floats(rng: np.random.Generator, shape: tuple[int, int], mode: str = "mxfp4") -> Packed:
+    """MLX's formats of floats: codes in words, scales of 8 bits in bytes, no biases."""
+    group, bits = (16, 4) if mode == "nvfp4" else (32, 8 if mode == "mxfp8" else 4)
+    groups = (shape[0], shape[1] // group)
+    exponents = rng.integers(115, 122, groups)
+    scales, factors = exponents.astype("u1"), 2.0 ** (exponents - 127)
+    if mode == "nvfp4":
+        scales, factors = e4m3_scales(rng, groups)
+    codes = rng.integers(0, 1 << bits, shape)
+    codes[codes & 127 == 127] = 0  # NaN in 8 bits
+    sign, exponent, fraction = np.where(codes & 128, -1, 1), codes >> 3 & 15, codes & 7
+    eighths = sign * np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction / 512)
+    values = FP4[codes] if bits == 4 else eighths
+    raw = stream(codes, bits)
+    return {".weight": ("U32", raw.shape, raw.tobytes()), ".scales": ("U8", groups, scales.tobytes())}, \
+        (values * np.repeat(factors, group, axis=1)).astype(np.float32)
+
+
+def fp4_packed(rng: np.random.Generator, shape: tuple[int, int], group: int = 16) -> Packed:
+    """compressed-tensors' NVFP4 (scales of E4M3, divided by one of the whole tensor) and MXFP4 (exponents)."""
+    groups = (shape[0], shape[1] // group)
+    codes, exponents = rng.integers(0, 16, shape), rng.integers(115, 122, groups)
+    blocks = (codes[:, 0::2] | codes[:, 1::2] << 4).astype("u1")
+    parts: dict[str, Raw] = {".weight_packed": ("U8", blocks.shape, blocks.tobytes())}
+    if group == 32:
+        factors = 2.0 ** (exponents - 127)
+        parts[".weight_scale"] = "U8", groups, exponents.astype("u1").tobytes()
+    else:
+        stored, factors = e4m3_scales(rng, groups)
+        factors = factors / 8
+        parts |= {".weight_scale": ("F8_E4M3", groups, stored.tobytes()), ".weight_global_scale": f32(np.array([8.0])),
+                  ".input_global_scale": f32(np.array([3.0]))}
+    return parts, (FP4[codes] * np.repeat(factors, group, axis=1)).astype(np.float32)
 
 
 def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Packed:
@@ -171,6 +222,8 @@ def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Packed:
             "_scales": ("U8", exponents.shape, exponents.astype("u1").tobytes())}, weights.astype(np.float32)
 
 
+AUTOROUND = {"autoround_version": "0.15.0", "provider": "auto-round", "data_type": "int", "iters": 50, "lr": 0.02,
+             "nsamples": 8, "seqlen": 64, "batch_size": 4, "low_gpu_mem_usage": True, "supported_types": ["Linear"]}
 FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] = {
     "gptq": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "gptq v2": (gptq, {"v2": True}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True,
@@ -188,6 +241,22 @@ FORMS: dict[str, tuple[Callable[..., Packed], dict[str, Any], dict[str, Any]]] =
                              "weight_block_size": [32, 16], "modules_to_not_convert": ["lm_head"]}),
     "mlx": (mlx, {}, {"group_size": 32, "bits": 4}),
     "mlx 8 bits": (mlx, {"bits": 8}, {"group_size": 32, "bits": 8}),
+    "mlx 2 bits": (mlx, {"bits": 2}, {"group_size": 32, "bits": 2}),
+    "mlx 3 bits": (mlx, {"bits": 3}, {"group_size": 32, "bits": 3}),
+    "mlx 5 bits": (mlx, {"bits": 5}, {"group_size": 32, "bits": 5}),
+    "mlx 6 bits": (mlx, {"bits": 6}, {"group_size": 32, "bits": 6, "mode": "affine"}),
+    "mlx mxfp4": (mlx_floats, {}, {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    "mlx nvfp4": (mlx_floats, {"mode": "nvfp4"}, {"group_size": None, "bits": None, "mode": "nvfp4"}),
+    "mlx mxfp8": (mlx_floats, {"mode": "mxfp8"}, {"group_size": 32, "bits": 8, "mode": "mxfp8"}),
+    "nvfp4-pack-quantized": (fp4_packed, {}, {}),
+    "mxfp4-pack-quantized": (fp4_packed, {"group": 32}, {}),
+    "autoround gptq": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False,
+                                  "lm_head": False, **AUTOROUND}),
+    "autoround gptq 8 bits": (gptq, {"bits": 8}, {
+        "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 8, "group_size": 32,
+        "sym": True, "block_name_to_quantize": "model.layers", "extra_config": {"lm_head": {"bits": 16}}, **AUTOROUND}),
+    "autoround awq": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False, "sym": True,
+                                "version": "gemm", "modules_to_not_convert": ["lm_head"], **AUTOROUND}),
 }
 """By name: the packer, what it is told, and the config; those of compressed-tensors are made below."""
 
@@ -198,7 +267,11 @@ def compressed_config(form: str) -> dict[str, Any]:
     weights = {"pack-quantized": {**four, "symmetric": True},
                "pack-quantized asymmetric": {**four, "symmetric": False},
                "int-quantized": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-               "float-quantized": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}[form]
+               "float-quantized": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+               "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
+                                        "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+               "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
+                                        "group_size": 32, "scale_dtype": "torch.uint8"}}[form]
     activations = {"num_bits": 8, "type": weights["type"], "dynamic": True, "strategy": "token"}
     return {"quant_method": "compressed-tensors", "format": form.split()[0], "quantization_status": "compressed",
             "global_compression_ratio": 1.5, "ignore": ["lm_head"], "kv_cache_scheme": None,

@@ -165,6 +165,14 @@ def test_values_are_those_of_the_package(kind: str) -> None:
         bits = blocks[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
         assert np.array_equal(dequantise(blocks, kind), np.where(bits.reshape(-1, 128), halves, -halves))
         return
+    if kind == "Q2_0":  # nor for this: (q - 1) x d, four codes in a byte, the lowest bits first (ggml-quants.c)
+        halves = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        codes = [[int(byte) >> shift & 3 for byte in block for shift in (0, 2, 4, 6)] for block in blocks[:, 2:]]
+        assert np.array_equal(dequantise(blocks, kind), (np.array(codes, np.float32) - 1) * halves)
+        data = pack_blocks(restated(blocks.reshape(37, -1), kind, "Q4_0"), "Q4_0", EXACT[kind][0], "w")
+        found = layouts.unpack_tile16(data, "q4", 32, (37, 512))
+        assert np.array_equal(found.reshape(-1, 64), dequantise(blocks, kind))
+        return
     wanted = gguf.quants.dequantize(blocks.reshape(37, -1), gguf.GGMLQuantizationType[kind]).reshape(-1)
     found = dequantise(blocks, kind).reshape(-1)
     assert np.array_equal(found.view(np.uint32), np.asarray(wanted, np.float32).view(np.uint32))

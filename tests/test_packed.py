@@ -22,9 +22,12 @@ from tests.command_line import edgeinfer
 from tests.packers import FORMS, Raw, bf16, f16, f32, gptq, i32, make_packed, mlx, mxfp4, write_config, write_raw
 from tests.sessions import logits_of, session
 
-EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m"}
-WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric")
-ROUNDED = ("float-quantized", "fp8", "mlx 8 bits")
+EXACT = {"gptq": "q4", "gptq v2": "q4", "pack-quantized": "q4", "int-quantized": "int8", "mlx": "q4m",
+         "mlx 2 bits": "q4m", "mlx 3 bits": "q4m", "mlx 5 bits": "q5m", "mlx mxfp4": "mxfp4",
+         "mxfp4-pack-quantized": "mxfp4", "autoround gptq": "q4",
+         "mlx nvfp4": "f16", "mlx mxfp8": "f16", "nvfp4-pack-quantized": "f16"}
+WITH_ZEROS = ("gptq asymmetric", "awq", "pack-quantized asymmetric", "autoround awq")
+ROUNDED = ("float-quantized", "fp8", "mlx 8 bits", "mlx 6 bits")
 PROMPT = [5, 17, 80, 3, 42, 61, 12, 9, 200, 31]
 
 
@@ -67,7 +70,7 @@ def test_codes_are_kept(tmp_path: Path, form: str) -> None:
     assert report.rounded == () and report.anew == report.nearly == ""
     types = {tensor.name: tensor.dtype for tensor in report.tensors}
     assert types["layers.0.qkv"] == types["layers.1.down"] == EXACT[form]
-    assert types["embed"] == types["head"] == ("q4m" if form == "mlx" else "f16")
+    assert types["embed"] == types["head"] == (EXACT[form] if form.startswith("mlx") else "f16")
     found = weights_of(tmp_path / "out")
     for name, want in expected(tensors, tmp_path / "out").items():
         assert np.array_equal(found[name], want), name
@@ -356,15 +359,21 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False}, "zero_point is False"),
     ({"quant_method": "awq", "bits": 8, "group_size": 32}, "bits is 8"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}, "format is 'mxfp6-pack-quantized'"),
+    ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fake"}, "packing_format is"),
+    ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp'"),
+    ({"quant_method": "gptq", "bits": 4, "autoround_version": "0.15", "extra_config": {"a": {"bits": 8}}},
+     "extra_config is"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32, "autoround_version": "0.15", "super_bits": 6},
+     "super_bits is 6"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "frozen"},
      "quantization_status is 'frozen'"),
     ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config is"),
     ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "transform_config is"),
     ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is {}"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 2}}}}, "num_bits is 2"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}},
-     "num_bits is 4"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 6, "type": "float"}}}},
+     "num_bits is 6"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "x"}}}},
      "strategy is 'x'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
@@ -385,11 +394,13 @@ def test_packings_that_are_not_read(tmp_path: Path, config: dict[str, Any], said
 
 
 @pytest.mark.parametrize(("config", "said"), [
-    ({"group_size": 64, "bits": 4, "mode": "mxfp4"}, "mode is 'mxfp4'"),
-    ({"group_size": 64, "bits": 3}, "bits is 3"),
+    ({"group_size": 64, "bits": 4, "mode": "mxfp4"}, "group_size is 64"),
+    ({"group_size": 32, "bits": 4, "mode": "mxfp2"}, "mode is 'mxfp2'"),
+    ({"group_size": 16, "bits": 8, "mode": "nvfp4"}, "bits is 8"),
+    ({"group_size": 64, "bits": 7}, "bits is 7"),
     ({"group_size": 16, "bits": 4}, "group_size is 16"),
     ({"group_size": 64, "bits": 4, "rotated": True}, "rotated is True"),
-    ({"group_size": 64, "bits": 4, "a.b": {"group_size": 64, "bits": 2}}, "quantization, a.b: bits is 2"),
+    ({"group_size": 64, "bits": 4, "a.b": {"group_size": 64, "bits": 1}}, "quantization, a.b: bits is 1"),
 ])
 def test_mlx_that_is_not_read(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     make_packed(tmp_path / "hf", "mlx")

@@ -30,7 +30,7 @@ def read(path: Path, config: dict[str, Any], name: str) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_mlx(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
@@ -43,6 +43,45 @@ def test_mlx(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
     exact = mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group, bits=bits)
     # one rounding there (a fused product and sum), two here
     assert np.abs(found - np.array(exact)).max() <= 1e-6 * np.abs(found).max()
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_mlx_floats(tmp_path: Path, mode: str) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+    weights = mx.random.normal((SHAPE[0], 256), key=mx.random.key(1))
+    codes, scales = mx.quantize(weights, mode=mode)
+    mx.save_safetensors(str(tmp_path / "m.safetensors"), {"a.b.weight": codes, "a.b.scales": scales})
+    found = read(tmp_path / "m.safetensors", {"quantization": {"group_size": None, "bits": None, "mode": mode}},
+                 "a.b.weight")
+    assert np.array_equal(found, np.array(mx.dequantize(codes, scales, mode=mode, dtype=mx.float32)))
+
+
+@pytest.mark.parametrize(("form", "scheme"), [("nvfp4-pack-quantized", "NVFP4A16"), ("mxfp4-pack-quantized", "MXFP4"),
+                                              ("mxfp8-quantized", "MXFP8")])
+def test_compressed_tensors_floats(tmp_path: Path, form: str, scheme: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    schemes = pytest.importorskip("compressed_tensors.quantization.quant_scheme",
+                                  reason="compressed-tensors is not installed")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from safetensors.torch import save_file
+
+    preset = schemes.preset_name_to_scheme(scheme, ["Linear"])
+    torch.manual_seed(1)
+    weights = torch.randn(SHAPE)
+    size = preset.weights.group_size
+    most = weights.reshape(SHAPE[0], -1, size).abs().amax(-1)
+    state = {"weight": weights, "weight_scale": torch.exp2(torch.floor(torch.log2(most)) - 2)}
+    if scheme == "NVFP4A16":
+        state |= {"weight_global_scale": torch.tensor([64.0]), "weight_scale": (most / 6 * 64).clamp(max=448)}
+    compressor = compressors.BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state, preset)
+    save_file({f"m.{name}": value.contiguous() for name, value in stored.items()}, tmp_path / "m.safetensors")
+    weights_config = preset.weights.model_dump(mode="json", exclude_none=True)
+    config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+              "config_groups": {"group_0": {"weights": weights_config, "targets": ["Linear"]}}}
+    found = read(tmp_path / "m.safetensors", {"quantization_config": config}, "m.weight")
+    exact = compressor.decompress(stored, preset)["weight"].float().numpy()
+    assert np.abs(found - exact).max() <= 2**-8 * np.abs(exact).max()  # theirs is rounded to bfloat16
 
 
 @pytest.mark.parametrize("form", ["pack-quantized", "pack-quantized asymmetric", "int-quantized", "float-quantized"])
