@@ -183,7 +183,8 @@ class Checkpoint:
 
     def graph(self, type_of: TypeOf) -> Graph:
         """The forward pass, its weights' sources by the checkpoint's names."""
-        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised)
+        return with_experts(build_graph(self.config, type_of), {*self.files, *self.aliases}, self.quantised,
+                            lambda name: tuple(self.tensor(name).shape))
 
     def storage(self, weights: str | None, group_size: int | None, embedding: str | None, head: str | None,
                 ffn_layout: str) -> tuple[TypeOf, Quantisation]:

@@ -14,6 +14,7 @@ from edgeinfer.graph import Graph, Source, Weight
 
 _PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.(weight|bias)")
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.(weight|bias)")
+_SHARED = re.compile(r"(model\.layers\.\d+\.)mlp\.shared_experts\.(gate|up|down)_proj\.weight")
 _ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
             "block_sparse_moe.router", "block_sparse_moe.primary_router", "router.proj")
 _BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
@@ -32,16 +33,18 @@ _IN_TURNS = ("gpt_oss",)
 quantised."""
 
 
-def with_experts(graph: Graph, names: Container[str], packed: Container[str] = ()) -> Graph:
+def with_experts(graph: Graph, names: Container[str], packed: Container[str] = (),
+                 shapes: Callable[[str], tuple[int, ...]] | None = None) -> Graph:
     """Return the graph with the sources of its experts as a checkpoint with these tensors has them.
 
     What it has in no known form keeps its name, and will be said to be missing. Those of `packed` are quantised.
+    `shapes` tells the shape of a stored tensor.
     """
     in_turns = graph.config.model_type in _IN_TURNS
 
     def rename(source: Source) -> Source:
         part = _PART.fullmatch(source.name) if in_turns else None
-        return _turned(source, part, packed) if part else _named(source, names)
+        return _turned(source, part, packed) if part else _named(source, names, shapes)
 
     return replace(graph, weights=tuple(with_stacks(weight, rename) for weight in graph.weights))
 
@@ -54,12 +57,12 @@ def with_stacks(weight: Weight, rename: Callable[[Source], Source]) -> Weight:
     return replace(weight, sources=tuple(sources))
 
 
-def _named(source: Source, names: Container[str]) -> Source:
+def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[int, ...]] | None) -> Source:
     if match := _ROUTER.fullmatch(source.name):
         found = (f"{match[1]}{name}.{match[2]}" for name in _ROUTERS)
         return replace(source, name=next((name for name in found if name in names), source.name))
     if not (match := _PART.fullmatch(source.name)):
-        return source
+        return _shared(source, names)
     layer, part = match[1], match[2]
     for module, parts in _BY_EXPERT:
         name = f"{layer}{module}{parts[part]}.weight"
@@ -72,10 +75,39 @@ def _named(source: Source, names: Container[str]) -> Source:
         if layer + both in names and part != "down":
             n, rows, cols = source.stored
             start = rows if part == "up" else 0
-            return Source(layer + both, (n, 2 * rows, cols), each=True).rows(start, start + rows)
+            whole = Source(layer + both, (n, 2 * rows, cols), each=True)
+            if _inputs_first(layer, both, down, shapes):
+                whole = Source(layer + both, (n, cols, 2 * rows), each=True).transposed()
+            return whole.rows(start, start + rows)
         if layer + down in names and part == "down":
+            n, rows, cols = source.stored
+            if _inputs_first(layer, both, down, shapes):
+                return Source(layer + down, (n, cols, rows), each=True).transposed()
             return replace(source, name=layer + down)
     return source
+
+
+def _shared(source: Source, names: Container[str]) -> Source:
+    """Granite's FFN beside its experts, which has gate rows above up rows."""
+    match = _SHARED.fullmatch(source.name)
+    if not match or f"{match[1]}shared_mlp.input_linear.weight" not in names:
+        return source
+    if match[2] == "down":
+        return replace(source, name=f"{match[1]}shared_mlp.output_linear.weight")
+    rows, cols = source.stored
+    start = rows if match[2] == "up" else 0
+    return Source(f"{match[1]}shared_mlp.input_linear.weight", (2 * rows, cols)).rows(start, start + rows)
+
+
+def _inputs_first(layer: str, both: str, down: str, shapes: Callable[[str], tuple[int, ...]] | None) -> bool:
+    """Whether stacks are (experts, inputs, outputs), as files of Qwen3-VL-MoE are.
+
+    Of a layer's two stacks one at least has other sizes then: the usual ones are (n, 2 size, width), (n, width, size).
+    """
+    if not shapes:
+        return False
+    gates, downs = shapes(layer + both), shapes(layer + down)
+    return len(gates) == len(downs) == 3 and gates[1] == downs[2] and gates[2] == 2 * downs[1]
 
 
 def _turned(source: Source, part: re.Match[str], packed: Container[str]) -> Source:

@@ -121,6 +121,9 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     model = replace(model, attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
                     attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
                     head_bias="output.bias" in tensors)
+    turned = header.fields.get(f"{prefix}rope.dimension_count")
+    if name == "llama" and turned and turned != model.head_dim:  # which a Llama's config.json cannot say
+        model = replace(model, rotary_dim=turned)
     if ROPE_FACTORS not in factors:
         return model
     of_factors = _proportional if name == "gemma4" else _of_factors
@@ -195,7 +198,9 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         config["partial_rotary_factor"] = 1.0
     if SHORT in factors or LONG in factors:
         return _read_longrope(r, prefix, config, factors)
-    for key in (*(() if name in PARTIAL or name == "gpt2" else ("rope.dimension_count",)), "attention.value_length"):
+    in_part = name == "llama" and isinstance(turned, int) and turned % 2 == 0 and 0 < turned < (head_dim or 0)
+    whole = () if in_part or name in (*PARTIAL, "gpt2", "starcoder") else ("rope.dimension_count",)
+    for key in (*whole, "attention.value_length"):
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
@@ -205,6 +210,9 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
     scaling = prefix + "rope.scaling."
     kind, factor = _scaling(r, prefix)
+    beta = r.get(prefix + "attention.temperature_scale") if name == "mistral3" else None
+    if beta and kind != "yarn":
+        raise r.unsupported(prefix + "attention.temperature_scale", beta, f"with {scaling}type {kind} it must be 0")
     if kind == "none":
         r.get(scaling + "original_context_length")
         return
@@ -214,16 +222,27 @@ def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         return
     keys = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     given = {ours: _value(r.number(scaling + key)) for ours, key in keys.items() if r.has(scaling + key)}
+    if name == "mistral3" and r.number(scaling + "yarn_attn_factor", 1.0) != 1:
+        raise r.unsupported(scaling + "yarn_attn_factor", r.get(scaling + "yarn_attn_factor"), "only 1 is supported")
     stretch = r.number(scaling + "yarn_attn_factor", r.number(scaling + "attn_factor", 1.0))
     if r.number(scaling + "yarn_ext_factor", 1.0) != 1.0:
         raise r.unsupported(scaling + "yarn_ext_factor", r.get(scaling + "yarn_ext_factor"), "only 1 is supported")
     log_factor = r.number(scaling + "yarn_log_multiplier", 0.1, above=-1.0) or 0.1
-    config["rope_scaling"] = {
+    section = {
         "rope_type": "yarn", "truncate": name != "gpt-oss", "factor": _value(factor), **given,
         "original_max_position_embeddings": r.integer(scaling + "original_context_length",
                                                       config.get("max_position_embeddings")),
         "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,
     }
+    config["rope_scaling"] = _mistral_rotation(r, prefix, section) if name == "mistral3" else section
+
+
+def _mistral_rotation(r: ConfigReader, prefix: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section with YaRN's mscale_all_dim, which files have as a multiplier beside an mscale of 1."""
+    multiplier = _value(r.number(prefix + "rope.scaling.yarn_log_multiplier", 1.0))
+    beta = _value(r.number(prefix + "attention.temperature_scale", 0.0, above=-1.0))
+    rest = {key: value for key, value in section.items() if key != "attention_factor"}
+    return {**rest, "mscale": 1.0, "mscale_all_dim": multiplier, **({"llama_4_scaling_beta": beta} if beta else {})}
 
 
 def _scaling(r: ConfigReader, prefix: str) -> tuple[str, float]:
@@ -278,16 +297,16 @@ def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader
     if own.kind != "default":
         raise UnsupportedModelError(f"{header.path} has both {ROPE_FACTORS} and {prefix}rope.scaling.type {own.kind}; "
                                     "edgeinfer does not know what the two mean together.")
-    if len(factors) != model.head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
-        raise CheckpointError(f"{ROPE_FACTORS} in {header.path} has {len(factors)} values; {model.head_dim // 2} "
+    if len(factors) != model.rope_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
+        raise CheckpointError(f"{ROPE_FACTORS} in {header.path} has {len(factors)} values; {model.rope_dim // 2} "
                               "positive ones are needed: download it again.")
     if all(f == 1 for f in factors):
         return own
     given = header.fields.get(f"{prefix}rope.scaling.original_context_length")
-    plain = inverse_frequencies(own, model.head_dim)
+    plain = inverse_frequencies(own, model.rope_dim)
     for original in ([given] if isinstance(given, int) and given > 0 else []) + [*_TRAINED_ON]:
         rope = RopeConfig(own.theta, "llama3", _value(float(stretch)), original, 1.0, 4.0)
-        made = plain / inverse_frequencies(rope, model.head_dim)
+        made = plain / inverse_frequencies(rope, model.rope_dim)
         if all(math.isclose(a, b, rel_tol=ROPE_TOLERANCE) for a, b in zip(made.tolist(), factors, strict=True)):
             return rope
     raise UnsupportedModelError(f"{ROPE_FACTORS} in {header.path} holds factors from {min(factors):g} to {stretch:g} "

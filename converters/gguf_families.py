@@ -20,23 +20,31 @@ RUNNABLE = {
     "olmo2": "olmo2", "gpt2": "gpt2", "gptneox": "gpt_neox", "falcon": "falcon", "stablelm": "stablelm", "phi2": "phi",
     "starcoder2": "starcoder2", "command-r": "cohere", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe", "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "smallthinker": "smallthinker",
-    "deepseek2": "deepseek_v2", "gemma4": "gemma4_text",
+    "deepseek2": "deepseek_v2", "gemma4": "gemma4_text", "mistral3": "ministral3", "exaone4": "exaone4",
+    "glm4": "glm4", "cohere2": "cohere2", "qwen3vlmoe": "qwen3_moe", "starcoder": "gpt_bigcode",
 }
 """GGUF's names of architectures and ours. Mistral's and Mixtral's is llama: with a window it becomes mistral, with
-experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3."""
+experts mixtral. deepseek2 is DeepSeek-V3's and GLM-4.7-Flash's too: both run as deepseek_v3. With a window
+olmo2 becomes olmo3, with a shared FFN granitemoe becomes granitemoeshared; mistral3 is Mistral Small 3's too, which
+runs as mistral."""
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh",
                "gemma4": "gelu_pytorch_tanh",
                "gpt2": "gelu_new", "gptneox": "gelu", "falcon": "gelu", "phi2": "gelu_new",
-               "starcoder2": "gelu_pytorch_tanh"}
+               "starcoder2": "gelu_pytorch_tanh", "starcoder": "gelu_pytorch_tanh"}
 """Hidden activations that are not silu."""
-TIED = ("gemma", "gemma2", "gemma3", "gemma4", "command-r")
+TIED = ("gemma", "gemma2", "gemma3", "gemma4", "command-r", "cohere2")
 """Architectures whose head always is the embedding."""
-PARTIAL = ("phi3", "gptneox", "stablelm", "phi2")
+PARTIAL = ("phi3", "gptneox", "stablelm", "phi2", "glm4")
 """Architectures of which a part of each head may turn."""
-WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss", "smallthinker")
+WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss", "smallthinker", "olmo2", "exaone4",
+            "cohere2")
 """Architectures whose files say how wide windows are, and whose kind says which layers have one."""
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
+_LAYERS_OF_EXAONE_32B = 64
+_EVERY = 4
+"""OLMo 3, EXAONE 4, Command-R7B: which layers see all."""
+_WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _MOST_LAYERS = 4096
 _NO_ROPE_EVERY = 4
 """SmolLM3 and SmallThinker: which layers have no rotation."""
@@ -178,10 +186,60 @@ def _smallthinker(name: str, get: Get, config: Mapping[str, Any], tensors: Colle
             "sliding_window_layout": local if window else None}
 
 
+def _olmo(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """OLMo 3's layers with a window turn by the plain rotation."""
+    window, theta = get("attention.sliding_window"), get("rope.freq_base") or 10000.0
+    if not window:
+        return {}
+    own = get("rope.freq_base_swa") or theta
+    return {"model_type": "olmo3", "sliding_window": window, "layer_types": _kinds(get, config, _EVERY),
+            "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": own}}}
+
+
+def _exaone(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Files of the 32B model do not all say its windows; llama.cpp knows them by its 64 layers."""
+    large = _layers(config) == _LAYERS_OF_EXAONE_32B
+    window = get("attention.sliding_window") or (4096 if large else None)
+    if not window:
+        return {"sliding_window": None}
+    return {"sliding_window": window, "layer_types": _kinds(get, config, _EVERY)}
+
+
+def _cohere2(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"logit_scale": get("logit_scale"), "sliding_window": get("attention.sliding_window"),
+            "layer_types": _kinds(get, config, _EVERY)}
+
+
+def _kinds(get: Get, config: Mapping[str, Any], period: int) -> list[str]:
+    """Which layers have a window: a flag for each, or every one but the last of a period."""
+    layers, said = _layers(config), get("attention.sliding_window_pattern")
+    period = said if type(said) is int and said > 0 else period
+    slides = [(i + 1) % period != 0 for i in range(layers)]
+    if said is not None and type(said) is not int:
+        slides = [bool(flag) for flag in _by_layer(said, layers, "attention.sliding_window_pattern")]
+    return [("full_attention", "sliding_attention")[slide] for slide in slides]
+
+
+def _mistral3(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Mistral Small 3 has no factors of queries."""
+    return {"sliding_window": None, "model_type": "ministral3" if get("attention.temperature_scale") else "mistral"}
+
+
+def _granite_moe(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    shared = get("expert_shared_feed_forward_length")
+    more = {"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {}
+    return {**_granite(name, get, config, tensors), **more}
+
+
+def _starcoder(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    return {"multi_query": config.get("num_key_value_heads") == 1}
+
+
 _READERS: dict[str, Callable[[str, Get, Mapping[str, Any], Collection[str]], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "gemma4": _gemma4,
     "phi3": _phi3, "smollm3": _smollm3, "granite": _granite,
-    "granitemoe": _granite,
+    "granitemoe": _granite_moe, "olmo2": _olmo, "exaone4": _exaone, "cohere2": _cohere2, "mistral3": _mistral3,
+    "starcoder": _starcoder,
     "falcon": _falcon, "gptneox": _side, "stablelm": _side, "starcoder2": _starcoder2, "command-r": _cohere,
     "gpt-oss": _gpt_oss, "smallthinker": _smallthinker, NAME: _latent,
 }
@@ -201,5 +259,7 @@ OWN_KEYS = {
     "qwen2vl": ("rope.dimension_sections",), "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),
     "gpt2": ("tensor_data_layout",), "gpt-oss": ("attention.sliding_window",),
     "smallthinker": ("attention.sliding_window",), NAME: KEYS,
+    "olmo2": (*_WINDOWS, "rope.freq_base_swa"), "exaone4": _WINDOWS, "cohere2": (*_WINDOWS, "logit_scale"),
+    "mistral3": ("attention.temperature_scale",), "qwen3vlmoe": ("rope.dimension_sections", "n_deepstack_layers"),
 }
 """Keys that `family_fields` reads, or that say how pictures come in."""

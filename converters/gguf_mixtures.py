@@ -12,11 +12,11 @@ _COUNTS = {"llama": "num_local_experts", "granitemoe": "num_local_experts", "gpt
 """What families call the number of their experts, where not num_experts."""
 _CHOSEN = {"smallthinker": "moe_num_active_primary_experts", "gemma4": "top_k_experts"}
 """What they call the number of those that a token goes through, where not num_experts_per_tok."""
-_OWN_SIZE = ("qwen2moe", "qwen3moe", "gemma4")
+_OWN_SIZE = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "gemma4")
 """Architectures whose config has a size of experts beside that of a plain FFN."""
-_NORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
+_NORMALISED = {"qwen2moe": False, "qwen3moe": True, "qwen3vlmoe": True, "olmoe": False}
 """Whether the weights of a token's experts add up to 1 where a file does not say it; elsewhere they always do."""
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "smallthinker", "gemma4")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "granitemoe", "gpt-oss", "smallthinker", "gemma4")
 """Architectures whose files may have experts; a llama with experts is a Mixtral."""
 SOFTMAX = 1
 _WAYS = {"gpt-oss": {SOFTMAX: "softmax", 3: "softmax of the chosen"},

@@ -43,7 +43,9 @@ SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 _ON_THE_WAY_OUT = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                    "post_feedforward_layernorm": "post_ffw_norm"}
 _INPUTS = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"}
-_OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2")} | {
+_OWN = {name: _LAYER | _ON_THE_WAY_OUT for name in ("gemma2", "gemma3_text", "olmo2", "olmo3",
+                                                                  "exaone4")} | {
+    "glm4": _LAYER | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "gpt_oss": _LAYER | {"post_attention_layernorm": "post_attention_norm"},
     "gemma4_text": _LAYER | _ON_THE_WAY_OUT | _INPUTS | {
         "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
@@ -55,9 +57,9 @@ _NUMBERS = {"self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_outpu
 _FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe")
+INTERLEAVED = ("llama", "mistral", "ministral3", "granite", "smollm3", "mixtral", "granitemoe", "granitemoeshared")
 """Architectures whose q and k rows llama.cpp's converter reorders, for a rotation that turns neighbours."""
-_IN_ROWS = ("gpt2", "gpt_neox", "falcon", "phi", "gpt_oss")
+_IN_ROWS = ("gpt2", "gpt_bigcode", "gpt_neox", "falcon", "phi", "gpt_oss")
 """Architectures whose q, k and v a converter leaves in one tensor, as rows one behind the other."""
 _OR_APART = ("phi", "gpt_oss")
 """Of these, those that also have three."""
@@ -109,7 +111,7 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
         else:
             plain = plain.rows(rows * second, rows * (1 + second))
     if config.model_type in INTERLEAVED and re.search(r"\.attn_[qk]\.", name):
-        plain = plain.rope_halves(config.head_dim)
+        plain = plain.rope_halves(config.head_dim, config.rope_dim)
     return replace(plain, steps=(*plain.steps, *steps))
 
 

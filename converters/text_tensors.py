@@ -13,7 +13,7 @@ PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_
                       r"embed_audio)\..+")
 """Tensors of what makes tokens of pictures, and of sounds."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
-BASES = {"gpt2": "transformer.", "gpt_neo": "transformer.", "falcon": "transformer.", "gpt_neox": "gpt_neox.",
+BASES = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "falcon"), "transformer."), "gpt_neox": "gpt_neox.",
          "opt": "model."}
 """What the names of most tensors begin with; some checkpoints were saved without it."""
 _GUESSING = ("deepseek_v3", "glm4_moe_lite")

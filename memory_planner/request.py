@@ -20,8 +20,12 @@ RESIDENT = (("*", "resident"), ("rows", "resident"))
 
 
 def default_ctx(model: ModelConfig) -> int:
-    """Context of a run that does not say: the model's, at most 4096."""
-    return min(model.max_position_embeddings, DEFAULT_CTX)
+    """Context of a run that does not say: the model's, at most 4096.
+
+    Where a longer context changes the rotation of all positions (dynamic scaling), that of the training.
+    """
+    trained = model.rope.original_max_position_embeddings if model.rope.kind == "dynamic" else DEFAULT_CTX
+    return min(model.max_position_embeddings, DEFAULT_CTX, trained)
 
 
 def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:

@@ -26,7 +26,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 def architecture(config: ModelConfig) -> str:
     """GGUF's name of an architecture."""
-    own = {"mistral": "llama", "mixtral": "llama", "gpt_oss": "gpt-oss"}
+    own = {"mistral": "llama", "mixtral": "llama", "gpt_oss": "gpt-oss", "granitemoeshared": "granitemoe"}
     return own.get(config.model_type, config.model_type.replace("_", ""))
 
 
@@ -43,7 +43,15 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
                 values = permuted(values, config.num_key_value_heads)
         for router in (".block_sparse_moe.router.", ".block_sparse_moe.primary_router.", ".mlp.router."):
             name = name.replace(router, ".mlp.gate.")
-        name = name.replace(".block_sparse_moe.", ".mlp.")
+        name = name.replace(".block_sparse_moe.", ".mlp.").replace("model.language_model.", "model.")
+        if "visual" in name:
+            continue
+        if ".shared_mlp." in name:
+            layer = name.partition("shared_mlp.")[0] + "mlp.shared_experts."
+            parts = np.split(values, 2) if "input_linear" in name else [values]
+            which = ("gate", "up") if "input_linear" in name else ("down",)
+            out |= {gguf_name(f"{layer}{w}_proj.weight"): part for w, part in zip(which, parts, strict=True)}
+            continue
         module, _, part = name.partition(".experts.")
         if part and config.model_type == "gpt_oss":
             out |= in_turns(module, part, values)
@@ -71,18 +79,17 @@ def in_turns(module: str, part: str, values: np.ndarray) -> dict[str, np.ndarray
             for which, rows in parts.items()}
 
 
-def expert_fields(config: ModelConfig) -> dict[str, Any]:
+def expert_fields(config: ModelConfig, name: str) -> dict[str, Any]:
     """Keys of a mixture of experts."""
     if (e := config.experts) is None:
         return {}
-    name = architecture(config)
     own = {} if name == "llama" else {f"{name}.expert_feed_forward_length": e.intermediate_size}
     shared = {f"{name}.expert_shared_feed_forward_length": e.shared_size} if e.shared_size else {}
     return {f"{name}.expert_count": e.total, f"{name}.expert_used_count": e.active, **own, **shared}
 
 
 def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fields: dict[str, Any] | None = None,
-               extra: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+               extra: dict[str, np.ndarray] | None = None, arch: str = "") -> dict[str, np.ndarray]:
     """Write the model of a checkpoint; gives its tensors as the gguf package dequantises them.
 
     Parameters
@@ -96,12 +103,14 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
         Further integer, float or text fields; None leaves a field out.
     extra : dict
         Further tensors, in float32.
+    arch : str
+        GGUF's name of the architecture where the config does not tell it.
     """
     gguf = pytest.importorskip("gguf")
     out = {}
     with Checkpoint.open(source) as checkpoint:
         config = checkpoint.config
-        name = architecture(config)
+        name = arch or architecture(config)
         writer = gguf.GGUFWriter(path, name)
         values: dict[str, Any] = {
             f"{name}.context_length": config.max_position_embeddings, f"{name}.embedding_length": config.hidden_size,
@@ -113,7 +122,7 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
             f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
             **({f"{name}.attention.sliding_window": max(config.windows)}
                if name in ("llama", "gpt-oss", "smallthinker") and config.windows else {}),
-            **expert_fields(config), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+            **expert_fields(config, name), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
             **(fields or {}),
         }
         for key, value in values.items():

@@ -83,6 +83,20 @@ SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
           "image_size": 8, "patch_size": 4}  # fmt: skip
 MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 2000.0}
 
+OLMO3 = {"model_type": "olmo3", **BASE, "pad_token_id": 0, "sliding_window": 7}
+EXAONE4 = {"model_type": "exaone4", **BASE, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}}
+GLM4 = {"model_type": "glm4", **BASE, "head_dim": 12, "pad_token_id": 0}
+COHERE2 = {"model_type": "cohere2", **BASE, "sliding_window": 7, "pad_token_id": 0}
+MINISTRAL3 = {**MISTRAL, "model_type": "ministral3", "head_dim": 14, "rope_parameters": {
+    **YARN, "original_max_position_embeddings": 7, "max_position_embeddings": 64, "rope_theta": 1000.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.8}}
+GRANITE_SHARED = {**LLAMA, "model_type": "granitemoeshared", "num_key_value_heads": 3, "num_local_experts": 4,
+                  "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 52,
+                  "embedding_multiplier": 7.0, "residual_multiplier": 0.3, "attention_multiplier": 0.5,
+                  "logits_scaling": 4.0, "rms_norm_eps": 1e-2, "tie_word_embeddings": True}  # fmt: skip
+BIGCODE = {"model_type": "gpt_bigcode", "vocab_size": 99, "n_embd": 60, "n_layer": 3, "n_head": 5, "n_positions": 64,
+           "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
 CASES: dict[str, dict[str, Any]] = {
     "llama-mha": {**LLAMA, "rope_theta": 10000.0, "rope_scaling": None},
     "llama-gqa2-tied-relu": {**LLAMA, "num_key_value_heads": 3, "tie_word_embeddings": True, "hidden_act": "relu"},
@@ -288,6 +302,44 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
     "qwen3-moe-steps-bias": {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True,
                              "norm_topk_prob": False, "num_experts_per_tok": 1},
+    "qwen3-moe-heads": {**{key: value for key, value in QWEN3_MOE.items() if key != "head_dim"}, "hidden_size": 56},
+    "qwen2-moe-window": {**QWEN2_MOE, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7,
+                         "max_window_layers": 3},
+    "qwen3-vl-moe-wrapped": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {**SIDE["vision_config"], "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+                          "out_hidden_size": 52},
+        "text_config": {**{key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"},
+                        "model_type": "qwen3_vl_moe_text",
+                        "rope_parameters": {**MROPE, "mrope_section": [3, 3, 3], "mrope_interleaved": True}},
+    },
+    "deepseek-v2-dense": {**DEEPSEEK, "num_hidden_layers": 2, "first_k_dense_replace": 2, "rope_theta": 300.0},
+    "llama-dynamic": {**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2, "max_position_embeddings": 20,
+                      "rope_theta": 500.0, "rope_scaling": {"type": "dynamic", "factor": 3.0}},
+    "ministral3": MINISTRAL3,
+    "ministral3-window": {**MINISTRAL3, "sliding_window": 9},
+    "ministral3-wrapped": {
+        "model_type": "mistral3", "tie_word_embeddings": False, "text_config": MINISTRAL3,
+        "vision_config": {"model_type": "pixtral", **SIGLIP}, "image_token_index": 98,
+    },
+    "olmo3": {**OLMO3, "num_hidden_layers": 4, "rms_norm_eps": 1e-3, "rope_parameters": {
+        "full_attention": {**YARN, "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}},
+    "olmo3-bias": {**OLMO3, "attention_bias": True, "rope_theta": 400.0, "rope_scaling": YARN,
+                   "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "exaone4": {**EXAONE4, "num_hidden_layers": 4, "sliding_window": 7, "sliding_window_pattern": 4},
+    "exaone4-whole": {**EXAONE4, "head_dim": 14, "sliding_window": None, "layer_types": 3 * ["full_attention"],
+                      "tie_word_embeddings": True},
+    "glm4": {**GLM4, "rms_norm_eps": 1e-4, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.67}},
+    "glm4-no-bias": {**GLM4, "head_dim": 14, "attention_bias": False, "partial_rotary_factor": 0.6},
+    "cohere2": {**COHERE2, "num_hidden_layers": 4, "rope_theta": 300.0, "logit_scale": 0.25},
+    "cohere2-bias": {**COHERE2, "attention_bias": True, "tie_word_embeddings": False,
+                     "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "granitemoeshared": GRANITE_SHARED,
+    "gpt-bigcode": BIGCODE,
+    "gpt-bigcode-mha": {**BIGCODE, "multi_query": False, "scale_attn_weights": False, "n_inner": 70,
+                        "tie_word_embeddings": False},
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 

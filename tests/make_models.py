@@ -64,18 +64,25 @@ that a tensor's original can be found again.
 | Gemma 2, 3, Granite, GPT-Neo | what scores are multiplied by | a number of the attention (`attention_scale`) |
 | Granite | residual_multiplier r | the stream is 1 / r times as large: `embedding_scale` is embedding_multiplier / r, `rms_norm_eps` is divided by r^2. No matrix is touched, so codes of a GGUF file are kept |
 | Granite, Command-R | logits_scaling, logit_scale | the last norm's weights (`logits_scale`) |
-| Command-R | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
+| Command-R, GLM-4 | rotation of neighbours | rows of q and k are reordered, as a Llama's in GGUF |
 | Gemma 4 | the row of a token times sqrt(width), what is added to it times 1 / sqrt(hidden_size), the sum times 1 / sqrt(2) | the row is as it is stored: the norm of what is added is divided by sqrt(width), and two norms have another eps |
 | GPT-2 | (in_features, out_features) | matrices are transposed |
 | DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
 | DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
-| GPT-2, GPT-NeoX, Falcon, Phi-3 | q, k and v, gate and up in one tensor | read as rows of it |
+| Ministral 3 | queries times a factor of their position | a second rotation of queries alone, whose cosines are the factors and whose sines are 0 |
+| Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed, where the shapes of a layer's stacks say so |
+| Granite MoE with a shared FFN, GPT-BigCode, GPT-2, GPT-NeoX, Falcon, Phi-3, GLM-4 | q, k and v, gate and up in one tensor | read as rows of it |
 """
 LIMITS = """
 ## What is left out
 
 * ALiBi (Falcon-RW, MPT, BLOOM), norms of single heads by layer norm (StableLM 2 12B, Command-R+), OPT-350m (projected
   embeddings, norms behind), Gemma 3n, Gemma 4's mixture (26B-A4B): refused by name.
+* Llama with `partial_rotary_factor` in its config.json: transformers turns whole heads whatever the field says, other programs the part, so
+  the file does not tell which the model was trained with. A GGUF file's `rope.dimension_count` does, and counts.
+* Dynamic scaling of RoPE has other frequencies for every context beyond that of the training. The context of the run chooses: up to
+  `max_position_embeddings`, where `--ctx` begins, the plain rotation holds, and a longer `--ctx` (at most `factor` times as long) has its own
+  for the whole text. transformers chooses anew for every length; for a text as long as the context the two agree.
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
 * Layers with a window keep K and V of what it sees (long-context.md); two windows that differ share the blocks of the larger.

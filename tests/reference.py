@@ -74,6 +74,11 @@ class _State:
         name = source.name
         routers = (name.replace(".mlp.gate.", other) for other in (".block_sparse_moe.router.", ".mlp.router.",
                                                                    ".router.proj."))
+        if ".mlp.shared_experts." in name and name not in self._tensors and "granite" in self.config.model_type:
+            layer, part = name.split("mlp.shared_experts.")
+            if part.startswith("down"):
+                return self._tensors[layer + "shared_mlp.output_linear.weight"]
+            return np.split(self._tensors[layer + "shared_mlp.input_linear.weight"], 2)[part.startswith("up")]
         names = (name, name.replace("model.", "model.language_model.", 1), name.replace("embed_out", "lm_head"),
                  *routers)
         return next(self._tensors[one] for one in names if one in self._tensors)
@@ -82,7 +87,8 @@ class _State:
         """Matrices of all experts for each source, as transformers 5 keeps them: gate and up in one tensor."""
         module = weight.sources[0].name.partition(".{}.")[0]
         if module + ".down_proj" not in self._tensors:
-            others = (module.replace(".mlp.", other) for other in (".block_sparse_moe.", "."))
+            others = (*(module.replace(".mlp.", other) for other in (".block_sparse_moe.", ".")),
+                      module.replace("model.", "model.language_model.", 1))
             module = next(other for other in others if other + ".down_proj" in self._tensors)
         if module + ".down_proj_bias" in self._tensors:
             return self._stacks_in_turns(weight, module)
@@ -264,9 +270,11 @@ def rope_store(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
 
 
 def rotate_queries(state: _State, op: Any, q: np.ndarray) -> np.ndarray:
-    """The same of queries alone."""
-    heads = _normalised(q.reshape(len(q), -1, op.head_dim), op.eps) * state.whole(op.q_norm)
-    return _turned(state, op, heads).reshape(q.shape)
+    """The same of queries alone, or of those that stand beside keys and values."""
+    q, beside = np.split(q, [op.heads * op.head_dim], axis=1)
+    heads = q.reshape(len(q), -1, op.head_dim)
+    heads = _normalised(heads, op.eps) * state.whole(op.q_norm) if op.q_norm else heads
+    return np.concatenate([_turned(state, op, heads).reshape(q.shape), beside], axis=1)
 
 
 def _turned(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
@@ -274,6 +282,9 @@ def _turned(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
     if not op.rotary:
         return x
     rope, n = state.config.local_rope if op.table else state.config.rope, op.rotary
+    if rope.kind == "query_scale":
+        spans = np.floor(np.arange(len(x)) / rope.original_max_position_embeddings)
+        return (x * (1 + rope.factor * np.log(1 + spans))[:, None, None]).astype(state.dtype)
     if rope.kind == "proportional":
         turning, n = op.rotary // 2, rope.span
         still = [0.0] * (n // 2 - turning)
@@ -394,6 +405,10 @@ def frequencies(rope: Any, head_dim: int, context: int = 0) -> np.ndarray:
     plain = [rope.theta ** (-2 * i / head_dim) for i in range(pairs)]
     if rope.kind == "linear":
         plain = [f / rope.factor for f in plain]
+    elif rope.kind == "dynamic" and context > rope.original_max_position_embeddings:
+        stretch = rope.factor * context / rope.original_max_position_embeddings - (rope.factor - 1)
+        theta = rope.theta * stretch ** (head_dim / (head_dim - 2))
+        plain = [theta ** (-2 * i / head_dim) for i in range(pairs)]
     elif rope.kind == "llama3":
         plain = [_llama3(rope, f) for f in plain]
     elif rope.kind == "longrope":

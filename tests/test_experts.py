@@ -20,7 +20,7 @@ from edgeinfer.graph import ExpertsConfig, ModelConfig, build_graph, read_config
 from tests import golden_cases
 from tests.bundles import alter_header, weights_of
 from tests.gguf_files import write_gguf
-from tests.make_golden import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from tests.make_golden import DEEPSEEK, GLM, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from tests.sessions import TINY, scored, session, tokens, write_model
 
 MIXTURE = replace(TINY, model_type="qwen3_moe", experts=ExpertsConfig(9, 3, 40))
@@ -119,11 +119,16 @@ def by_expert(name: str, array: np.ndarray, parts: tuple[str, str, str]) -> dict
     return {name: array}
 
 
-IN_FILES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "granitemoe")
+IN_FILES = ("mixtral", "qwen3-moe", "qwen3-moe-heads", "qwen2-moe", "olmoe", "granitemoe", "granitemoeshared",
+            "qwen3-vl-moe-wrapped")
 """Cases of which GGUF files are made."""
-FIELDS = {"granitemoe": {
+GRANITE = {
     "granitemoe.embedding_scale": 7.0, "granitemoe.residual_scale": 0.3, "granitemoe.attention.scale": 0.5,
-    "granitemoe.logit_scale": 4.0, "granitemoe.attention.layer_norm_rms_epsilon": 1e-2}}
+    "granitemoe.logit_scale": 4.0, "granitemoe.attention.layer_norm_rms_epsilon": 1e-2}
+FIELDS: dict[str, dict[str, Any]] = {
+    "granitemoe": GRANITE, "granitemoeshared": GRANITE,
+    "qwen3-moe-heads": {"qwen3moe.attention.key_length": None, "qwen3moe.attention.value_length": None},
+    "qwen3-vl-moe-wrapped": {"qwen3vlmoe.n_deepstack_layers": 1}}
 FORMS = {
     "mixtral": (("w1", "w3", "w2"), {".mlp.": ".block_sparse_moe."}),
     "qwen3-moe": (("gate_proj", "up_proj", "down_proj"), {}),
@@ -153,11 +158,23 @@ def test_tensors_by_expert_are_those_of_all(name: str, tmp_path: Path) -> None:
     assert sums_of(tmp_path / "one") == sums_of(tmp_path / "two")
 
 
+def test_stacks_with_inputs_first_are_turned(tmp_path: Path) -> None:
+    """As transformers writes Qwen3-VL-MoE: (experts, inputs, outputs)."""
+    case = golden_cases.load("qwen3-vl-moe-wrapped")
+    turned = {name: np.ascontiguousarray(array.swapaxes(1, 2)) if ".experts." in name else array
+              for name, array in case.tensors.items()}
+    assert turned.keys() == case.tensors.keys() and sum(".experts." in name for name in turned) == 4
+    convert(golden_cases.write_checkpoint(case, tmp_path / "plain"), tmp_path / "one", weights="q4")
+    convert(golden_cases.write_checkpoint(case._replace(tensors=turned), tmp_path / "turned"), tmp_path / "two",
+            weights="q4")
+    assert sums_of(tmp_path / "one") == sums_of(tmp_path / "two")
+
+
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_gguf_file_has_the_logits_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     checkpoint = golden_cases.write_checkpoint(case, tmp_path / "checkpoint")
-    write_gguf(tmp_path / "model.gguf", checkpoint, fields=FIELDS.get(name))
+    write_gguf(tmp_path / "model.gguf", checkpoint, fields=FIELDS.get(name), arch="qwen3vlmoe" if "vl" in name else "")
     convert(tmp_path / "model.gguf", tmp_path / "bundle")
     with session(tmp_path / "bundle", kv="f32", threads=2, outputs=16) as opened:
         logits = scored(opened, case.ids)
@@ -236,9 +253,25 @@ def test_either_name_of_the_number_of_experts_counts() -> None:
         assert found and found.total == n
 
 
-def test_windows_of_qwen2_moe_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="use_sliding_window is True"):
-        read_config({**QWEN2_MOE, "use_sliding_window": True})
+def test_windows_of_qwen2_moe() -> None:
+    """Every second layer below `max_window_layers` where nothing lists them, if `use_sliding_window` is on."""
+    fields = {**QWEN2_MOE, "num_hidden_layers": 5, "sliding_window": 7, "max_window_layers": 3}
+    assert read_config(fields).windows == ()
+    assert read_config({**fields, "use_sliding_window": True}).windows == (7, 0, 7, 0, 0)
+    listed = ["full_attention"] * 4 + ["sliding_attention"]
+    assert read_config({**fields, "use_sliding_window": True, "layer_types": listed}).windows == (0, 0, 0, 0, 7)
+    with pytest.raises(CheckpointError, match="layer_types has sliding_attention, but sliding_window is None"):
+        read_config({**fields, "layer_types": listed})
+
+
+@pytest.mark.parametrize("config", [
+    {**QWEN2_MOE, "mlp_only_layers": [0, 1]}, {**QWEN3_MOE, "decoder_sparse_step": 3},
+    {**DEEPSEEK, "first_k_dense_replace": 3}, {**DEEPSEEK, "first_k_dense_replace": 9},
+    {**GLM, "mlp_layer_types": 3 * ["dense"]}], ids=lambda config: config["model_type"])
+def test_a_model_whose_layers_are_all_dense_has_no_experts(config: dict[str, Any]) -> None:
+    graph = build_graph(read_config(config), requested_types("q4"))
+    assert graph.config.experts is None
+    assert not any(weight.kind in ("experts", "router") for weight in graph.weights)
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [

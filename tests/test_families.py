@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
-from edgeinfer.errors import CheckpointError, UnsupportedModelError
+from edgeinfer.errors import CheckpointError, EdgeInferError, UnsupportedModelError
 from edgeinfer.graph import ModelConfig, RopeConfig, build_graph, read_config, requested_types
 from tests import golden_cases
 from tests.checkpoints import make_checkpoint, read_tensors
@@ -119,7 +119,7 @@ def test_names_without_their_beginning_and_buffers(name: str, base: str, tmp_pat
     assert difference(logits_by(case, tmp_path / "bundle"), case.logits) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gemma3-wrapped", "qwen2-vl-wrapped", "mistral3-wrapped"])
+@pytest.mark.parametrize("name", ["gemma3-wrapped", "qwen2-vl-wrapped", "mistral3-wrapped", "ministral3-wrapped"])
 def test_both_ways_to_name_the_text_model(name: str, tmp_path: Path) -> None:
     """transformers puts the language model into the model, or the model into the language model."""
     case, other = golden_cases.load(name), {}
@@ -131,7 +131,7 @@ def test_both_ways_to_name_the_text_model(name: str, tmp_path: Path) -> None:
     report = convert(golden_cases.write_checkpoint(case, tmp_path / "hf"), tmp_path / "bundle", weights="f16")
     assert "tensors of what sees pictures" in report.remarks[0] and "are left out" in report.remarks[0]
     with Bundle.open(tmp_path / "bundle") as bundle:
-        assert bundle.config.model_type in ("gemma3_text", "qwen2", "mistral")
+        assert bundle.config.model_type in ("gemma3_text", "qwen2", "mistral", "ministral3")
     assert difference(logits_by(case, tmp_path / "bundle"), case.logits) < TOLERANCE
 
 
@@ -157,6 +157,27 @@ def test_a_text_model_has_no_pictures(tmp_path: Path) -> None:
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"head_dim": 12}, "head_dim is 12, which .* hidden_size / num_attention_heads, 10"),
+        ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
+        ("cohere2-bias", {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is None"),
+        ("exaone4", {"sliding_window_pattern": "LLX"}, "sliding_window_pattern is 'LLX'"),
+        ("exaone4", {"attention_bias": True}, "attention_bias is True"),
+        ("glm4", {"mlp_bias": True}, "mlp_bias is True"),
+        ("glm4-no-bias", {"partial_rotary_factor": 0.1}, "1 of the 14 dimensions of a head turn"),
+        ("gpt-bigcode", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt-bigcode", {"num_key_value_heads": 5}, "num_key_value_heads is 5, which .* multi_query it is 1"),
+        ("granitemoeshared", {"shared_expert_gate": True}, "shared_expert_gate is True"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}},
+         "rope_parameters lacks 'original_max_position_embeddings'"),
+        ("ministral3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.2,
+                                         "original_max_position_embeddings": 7}}, "disagree; keep the one"),
+        ("ministral3", {"attention_bias": True}, "attention_bias is True"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, "a section for full_attention and"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "rope_type of layers with a window is 'linear'"),
+        ("olmo3", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
         ("gpt-neo-window", {"attention_types": [[["global"], 2]]}, "it must say global or local for 3"),
@@ -208,6 +229,31 @@ def test_longrope_follows_the_context_of_the_run(tmp_path: Path) -> None:
         golden = forward(graph, case.tensors, case.ids[:12])
         with session(tmp_path / "bundle", kv="f32", ctx=ctx, outputs=12) as opened:
             assert difference(scored(opened, case.ids[:12]), golden) < TOLERANCE
+
+
+def test_dynamic_scaling_follows_the_context_of_the_run(tmp_path: Path) -> None:
+    """Up to the context of the training nothing is stretched, and a run that does not say has that context.
+
+    Keys of one context are not those of another, so their caches are not taken.
+    """
+    case = golden_cases.load("llama-dynamic")
+    convert(golden_cases.write_checkpoint(case, tmp_path / "hf"), tmp_path / "bundle", weights="f16")
+    config, ids = read_config(case.config), case.ids[:12]
+    assert config.max_position_embeddings == 60 and config.rope.original_max_position_embeddings == 20
+    plain = build_graph(replace(config, rope=RopeConfig(config.rope.theta)), requested_types("f32"))
+    golden = forward(plain, case.tensors, ids)
+    with session(tmp_path / "bundle", kv="f32", outputs=12) as opened:
+        assert opened.plan.request.ctx == 20
+        assert difference(scored(opened, ids), golden) < TOLERANCE
+        sequence = opened.new_sequence()
+        opened.prefill(sequence, ids)
+        opened.save(sequence, tmp_path / "cache")
+    with session(tmp_path / "bundle", kv="f32", ctx=19) as opened:
+        assert opened.load(tmp_path / "cache").tokens == ids
+    with session(tmp_path / "bundle", kv="f32", ctx=44, outputs=12) as opened:
+        assert difference(scored(opened, ids), golden) > 1e-2
+        with pytest.raises(EdgeInferError, match="The prompt cache .* was saved by another model"):
+            opened.load(tmp_path / "cache")
 
 
 def test_an_early_phi_calls_longrope_su() -> None:

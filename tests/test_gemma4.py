@@ -252,6 +252,10 @@ def test_sizes_of_layers_one_by_one_mean_the_same() -> None:
     listed = {str(i): {"head_dim": 22} for i in (1, 4, 6)}
     fields = {name: value for name, value in FIELDS.items() if name != "global_head_dim"}
     assert read_config({**fields, "per_layer_config": listed}) == read_config(FIELDS)
+    padded = {name.zfill(2): value for name, value in listed.items()}  # as of more than ten layers
+    assert read_config({**fields, "per_layer_config": padded}) == read_config(FIELDS)
+    with pytest.raises(UnsupportedModelError, match="per_layer_config: 1 is "):
+        read_config({**fields, "per_layer_config": {**listed, **padded}})
 
 
 def test_matrices_that_nobody_reads_are_left_out(tmp_path: Path) -> None:

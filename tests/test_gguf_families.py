@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError
-from edgeinfer.graph import ModelConfig, build_graph, read_config, requested_types
+from edgeinfer.graph import ModelConfig, build_graph, inverse_frequencies, read_config, requested_types
 from tests import golden_cases
 from tests.gguf_files import add_tensor, permuted
 from tests.sessions import logits_of, scored, session
@@ -31,6 +32,9 @@ ARCHITECTURES = {
     "starcoder2-no-bias": "starcoder2", "cohere": "command-r", "qwen2-vl-wrapped": "qwen2vl",
     "qwen3-vl-wrapped": "qwen3vl", "gemma4": "gemma4", "gemma4-keys-as-values": "gemma4",
     "gemma4-mixture": "gemma4", "gemma4-mixture-rows": "gemma4", "gemma4-unified-wrapped": "gemma4",
+    "ministral3": "mistral3", "ministral3-wrapped": "mistral3", "mistral3-wrapped": "mistral3", "olmo3": "olmo2",
+    "exaone4": "exaone4", "exaone4-whole": "exaone4", "glm4": "glm4", "glm4-no-bias": "glm4", "cohere2": "cohere2",
+    "gpt-bigcode": "starcoder",
 }  # fmt: skip
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
@@ -46,7 +50,8 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
              "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
              "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
              "vocab_size": c.vocab_size}
-    layer_norm = arch in ("gpt2", "gptneox", "falcon", "stablelm", "phi2", "starcoder2", "command-r")
+    layer_norm = arch in ("gpt2", "gptneox", "falcon", "stablelm", "phi2", "starcoder2", "starcoder",
+                           "command-r", "cohere2")
     own = case.config.get("text_config", case.config)
     residual = own.get("residual_multiplier", 1)
     sizes["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = \
@@ -64,12 +69,24 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
         "granite": {"embedding_scale": 7.0, "residual_scale": 0.3, "attention.scale": 0.5, "logit_scale": 4.0},
         "gptneox": {"use_parallel_residual": c.parallel_residual},
         "stablelm": {"use_parallel_residual": c.parallel_residual},
+        "cohere2": {"logit_scale": 0.25, "rope.scaling.type": "none"},
         "command-r": {"logit_scale": 0.25, "rope.scaling.type": "none"},
         "qwen2vl": {"rope.dimension_sections": [2, 2, 1, 0]},
         "qwen3vl": {"rope.dimension_sections": [3, 3, 3, 0], "n_deepstack_layers": 1},
     }
     if arch == "gemma4":
         sizes |= gemma4(c)
+    if any(c.windows) and arch in ("olmo2", "exaone4"):
+        sizes |= {"attention.sliding_window_pattern": [bool(w) for w in c.windows]}
+    if arch == "olmo2" and c.local_rope:
+        sizes |= {"rope.freq_base_swa": c.local_rope.theta}
+    if c.rope.kind == "yarn":
+        sizes |= {"rope.scaling.type": "yarn", "rope.scaling.factor": c.rope.factor,
+                  "rope.scaling.original_context_length": c.rope.original_max_position_embeddings}
+    if c.rope.kind == "llama3":
+        sizes["rope.scaling.original_context_length"] = c.rope.original_max_position_embeddings
+    if c.query_scale and c.local_rope:
+        sizes |= {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": c.local_rope.factor}
     if c.rope.kind == "longrope":
         sizes |= {"rope.scaling.original_context_length": 16,
                   "rope.scaling.attn_factor": math.sqrt(1 + math.log(64 / 16) / math.log(16))}
@@ -101,7 +118,7 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, out = gguf.get_tensor_name_map(kind, c.num_hidden_layers), {}
     for name, stored in case.tensors.items():
-        if re.search(r"visual|embed_(vision|audio)", name):
+        if re.search(r"visual|embed_(vision|audio)|vision_tower|projector", name):
             continue
         values = stored.astype(np.float32)
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
@@ -110,7 +127,7 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             values = values.T
         if "query_key_value" in name:
             values = in_rows(values, c)
-        if arch in ("granite", "smollm3"):
+        if arch in ("granite", "smollm3", "mistral3"):
             heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
             for part, n in heads.items():
                 values = permuted(values, n) if part in name else values
@@ -124,6 +141,10 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
     if arch == "gemma4":
         turning, pairs = c.rope.dims // 2, c.rope.span // 2
         out["rope_freqs.weight"] = np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)
+    if c.rope.kind == "llama3":
+        plain = replace(c.rope, kind="default")
+        factors = inverse_frequencies(plain, c.head_dim) / inverse_frequencies(c.rope, c.head_dim)
+        out["rope_freqs.weight"] = factors.astype(np.float32)
     if c.rope.kind == "longrope":
         out |= {"rope_factors_long.weight": np.array(c.rope.long_factors, np.float32),
                 "rope_factors_short.weight": np.array(c.rope.short_factors, np.float32)}
@@ -239,7 +260,12 @@ def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
         ("gemma4", "gemma4.attention.shared_kv_layers", "x", "must be a number from 0 to 6"),
         ("gemma4", "gemma4.attention.shared_kv_layers", math.nan, "must be a number from 0 to 6"),
         ("gemma2", "gemma2.attention.key_length", 16, "it must be the width of a head, 16"),
-        ("olmo2", "olmo2.attention.sliding_window", 7, "attention.sliding_window is 7"),
+        ("olmo3", "olmo2.attention.sliding_window_pattern", [True], "for each of 4 layers"),
+        ("ministral3", "mistral3.rope.scaling.type", "none", "temperature_scale is 0.8"),
+        ("ministral3", "mistral3.attention.temperature_length", 64, "temperature_length is 64"),
+        ("ministral3", "mistral3.expert_count", 4, "expert_count is 4"),
+        ("glm4", "glm4.nextn_predict_layers", 1, "nextn_predict_layers is 1"),
+        ("cohere2", "cohere2.rope.dimension_count", 6, "rope.dimension_count is 6"),
         ("gpt2", "gpt2.residual_scale", 2.0, "residual_scale is 2.0"),
         ("falcon-7b", "falcon.rope.dimension_count", 6, "rope.dimension_count is 6"),
         ("cohere", "command-r.attention.scale", 3.0, "attention.scale is 3.0"),

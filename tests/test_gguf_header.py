@@ -270,7 +270,7 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
         (changed(lambda f, t: f.update({"llama.rope.scaling.type": "longrope"})), "scaling.type is 'longrope', which"),
         (changed(lambda f, t: f.update({"llama.attention.clamp_kqv": 8.0})), "llama.attention.clamp_kqv is 8.0, which"),
         (changed(lambda f, t: f.update({"llama.attention.scale": 1.0})), "only 1/sqrt.64. is supported"),
-        (changed(lambda f, t: f.update({"llama.rope.dimension_count": 32})), "it must be the width of a head, 64"),
+        (changed(lambda f, t: f.update({"llama.rope.dimension_count": 31})), "it must be the width of a head, 64"),
         (changed(lambda f, t: f.update({"general.type": "imatrix"})), "is an importance matrix, which a quantiser"),
         (changed(lambda f, t: f.update({"general.architecture": "clip"})), "is the image encoder of a vision model"),
         (changed(lambda f, t: f.update({"general.architecture": "qwen5"})), "'qwen5'; known: .*; the nearest is qwen"),

@@ -18,9 +18,12 @@ from edgeinfer.converters import convert, gguf_structure, open_checkpoint, read_
 from edgeinfer.converters.gguf_file import gguf_parts
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, EdgeInferError, UnsupportedModelError, UsageError
+from edgeinfer.graph import build_graph, read_config, requested_types
+from tests import golden_cases
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, sizes_for, split, write_gguf
+from tests.reference import forward
 from tests.sessions import scored, session
 
 
@@ -69,6 +72,22 @@ def test_scaled_rotations(tmp_path: Path, fields: dict[str, Any], scaling: dict[
     with open_checkpoint(tmp_path / "m.gguf") as ours, open_checkpoint(source) as theirs:
         assert ours.config.rope.attention_factor == pytest.approx(theirs.config.rope.attention_factor)
         assert replace(ours.config.rope, attention_factor=1.0) == replace(theirs.config.rope, attention_factor=1.0)
+
+
+def test_a_part_of_a_head_turns(tmp_path: Path) -> None:
+    """The first 6 of 10 elements of the file, neighbours in pairs, which were 0, 5, 1, 6, 2 and 7 of a head."""
+    case = golden_cases.load("llama-mha")
+    source = golden_cases.write_checkpoint(case, tmp_path / "hf")
+    write_gguf(tmp_path / "m.gguf", source, fields={"llama.rope.dimension_count": 6})
+    convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    halves = (np.arange(0, 60, 10)[:, None] + [0, 1, 2, 5, 6, 7, 3, 8, 4, 9]).ravel()
+    tensors = {name: values[halves] if "q_proj" in name or "k_proj" in name else values
+               for name, values in case.tensors.items()}
+    config = replace(read_config(case.config), rotary_dim=6)
+    golden = forward(build_graph(config, requested_types("f32")), tensors, case.ids)
+    with session(tmp_path / "bundle", kv="f32", outputs=16) as opened:
+        assert np.abs(scored(opened, case.ids) - golden).max() < 1e-5 * np.abs(golden).max()
+    assert np.abs(golden - case.logits).max() > 1e-2 * np.abs(golden).max()
 
 
 def test_a_split_model_is_the_whole(tmp_path: Path) -> None:

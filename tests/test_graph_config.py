@@ -25,9 +25,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
-        "bamboo", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "glm4_moe_lite", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite",
-        "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+        "bamboo", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2",
+        "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo",
+        "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared", "llama", "ministral3", "mistral", "mixtral",
+        "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
         "qwen3", "qwen3_moe", "smallthinker", "smollm3", "sparsellama", "stablelm", "starcoder2"]
 
 
@@ -183,8 +184,10 @@ NOT_SUPPORTED = [
     (LLAMA, {"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}.*convert the checkpoint that"),
     (LLAMA, {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'.*supported: silu, swish, relu"),
     (LLAMA, {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
-    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-     "config.json, rope_scaling: type is 'dynamic'.*supported: default, linear, llama3, yarn"),
+    (LLAMA, {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+     "config.json, rope_scaling: type is 'ntk'.*supported: default, linear, dynamic, llama3, yarn"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "rope_scaling: alpha is 1000.0"),
+    (LLAMA, {"rope_parameters": {"rope_type": "query_scale", "factor": 2.0}}, "rope_type is 'query_scale'"),
     (LLAMA, {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
      "rope_parameters: rope_type is 'proportional'"),
     (LLAMA, {"rope_scaling": {**YARN, "long_factor": [1.0]}}, r"rope_scaling: long_factor is \[1.0\]"),

@@ -25,8 +25,15 @@ class AttentionWords(BuilderBase):
                 for name, source in (("q_norm", q_norm), ("k_norm", k_norm)))
         if c.kv_layer(i) != i:
             return self._op(RotateQueries(out=self._after(qkv), q=qkv, q_norm=q, **self._rotated(i)))
-        return self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
+        rows = self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
                                   keys_as_values=i in c.keys_as_values, **self._rotated(i)))
+        return self._scaled_queries(rows) if c.query_scale else rows
+
+    def _scaled_queries(self, qkv: Tensor) -> Tensor:
+        """Queries times the factor of their position, which is a rotation whose sines are 0; keys stay as they are."""
+        n, i = self.config.head_size(self.layer or 0), self.layer or 0
+        turned = {**self._rotated(i), "rotary": n, "apart": n // 2, "table": 1}
+        return self._op(RotateQueries(out=self._after(qkv), q=qkv, beside=2 * turned["kv_heads"] * n, **turned))
 
     def _rotated(self, i: int) -> dict[str, Any]:
         """Heads of a layer, and how they turn."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import ModelConfig
+from .config import ModelConfig, RopeConfig
 from .reader import ConfigReader
 from .rope import read_partial, read_rope
 
@@ -53,6 +53,8 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
     head_dim = _head_dim(c, hidden_size, heads, defaults)
     ffn = {"default": times * hidden_size} if (times := defaults.get("ffn_times")) else {}
     fields = {**_rotation(c, head_dim, max_positions, defaults), **own}
+    rope: RopeConfig | None = fields.get("rope")
+    longest = int(max_positions * rope.factor) if rope and rope.kind == "dynamic" else max_positions
     return ModelConfig(
         model_type=c.get("model_type"),
         vocab_size=vocab_size,
@@ -64,7 +66,7 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
         head_dim=head_dim,
         hidden_act=ACTIVATIONS[activation],
         rms_norm_eps=c.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), high=1.0),
-        max_position_embeddings=max_positions,
+        max_position_embeddings=longest,
         tie_word_embeddings=c.flag("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
         bos_token_id=next(iter(_special_ids(c, "bos_token_id", defaults, vocab_size)), None),
         eos_token_ids=_special_ids(c, "eos_token_id", defaults, vocab_size),

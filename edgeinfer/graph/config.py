@@ -14,11 +14,12 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies."""
     kind: str = "default"
-    """default, linear, llama3, yarn, longrope or proportional."""
+    """default, linear, dynamic, llama3, yarn, longrope, proportional or query_scale."""
     factor: float = 1.0
-    """Stretch of the context."""
+    """Stretch of the context. query_scale: queries at position p are multiplied by 1 + factor log(1 + floor(p /
+    original_max_position_embeddings)), and nothing turns (Llama 4's temperature of attention)."""
     original_max_position_embeddings: int = 0
-    """Positions the model was trained on (llama3, yarn, longrope)."""
+    """Positions the model was trained on (dynamic, llama3, yarn, longrope, query_scale)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original/low are stretched by `factor`."""
     high_freq_factor: float = 4.0
@@ -46,7 +47,7 @@ class RopeConfig:
     @property
     def uses_training_context(self) -> bool:
         """Whether the frequencies depend on original_max_position_embeddings."""
-        return self.kind in ("llama3", "yarn", "longrope")
+        return self.kind in ("dynamic", "llama3", "yarn", "longrope", "query_scale")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     """Dimensions of a head that RoPE turns, the first ones; None: all, 0: the model knows positions otherwise."""
     local_rope: RopeConfig | None = None
-    """A second rotation, of the layers that `ropes` gives it."""
+    """A second rotation, of the layers that `ropes` gives it; of kind query_scale all layers' queries have it too."""
     ropes: tuple[int, ...] = ()
     """Per layer: 0 no rotation, 1 `rope`, 2 `local_rope`. Empty: `rope` in all layers."""
     attention_scale: float = 0.0
@@ -200,6 +201,11 @@ class ModelConfig:
     def turned(self, rope: RopeConfig) -> int:
         """Dimensions of a head that a rotation turns."""
         return rope.dims or self.rope_dim
+
+    @property
+    def query_scale(self) -> bool:
+        """Whether queries are multiplied by a factor of their position."""
+        return self.local_rope is not None and self.local_rope.kind == "query_scale"
 
     def turns(self, layer: int) -> int:
         """Which rotation a layer has, as in `ropes`."""

@@ -10,7 +10,7 @@ from .builder import GraphBuilder
 from .common import read_decoder
 from .config import ExpertsConfig, LatentConfig, ModelConfig
 from .graph import Graph
-from .mixture import count_experts, mixture
+from .mixture import count_experts, mixture, with_dense_layers
 from .reader import ConfigReader
 from .rope import stretch_factor
 from .types import Tensor
@@ -60,8 +60,12 @@ def _stretched(c: ConfigReader) -> float:
     return 1.0
 
 
-def read_routed(c: ConfigReader, defaults: dict[str, Any], dense: tuple[int, ...], **own: Any) -> ExpertsConfig:
-    """The mixture of DeepSeek and GLM: experts in groups, and shared ones that are one FFN of their sizes together."""
+def read_routed(c: ConfigReader, defaults: dict[str, Any], dense: tuple[int, ...], **own: Any
+                ) -> ExpertsConfig | None:
+    """The mixture of DeepSeek and GLM: experts in groups, and shared ones that are one FFN of their sizes together.
+
+    None where every layer has a plain FFN.
+    """
     total, active = count_experts(c, "n_routed_experts", defaults["n_routed_experts"],
                                   defaults["num_experts_per_tok"])
     size = c.integer("moe_intermediate_size", defaults["moe_intermediate_size"], high=2**20)
@@ -75,8 +79,8 @@ def read_routed(c: ConfigReader, defaults: dict[str, Any], dense: tuple[int, ...
         raise CheckpointError(f"{c.where}: n_group is {groups}, of which {total} experts are no multiple.")
     scale = c.number("routed_scaling_factor", defaults["routed_scaling_factor"])
     own = {"groups": groups, "active_groups": best, **own}
-    return ExpertsConfig(total, active, size, scale=scale, shared_size=size * shared, shared_gate=False,
-                         dense_layers=dense, **own)
+    experts = ExpertsConfig(total, active, size, scale=scale, shared_size=size * shared, shared_gate=False, **own)
+    return with_dense_layers(experts, dense, c.integer("num_hidden_layers", high=2**12))
 
 
 # -- graph -------------------------------------------------------------------------------------------------------------

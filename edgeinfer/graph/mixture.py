@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..errors import CheckpointError
 from ..quant import WeightType
 from .builder import GraphBuilder
@@ -17,8 +19,8 @@ SAME = "num_local_experts"
 
 
 def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int, *, normalise: bool = True,
-                 shared_size: int = 0) -> ExpertsConfig:
-    """The fields that families share.
+                 shared_size: int = 0) -> ExpertsConfig | None:
+    """The fields that families share; None where every layer has a plain FFN.
 
     Parameters
     ----------
@@ -40,8 +42,12 @@ def read_experts(c: ConfigReader, name: str, total: int, active: int, size: int,
         raise CheckpointError(f"{c.where}: mlp_only_layers is {only!r:.60}; it must list layers from 0 to "
                               f"{layers - 1}.")
     dense = tuple(i for i in range(layers) if i in only or (i + 1) % step)
-    return ExpertsConfig(n, used, size, normalise=normalise,
-                         shared_size=shared_size, dense_layers=dense)
+    return with_dense_layers(ExpertsConfig(n, used, size, normalise=normalise, shared_size=shared_size), dense, layers)
+
+
+def with_dense_layers(experts: ExpertsConfig, dense: tuple[int, ...], layers: int) -> ExpertsConfig | None:
+    """Return the experts of a model whose `dense` layers have a plain FFN; None where these are all of its layers."""
+    return None if len(dense) == layers else replace(experts, dense_layers=dense)
 
 
 def count_experts(c: ConfigReader, name: str, total: int, active: int, chosen: str = "num_experts_per_tok"
@@ -64,8 +70,7 @@ def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor |
     """
     e, hf, name = c.experts, f"model.layers.{i}.", f"layers.{i}."
     mlp, norm = hf + "mlp.", hf + "post_attention_layernorm.weight"
-    assert e
-    if i in e.dense_layers:
+    if e is None or i in e.dense_layers:
         h = g.rms_norm(x, name + "ffn_norm", norm, feeds=g.ffn_input(name))
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
     h = g.rms_norm(x, name + "ffn_norm", norm, feeds=WeightType("f32"))

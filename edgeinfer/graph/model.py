@@ -119,11 +119,14 @@ def _check_rope(prefix: str, rope: RopeConfig, rotary_dim: int) -> None:
         ("span", rope.span % 2 == 0 and (rope.span >= max(rotary_dim, 1) if rope.kind == "proportional"
                                          else rope.span == 0),
          f"even, and no less than the {rotary_dim} dimensions that turn; 0 where the kind is not proportional"),
-        ("factor", rope.factor > 0, "above 0"),
+        ("factor", rope.factor >= 1 if rope.kind == "dynamic" else rope.factor > 0,
+         "1 or more" if rope.kind == "dynamic" else "above 0"),
         ("original_max_position_embeddings", trained > 0 or not rope.uses_training_context, "above 0"),
         ("low_freq_factor", 0 < rope.low_freq_factor < rope.high_freq_factor, "above 0 and below high_freq_factor"),
         ("beta_fast", rope.beta_fast > 0, "above 0"),
         ("beta_slow", rope.beta_slow > 0, "above 0"),
+        *([("dims", rotary_dim > 2, "of a head that turns by dynamic scaling more than 2")]
+          if rope.kind == "dynamic" else []),
         *((which, rope.kind != "longrope" or (len(found) == pairs and all(f > 0 for f in found)),
            f"{pairs} numbers above 0")
           for which, found in (("short_factors", rope.short_factors), ("long_factors", rope.long_factors))),

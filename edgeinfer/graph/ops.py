@@ -270,7 +270,7 @@ class RopeStore(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class RotateQueries(RowOp):
-    """What `RopeStore` does to queries, in a layer that has nothing else: it reads the K and V of another layer."""
+    """Do to queries what `RopeStore` does: in layers that read the K and V of another one, or to scale them as well."""
 
     KERNELS = ("rope_store_{kv}",)
     OVER = "q"
@@ -283,10 +283,12 @@ class RotateQueries(RowOp):
     rotary: int
     apart: int = 0
     table: int = 0
+    beside: int = 0
+    """Columns behind the queries, which stay as they are."""
 
     def faults(self, types: Types) -> Iterator[str]:
-        """Queries alone."""
-        yield from other_width("the query heads have", self.heads * self.head_dim, self.q)
+        """Queries, and what is beside them."""
+        yield from other_width("the query heads have", self.heads * self.head_dim + self.beside, self.q)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
-READ_HERE = KINDS[:-1]
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "query_scale")
+READ_HERE = KINDS[:-2]
 """Kinds that the plain section of a config may ask for."""
 SPELLINGS = {"su": "longrope"}
 """Older names of kinds."""
@@ -75,6 +75,8 @@ def read_section(r: ConfigReader, theta: float, outer_original: int | None, max_
     rope = RopeConfig(theta)
     if kind == "linear":
         rope = RopeConfig(theta, kind, r.number("factor"))
+    elif kind == "dynamic":  # of the context that the config says, as transformers has it
+        rope = RopeConfig(theta, kind, r.number("factor"), max_positions)
     elif kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
         if low >= high:
@@ -131,8 +133,9 @@ def rope_tables(
     Returns
     -------
     cos, sin : float32 arrays of shape (n_positions, rotary_dim // 2)
-        Times the attention factor of YaRN and LongRoPE. LongRoPE has other frequencies where n_positions, the
-        context of the run, is beyond that of the training.
+        Times the attention factor of YaRN and LongRoPE. LongRoPE and dynamic scaling have other frequencies where
+        n_positions, the context of the run, is beyond that of the training. Of query_scale, cosines are the factors of
+        queries and sines are 0.
     """
     import numpy as np
 
@@ -149,6 +152,10 @@ def fill_rope_tables(rope: RopeConfig, rotary_dim: int, cos: NDArray[np.float32]
     frequencies = inverse_frequencies(rope, rotary_dim, len(cos))
     for start in range(0, len(cos), ROWS_AT_ONCE):
         rows = slice(start, min(start + ROWS_AT_ONCE, len(cos)))
+        if rope.kind == "query_scale":
+            spans = np.arange(rows.start, rows.stop)[:, None] // rope.original_max_position_embeddings
+            cos[rows], sin[rows] = 1 + rope.factor * np.log1p(spans), 0.0
+            continue
         angles = np.arange(rows.start, rows.stop, dtype=np.float64)[:, None] * frequencies
         cos[rows] = np.cos(angles) * rope.attention_factor
         sin[rows] = np.sin(angles) * rope.attention_factor
@@ -161,6 +168,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, n_positions: int = 0)
     plain = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / (rope.span or rotary_dim))
     if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
+    if rope.kind == "dynamic":
+        return _dynamic(rope, rotary_dim, n_positions) if n_positions > rope.original_max_position_embeddings else plain
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
@@ -169,6 +178,15 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, n_positions: int = 0)
         far = n_positions > rope.original_max_position_embeddings
         return plain / np.array(rope.long_factors if far else rope.short_factors)
     return plain
+
+
+def _dynamic(rope: RopeConfig, rotary_dim: int, n_positions: int) -> NDArray[np.float64]:
+    """NTK-aware scaling: a base that grows with the context, so that the slowest pair is stretched as a whole."""
+    import numpy as np
+
+    stretch = rope.factor * n_positions / rope.original_max_position_embeddings - (rope.factor - 1)
+    theta = rope.theta * stretch ** (rotary_dim / (rotary_dim - 2))
+    return theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
 
 
 def _llama3(rope: RopeConfig, plain: NDArray[np.float64]) -> NDArray[np.float64]:

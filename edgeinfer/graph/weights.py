@@ -57,11 +57,14 @@ class RopeHalves(Step):
     """Reorder the rows of each head from pairs (0, 1), (2, 3), ... to halves: the even ones, then the odd ones."""
 
     head_dim: int
+    turned: int = 0
+    """Rows of a head that are reordered, the first ones; 0 = all."""
 
     def origin(self, rows: Any, columns: Any) -> tuple[Any, Any]:
-        """Row i of a first half was row 2 i of its head, of a second half 2 i + 1."""
-        half, i = self.head_dim // 2, rows % self.head_dim
-        return rows - i + i % half * 2 + i // half, columns
+        """Row i of a first half was row 2 i of its head, of a second half 2 i + 1; rows behind both stay."""
+        turned, i = self.turned or self.head_dim, rows % self.head_dim
+        half = turned // 2
+        return rows + (i < turned) * (i % half * 2 + i // half - i), columns
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,15 @@ class Source:
         self._check(len(self.part) == 2, "is no matrix")
         return self._then(Transposed())
 
-    def rope_halves(self, head_dim: int) -> Source:
-        """Reorder the rows of each head from interleaved RoPE (pairs of neighbours turn) to ours (halves turn)."""
+    def rope_halves(self, head_dim: int, turned: int = 0) -> Source:
+        """Reorder the rows of each head from interleaved RoPE (pairs of neighbours turn) to ours (halves turn).
+
+        Where not all of a head turns, the first `turned` rows are reordered.
+        """
         fits = head_dim > 0 and head_dim % 2 == 0 and self.part[0] % head_dim == 0
         self._check(fits, f"has no heads of {head_dim} rows in pairs")
-        return self._then(RopeHalves(head_dim))
+        self._check(0 <= turned <= head_dim and turned % 2 == 0, f"has heads of {head_dim} rows, not {turned} in pairs")
+        return self._then(RopeHalves(head_dim, 0 if turned == head_dim else turned))
 
     def scaled(self, by: float | Source, axis: str = "rows") -> Source:
         """Multiply by a number, or each of the rows or columns by its element of a vector."""

@@ -7,11 +7,17 @@ from typing import Any
 
 from .reader import ConfigReader
 
-WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mistral3": "mistral",
-            "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
+            "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
+            "gemma4_unified": "gemma4_unified_text"}
 """model_type of the whole, and of the text model."""
-ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
+           "qwen3_vl_moe_text": "qwen3_moe"}
 """How the inner config may call the text model."""
+_MEANT: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
+"""What holds for the text model inside, whatever its config says."""
+_UNSAID: dict[str, dict[str, Any]] = {name: {"rope_theta": 500000.0} for name in ("qwen3_vl", "qwen3_vl_moe")}
+"""What holds for the text model inside where its config is silent, and not for such a model alone."""
 PICTURES = frozenset(
     """vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index boi_token_index eoi_token_index mm_tokens_per_image multimodal_projector_bias
@@ -40,7 +46,9 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     own = str(text.get("model_type") or inside)
     text = {**text, **_without_mrope({**outer, **text})}
     kept = {name: outer[name] for name in _OUTER if outer.get(name) is not None}
-    return {**outer, **text, **kept, "model_type": ALIASES.get(own, own)}
+    unsaid = _UNSAID.get(str(config["model_type"]), {})
+    meant = _MEANT.get(str(config["model_type"]), {})
+    return {**unsaid, **outer, **text, **kept, **meant, "model_type": ALIASES.get(own, own)}
 
 
 def _without_mrope(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,6 +252,13 @@ class Session(Walker):
                 self.kv.trim(segment.sequence)
         return logits
 
+    def _stretched(self) -> tuple[int, ...]:
+        """The context of the run as far as rotations depend on it."""
+        rope, ctx = self.graph.config.rope, self.plan.request.ctx
+        if rope.kind not in ("dynamic", "longrope") or ctx <= rope.original_max_position_embeddings:
+            return ()
+        return (ctx if rope.kind == "dynamic" else rope.original_max_position_embeddings,)
+
     def _identity(self, decoded: bool) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.
 
@@ -259,7 +266,7 @@ class Session(Walker):
         """
         steps = tuple(step for step in self.recipe.steps if step.name != "head"
                       and (step.name not in ("sparse", "attention") or (decoded and approximates(step))))
-        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic)
+        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic, *self._stretched())
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 

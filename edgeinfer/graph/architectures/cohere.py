@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
@@ -11,16 +13,17 @@ from ..reader import ConfigReader
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True, "rope_theta": 500000.0}
+            "tie_word_embeddings": True}
 
 
-def read(c: ConfigReader) -> ModelConfig:
+def read(c: ConfigReader, theta: float = 500000.0, **own: Any) -> ModelConfig:
     """Logits times `logit_scale`; heads that are normed one by one are refused."""
     c.called(rms_norm_eps="layer_norm_eps")
     bias = c.flag("attention_bias")
     c.get("model_max_length")  # how long its makers let a text become
-    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, parallel_residual=True,
-                        logits_scale=1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625))
+    scale = 1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625)
+    return read_decoder(c, {**DEFAULTS, "rope_theta": theta}, attention_bias=bias, attention_output_bias=bias,
+                        parallel_residual=True, logits_scale=scale, **own)
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:

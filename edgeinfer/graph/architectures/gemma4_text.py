@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -96,9 +97,10 @@ def _heads(c: ConfigReader, kinds: list[str]) -> tuple[tuple[int, ...], tuple[in
     few = few if c.flag("attention_k_eq_v") else None
     own: dict[str, Any] = {"head_dim": wide, **({"num_key_value_heads": few} if few else {})}
     listed = c.section("per_layer_config")
+    names = {int(name): name for name in (listed.items() if listed else ()) if re.fullmatch("[0-9]{1,5}", name)}
     found = []
     for i, kind in enumerate(kinds):
-        section = listed.section(str(i)) if listed else None
+        section = listed.section(names.get(i, str(i))) if listed else None  # transformers pads: 05 of 11 layers
         if section:
             found.append({name: section.integer(name, value, high=2**12) for name, value in plain.items()})
             section.refuse_unread()

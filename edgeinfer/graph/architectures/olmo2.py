@@ -27,16 +27,18 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
 
 
-def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
-    """One block: x + norm(attention(x)), then the same with the FFN."""
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, head_norms: bool = False) -> Tensor:
+    """One block: x + norm(attention(x)), then the same with the FFN; norms of q and k are wide, or of each head."""
     g.layer, hf, name = i, f"model.layers.{i}.", f"layers.{i}."
     attn, mlp = hf + "self_attn.", hf + "mlp."
     qkv, out = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj")), (attn + "o_proj",)
     widths = (c.query_width, c.kv_width, c.kv_width)
     h = g.linear(x, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
-    h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
-    h = g.norm_part(h, name + "k_norm", attn + "k_norm.weight", c.query_width, c.kv_width)
-    h = g.attention(g.rope_store(h))
+    norms = (attn + "q_norm.weight", attn + "k_norm.weight")
+    if not head_norms:
+        h = g.norm_part(h, name + "q_norm", norms[0], 0, c.query_width)
+        h = g.norm_part(h, name + "k_norm", norms[1], c.query_width, c.kv_width)
+    h = g.attention(g.rope_store(h, *(norms if head_norms else ())))
     h = g.linear(h, name + "o", weights(out), (c.hidden_size,), biases(out) if c.attention_output_bias else ())
     x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
     h = g.ffn(x, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))

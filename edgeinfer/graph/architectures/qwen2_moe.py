@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common import read_decoder
+from ..common import read_decoder, read_sliding
 from ..config import ModelConfig
 from ..mixture import read_experts
 from ..reader import ConfigReader
@@ -14,12 +14,11 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 16}
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """`qkv_bias` puts a bias on queries, keys and values."""
-    if c.flag("use_sliding_window"):
-        raise c.unsupported("use_sliding_window", True, "published models of the family have no window")
-    for name in ("sliding_window", "max_window_layers", "layer_types"):
-        c.get(name)  # which mean nothing without
+    """`qkv_bias` puts a bias on queries, keys and values; every second layer below `max_window_layers` has a window."""
+    use, below = c.flag("use_sliding_window"), c.integer("max_window_layers", 28, low=0)
+    window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096, low=0)
+    windows = read_sliding(c, window if use else None, lambda i: use and bool(window) and i % 2 == 0 and i < below)
     experts = read_experts(c, "num_experts", 60, 4, c.integer("moe_intermediate_size", 1408, high=2**20),
                            normalise=c.flag("norm_topk_prob"),
                            shared_size=c.integer("shared_expert_intermediate_size", 5632, high=2**20))
-    return read_decoder(c, DEFAULTS, attention_bias=c.flag("qkv_bias", True), experts=experts)
+    return read_decoder(c, DEFAULTS, attention_bias=c.flag("qkv_bias", True), windows=windows, experts=experts)

@@ -10,7 +10,7 @@ from ..mixture import mixture, read_experts
 from ..reader import ConfigReader
 from .llama import attend
 
-DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 128}
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
 
 def read(c: ConfigReader) -> ModelConfig:

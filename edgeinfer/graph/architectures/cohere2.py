@@ -1,0 +1,31 @@
+"""Command-R7B, Command A and Aya (Cohere): Command-R with windows; layers that see all have no rotation."""
+
+from __future__ import annotations
+
+from ..common import read_sliding
+from ..config import ModelConfig
+from ..reader import ConfigReader
+from . import cohere
+from .cohere import forward
+
+__all__ = ["forward", "read"]
+
+EVERY = 4
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Every `sliding_window_pattern`th layer sees all."""
+    window = None if c.is_null("sliding_window") else c.integer("sliding_window", 4096)
+    period = c.integer("sliding_window_pattern", c.integer("layer_switch", EVERY))
+    layers, heads = c.integer("num_hidden_layers", high=2**12), c.integer("num_attention_heads", high=2**12)
+    width = c.integer("hidden_size", high=2**17) // heads
+    if c.integer("head_dim", width) != width:
+        raise c.unsupported("head_dim", c.get("head_dim"), f"it is hidden_size / num_attention_heads, {width}")
+    for name, value in (("order_of_interleaved_layers", "local_attn_first"), ("position_embedding_type", "rope_gptj")):
+        c.choice(name, c.get(name, value), (value,))
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"):
+        if not c.flag(name, True):
+            raise c.unsupported(name, False, "only true is supported")
+    c.get("cache_implementation")  # how a cache is kept, not what is in it
+    windows = read_sliding(c, window, lambda i: (i + 1) % period != 0)
+    return cohere.read(c, 10000.0, windows=windows, ropes=tuple(int(bool(w)) for w in windows or (0,) * layers))

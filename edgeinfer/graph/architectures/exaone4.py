@@ -1,0 +1,39 @@
+"""EXAONE 4 (arXiv 2507.11407): norms on the way out as OLMo 2's, normed heads, layers that see all without rotation."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder, read_sliding
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from .olmo2 import layer
+
+DEFAULTS = {"max_position_embeddings": 2048, "num_key_value_heads": 32, "bos_token_id": 0, "eos_token_id": 2,
+            "rms_norm_eps": 1e-5, "vocab_size": 102400, "num_attention_heads": 32}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Without `sliding_window` all layers see all and turn; with one those turn that have it.
+
+    `sliding_window_pattern` is the length of a period, whose last layer sees all, or its letters, such as LLLG.
+    """
+    layers = c.integer("num_hidden_layers", high=2**12)
+    window = c.integer("sliding_window", None if c.is_null("sliding_window") else 4096)
+    pattern = c.get("sliding_window_pattern", 4)
+    if not isinstance(pattern, str):
+        period = c.integer("sliding_window_pattern", 4, low=0) if window else 0
+        pattern = "L" * (period - 1) + "G" if period else "G"
+    if set(pattern) - set("LG") or not pattern:
+        raise c.unsupported("sliding_window_pattern", pattern, "it must be a number or consist of L and G")
+    windows = read_sliding(c, window, lambda i: window is not None and pattern[i % len(pattern)] == "L")
+    ropes = tuple(int(bool(w)) for w in windows or (0,) * layers) if window else ()
+    return read_decoder(c, DEFAULTS, windows=windows, ropes=ropes)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, head_norms=True)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))

@@ -1,0 +1,52 @@
+"""GLM-4-0414 (Z.ai): norms before and behind attention and FFN; half of each head turns, neighbours in pairs."""
+
+from __future__ import annotations
+
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..types import Tensor
+from ..weights import Source
+
+VOCABULARY = 151552
+DEFAULTS = {"vocab_size": VOCABULARY, "num_attention_heads": 32, "max_position_embeddings": 131072,
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 0.00000015625,
+            "partial": (("partial_rotary_factor",), 0.5)}
+ENDS = [151329, 151336, 151338]
+"""Tokens that end a text where a config says none."""
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """`attention_bias` puts a bias on queries, keys and values."""
+    if not c.has("eos_token_id") and c.integer("vocab_size", VOCABULARY, high=2**22) > max(ENDS):
+        c = c.instead(eos_token_id=ENDS)
+    return read_decoder(c, DEFAULTS, attention_bias=c.flag("attention_bias", True))
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
+    """x + norm(attention(norm(x))), then the same with the FFN; gate and up are rows of one tensor."""
+    g.layer, hf, name, d, n = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size, c.intermediate_size
+    attn, both = hf + "self_attn.", Source(hf + "mlp.gate_up_proj.weight", (2 * n, d))
+    widths = (c.query_width, c.kv_width, c.kv_width)
+
+    def of(kind: str, *columns: int) -> tuple[Source, ...]:
+        q, k, v = (Source(f"{attn}{p}_proj.{kind}", (w, *columns)) for p, w in zip("qkv", widths, strict=True))
+        return q.rope_halves(c.head_dim, c.rope_dim), k.rope_halves(c.head_dim, c.rope_dim), v
+
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
+    h = g.linear(h, name + "qkv", of("weight", d), widths, bias=of("bias") if c.attention_bias else ())
+    h = g.linear(g.attention(g.rope_store(h)), name + "o", (attn + "o_proj.weight",), (d,))
+    x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_self_attn_layernorm.weight")
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
+    h = g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), Source(hf + "mlp.down_proj.weight", (d, n))))
+    return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_mlp_layernorm.weight")

@@ -1,0 +1,51 @@
+"""GPT-BigCode, StarCoder 1 (arXiv 2301.03988, 2305.06161): GPT-2 with one head of keys and values for all queries."""
+
+from __future__ import annotations
+
+from ..blocks import Layer, heads_of, layer, rows_of
+from ..builder import GraphBuilder
+from ..common import read_decoder
+from ..config import ModelConfig
+from ..graph import Graph
+from ..reader import ConfigReader
+from ..weights import Source
+
+DEFAULTS = {"vocab_size": 50257, "max_position_embeddings": 1024, "bos_token_id": 50256, "eos_token_id": 50256,
+            "rotary": False, "rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "ffn_times": 4,
+            "tie_word_embeddings": True}
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    """Sizes by GPT-2's names; without `scale_attn_weights` scores are not divided."""
+    c.called(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
+             intermediate_size="n_inner", max_position_embeddings="n_positions", hidden_act="activation_function",
+             rms_norm_eps="layer_norm_epsilon")
+    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
+                 "validate_runner_input", "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size"):
+        c.get(name)  # in which type it is calculated, and how its makers ran it
+    one, heads = c.flag("multi_query", True), c.integer("num_attention_heads", high=2**12)
+    kv = 1 if one else heads
+    if c.integer("num_key_value_heads", kv) != kv:
+        raise c.unsupported("num_key_value_heads", c.get("num_key_value_heads"), f"with this multi_query it is {kv}")
+    return read_decoder(c.instead(num_key_value_heads=kv), DEFAULTS, attention_bias=True, attention_output_bias=True,
+                        mlp_bias=True, attention_scale=0.0 if c.flag("scale_attn_weights", True) else 1.0)
+
+
+def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
+    """Tokens to logits."""
+    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
+    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
+                            norm_bias="transformer.ln_f.bias"))
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """A layer's tensors; rows of q, k and v alternate by head unless all queries share one key and value."""
+    attn, mlp, rows = hf + "attn.", hf + "mlp.", c.query_width + 2 * c.kv_width
+    split = rows_of if c.num_key_value_heads == 1 else heads_of
+    weight, bias = Source(attn + "c_attn.weight", (rows, c.hidden_size)), Source(attn + "c_attn.bias", (rows,))
+    return Layer(
+        norm=hf + "ln_1", ffn_norm=hf + "ln_2", qkv=split(weight, c), qkv_bias=split(bias, c),
+        o=attn + "c_proj.weight", o_bias=(attn + "c_proj.bias",), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
+        ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
