@@ -252,7 +252,7 @@ def test_dynamic_scaling_follows_the_context_of_the_run(tmp_path: Path) -> None:
         assert opened.load(tmp_path / "cache").tokens == ids
     with session(tmp_path / "bundle", kv="f32", ctx=44, outputs=12) as opened:
         assert difference(scored(opened, ids), golden) > 1e-2
-        with pytest.raises(EdgeInferError, match="The prompt cache .* was saved by another model"):
+        with pytest.raises(EdgeInferError, match=r"The prompt cache .* was saved by another model"):
             opened.load(tmp_path / "cache")
 
 

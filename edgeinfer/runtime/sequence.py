@@ -302,7 +302,7 @@ class KVCache(BlockTables):
             raise _damaged(path)
         if not any(header.items() >= self._header(model).items() for model in models):
             raise BundleError(
-                f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
+                f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, --ctx, "
                 "--recipe or instruction set; give another file."
             )
         if header.get("lazy", own := str(self.plan.request.lazy)) != own:
