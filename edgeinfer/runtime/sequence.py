@@ -302,8 +302,8 @@ class KVCache(BlockTables):
             raise _damaged(path)
         if not any(header.items() >= self._header(model).items() for model in models):
             raise BundleError(
-                f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, --ctx, "
-                "--recipe or instruction set; give another file."
+                f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
+                "--recipe, --ctx or instruction set; give another file."
             )
         if header.get("lazy", own := str(self.plan.request.lazy)) != own:
             raise BundleError(f"The prompt cache {path} was saved with {shown(header['lazy'])} as --lazy, and lacks K "
