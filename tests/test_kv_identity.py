@@ -22,8 +22,8 @@ from tests import tested
 from tests.sessions import TINY, session, tokens, write_model
 from tests.test_offload import made
 
-OTHER = (r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe, --ctx or "
-         r"instruction set; give another file\.$")
+OTHER = (r"^The prompt cache \S+ was saved by another model or version of edgeinfer, or with another --kv, --recipe, "
+         r"--ctx or instruction set; give another file\.$")
 
 
 @pytest.fixture
