@@ -1,7 +1,8 @@
-"""A weights file that another program cuts while it is mapped: one sentence and exit code 1, whoever reads it."""
+"""A weights file that another program cuts or overwrites while it is mapped: one sentence, whoever reads it."""
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer import LLM as Model
+from edgeinfer.bundle import Bundle, check_state, watch
 from edgeinfer.bundle.mapping import map_weights
 from edgeinfer.errors import BundleError
 from edgeinfer.models import demo_path
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the handler is for Linux")
+CHANGED = r"weights\.bin was changed while it was in use; convert or copy the model again, and leave its files alone"
 PROGRAM = """
 import faulthandler, hashlib, mmap, os, signal, sys
 from edgeinfer import process
@@ -96,3 +100,47 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("edgeinfer.bundle.mapping.os.fstat", cut_behind)
     with pytest.raises(BundleError, match=r"^weights.bin is truncated: 4096 bytes instead of 8192\.$"):
         map_weights(tmp_path / "weights.bin", 8192)
+
+
+def overwrite(path: Path) -> None:
+    """Put another byte in the middle of a file, later than all that happened to it by the clock of its file system."""
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        with open(path, "r+b") as file:
+            file.seek(100_000)
+            file.write(b"x")
+
+
+def test_a_file_that_is_overwritten_while_a_model_runs(model: Path) -> None:
+    with Model(model, threads=1, ctx=256) as llm:
+        assert llm.generate("Once", max_tokens=2, temperature=0)
+        stream = llm.stream("Once", max_tokens=200, temperature=0, ignore_eos=True)
+        next(stream)
+        overwrite(model / "weights.bin")
+        with pytest.raises(BundleError, match=CHANGED):
+            list(stream)
+        with pytest.raises(BundleError, match=CHANGED):
+            llm.generate("Once", max_tokens=2)
+
+
+def test_a_file_whose_name_goes_to_another_is_used_to_the_end(model: Path) -> None:
+    with Model(model, threads=1, ctx=256) as llm:
+        want = llm.generate("Once", max_tokens=8, temperature=0)
+        shutil.copy(model / "weights.bin", model / "new")
+        overwrite(model / "new")
+        (model / "new").rename(model / "weights.bin")
+        assert llm.generate("Once", max_tokens=8, temperature=0) == want
+
+
+def test_files_are_closed_with_their_mappings(model: Path) -> None:
+    def handles() -> int:
+        links = (Path(entry) for entry in glob.glob("/proc/self/fd/*"))
+        return sum(os.path.realpath(link) == str(model / "weights.bin") for link in links)
+
+    with Bundle.open(model) as bundle:
+        watch(bundle.weights)()
+        assert handles()
+        with pytest.raises(BundleError, match=r"weights.bin can no longer be read: Bad file descriptor"):
+            check_state(model / "weights.bin", -1, bundle.weights_state)
+    del bundle
+    assert not handles()

@@ -22,6 +22,7 @@ from .format import (
     weights_file_bytes,
 )
 from .header import HEADER_FILE, header_from_json, header_to_json
+from .mapping import check_state, watch
 from .reader import Bundle, is_bundle
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["APPROXIMATING", "COLD_FILE", "FORMAT_NAME", "FORMAT_VERSION", "HEADER_FILE", "PARTS", "PREDICTORS",
            "PREDICTOR_FILE", "PREDICTOR_TYPE", "SCREEN_FILE", "STATISTICS_FILE", "Bundle", "BundleWriter", "Cold",
            "FileEntry", "HeadScreen", "Header", "Predictor", "Quantisation", "Statistics", "TensorEntry",
-           "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json", "header_to_json",
-           "is_bundle", "named", "neuron_layers", "pack_cold", "part_places", "read_cold", "read_predictor",
-           "read_screen", "read_statistics", "weights_file_bytes", "weights_identity"]
+           "check_state", "cluster_shape", "cold_bytes", "config_from_json", "file_offsets", "header_from_json",
+           "header_to_json", "is_bundle", "named", "neuron_layers", "pack_cold", "part_places", "read_cold",
+           "read_predictor", "read_screen", "read_statistics", "watch", "weights_file_bytes", "weights_identity"]
 __getattr__ = lazily(__name__, {
     "writer": "BundleWriter",
     "cold": "COLD_FILE Cold cold_bytes pack_cold read_cold",

@@ -1,4 +1,4 @@
-"""Weights mapped from their file, and a last sentence for when they vanish from under a run.
+"""Weights mapped from their file, and a last sentence for when they change or vanish from under a run.
 
 A mapped page that cannot be had (another program cut the file short, a disk failed) ends a process by SIGBUS, without a
 word. Python's own signal handlers cannot help: they run after the instruction, which faults again and again. Ours is
@@ -8,6 +8,9 @@ Python needs, nor the GIL or by right, and nothing returns to it. Other faults a
 
 Linux on 64 bits; elsewhere a fault ends the process as it would anyway. Copying the weights (``--no-mmap``) has no such
 fault, but takes the memory from the system for good, so it is not the default.
+
+A file that is overwritten in place faults nowhere: kernels go on with other numbers. So the file stays open, and the
+executor asks for its size and the time of its last change after each forward pass (`watch`), which takes 1 us.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from edgeinfer import process
 from edgeinfer.errors import BundleError
@@ -43,8 +48,17 @@ class _Action(ctypes.Structure):
                 ("restorer", ctypes.c_void_p))
 
 
-_mapped: dict[int, tuple[int, Path]] = {}
-"""End and file of each mapping, by its start."""
+class _Mapped(NamedTuple):
+    """A mapping: where it ends, and its file, open, with its state when it was mapped."""
+
+    end: int
+    path: Path
+    handle: int
+    state: os.stat_result
+
+
+_mapped: dict[int, _Mapped] = {}
+"""Mappings by their start."""
 _before = _Action()
 _installed: list[Any] = []
 _speaks = threading.Lock()
@@ -65,13 +79,45 @@ def map_weights(path: Path, nbytes: int) -> tuple[NDArray[np.uint8], os.stat_res
         status = os.fstat(file.fileno())
         check_length(path.name, status.st_size, nbytes)
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    check_length(path.name, len(mapping), nbytes)  # it may have been cut in between
+        check_length(path.name, len(mapping), nbytes)  # it may have been cut in between
+        handle = os.dup(file.fileno())
     view = np.frombuffer(mapping, np.uint8)
     start = view.ctypes.data
-    _mapped[start] = (start + nbytes, path)
-    weakref.finalize(mapping, _mapped.pop, start, None).atexit = False
+    _mapped[start] = _Mapped(start + nbytes, path, handle, status)
+    weakref.finalize(mapping, _forget, start).atexit = False
     _install()
     return view, status
+
+
+def _forget(start: int) -> None:
+    os.close(_mapped.pop(start).handle)
+
+
+def watch(weights: NDArray[np.uint8]) -> Callable[[], None]:
+    """Return what raises `BundleError` once the file behind mapped weights was written to, as long as they are mapped.
+
+    Parameters
+    ----------
+    weights : uint8 array
+        What `map_weights` returned.
+    """
+    mapped = _mapped[weights.ctypes.data]
+    return partial(check_state, mapped.path, mapped.handle, mapped.state)
+
+
+def check_state(path: Path, handle: int, state: os.stat_result) -> None:
+    """Raise `BundleError` where the open file was written to since it had this state, or is another one."""
+    try:
+        now = os.fstat(handle)
+    except OSError as error:
+        raise BundleError(f"{path} can no longer be read: {error.strerror or error}.") from None
+    if _identity(now) != _identity(state):
+        raise BundleError(f"{path} was changed while it was in use; convert or copy the model again, and leave its "
+                          "files alone while it runs.")
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def check_length(name: str, size: int, nbytes: int) -> None:
@@ -94,10 +140,10 @@ def _install() -> None:
 def _on_fault(number: int, info: int, context: int) -> None:
     place = ctypes.c_void_p.from_address(info + _SI_ADDR).value or 0
     sent = ctypes.c_int.from_address(info + _SI_CODE).value <= 0  # by kill: no address
-    for start, (end, path) in () if sent else tuple(_mapped.items()):
-        if start <= place < end:
-            _give_up(f"{path} can no longer be read at byte {place - start}: another program cut it short, or its disk "
-                     "failed; convert or copy the model again.")
+    for start, mapped in () if sent else tuple(_mapped.items()):
+        if start <= place < mapped.end:
+            _give_up(f"{mapped.path} can no longer be read at byte {place - start}: another program cut it short, or "
+                     "its disk failed; convert or copy the model again.")
     ctypes.CDLL(None).sigaction(number, ctypes.byref(_before), None)  # not ours: the instruction is tried again
     if sent:
         os.kill(os.getpid(), number)

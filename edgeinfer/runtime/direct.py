@@ -6,6 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
+from edgeinfer.bundle import check_state
 from edgeinfer.errors import BundleError
 from edgeinfer.memory_planner import PAGE_BYTES
 
@@ -52,17 +53,7 @@ class File:
 
     def check(self, state: os.stat_result) -> None:
         """Raise `BundleError` where the file was written to since it had this state, or another took its place."""
-        try:
-            now = os.fstat(self.handle)
-        except OSError as error:
-            raise BundleError(f"{self.path} can no longer be read: {error.strerror or error}.") from None
-        if _identity(now) != _identity(state):
-            raise BundleError(f"{self.path} was changed while it was in use; convert or copy the model again, and "
-                              "leave its files alone while it runs.")
-
-
-def _identity(state: os.stat_result) -> tuple[int, ...]:
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+        check_state(self.path, self.handle, state)
 
 
 def _tried(handle: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,8 @@ class Executor:
         self.tickets = np.zeros(max(LEAST_TICKETS, len(program.records)), np.int64)
         self.set(abi.CTX_TICKETS, self.tickets.ctypes.data)
         self.stream: Readers | None = None
+        self.unchanged: Callable[[], None] | None = None
+        """Raises `BundleError` where weights that are mapped were written to; asked after each walk."""
 
     def read_with(self, stream: Readers) -> None:
         """Take on who reads weights for the program; it is closed with the executor."""
@@ -135,6 +138,8 @@ class Executor:
             If the executor is closed, or was in the middle of the walk.
         KernelError
             If a kernel reported an error, or (EDGEINFER_CHECK=1) disagreed with its NumPy twin.
+        BundleError
+            If the file of the weights was written to meanwhile.
         EdgeInferError
             If data that a record waits for did not come.
         """
@@ -157,6 +162,8 @@ class Executor:
                 else:
                     self._walk(first, stop, cancel, further)
                 self._raise(int(words[_ERROR]), bool(words[_CANCEL] or words[_STOP]))
+                if self.unchanged and not self._closed:
+                    self.unchanged()
             elif not self._closed:
                 raise CancelledError("The run was cancelled.")
         if self._closed:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, read_cold
+from edgeinfer.bundle import Bundle, read_cold, watch
 from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
@@ -100,6 +100,8 @@ class Session(Walker):
             pace = Pace(self.plan.request.threads, free, bundle.weights_bytes <= SMALL_BYTES)
             self._link(program, kernels, regions, host.executor.pool if host else None, pace)
             opened.callback(self.executor.close)
+            if "weights" in regions:
+                self.executor.unchanged = watch(bundle.weights)
             read_weights(self, regions, cold)
             if self.config.lazy:
                 self.stages = Stages(self)
