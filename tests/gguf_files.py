@@ -127,7 +127,8 @@ def write_gguf(path: Path, source: Path, kinds: dict[str, str] | str = "F32", fi
         }
         for key, value in values.items():
             if value is not None:
-                {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+                {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+                 list: writer.add_array}[type(value)](key, value)
         for tensor, data in {**tensors_of(checkpoint), **(extra or {})}.items():
             kind = kinds if isinstance(kinds, str) else next((kinds[word] for word in kinds if word in tensor), "F32")
             plain = data.ndim == 1 or tensor.endswith("bias")

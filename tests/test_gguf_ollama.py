@@ -45,6 +45,20 @@ def test_gpt_oss(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert np.abs(found - case.logits).max() / np.abs(case.logits).max() < 1e-5
 
 
+@pytest.mark.parametrize(("name", "case"), [("qwen25vl", "qwen2-tied"), ("qwen3vl", "qwen3")])
+def test_qwen_that_sees(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = golden_cases.load(case)
+    monkeypatch.setattr(gguf_files, "architecture", lambda config: name)
+    gguf_files.write_gguf(
+        tmp_path / "m.gguf", golden_cases.write_checkpoint(golden, tmp_path / "hf"),
+        fields={f"{name}.rope.mrope_section": [2, 1, 1], f"{name}.vision.block_count": 32,
+                f"{name}.vision.rope.freq_base": 10000.0, f"{name}.vision.fullatt_block_indexes": [7, 15]},
+        extra=dict.fromkeys(("v.blk.0.attn_q.weight", "v.patch_embd_0.weight"), np.ones((4, 4), np.float32)))
+    convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    found = logits_of(tmp_path / "bundle", golden.ids)
+    assert np.abs(found - golden.logits).max() / np.abs(golden.logits).max() < 1e-5
+
+
 def test_what_sees_beside_the_text_model_is_left_out() -> None:
     fields = {"general.architecture": "gemma3", "gemma3.vision.block_count": 27, "gemma3.mm.tokens_per_image": 256,
               "gemma3.rope.local.freq_base": 10000.0, "gemma3.block_count": 34, "tokenizer.ggml.model": "llama"}
