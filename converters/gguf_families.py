@@ -41,6 +41,8 @@ WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss", "smal
 """Architectures whose files say how wide windows are, and whose kind says which layers have one."""
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose scores are divided by the square root of hidden_size / heads, and not of a head's size."""
+_HEAD_NORMS = "blk.0.attn_q_norm.weight"
+"""A tensor of models whose heads are normed, where the metadata do not tell."""
 _LAYERS_OF_EXAONE_32B = 64
 _EVERY = 4
 """OLMo 3, EXAONE 4, Command-R7B: which layers see all."""
@@ -159,7 +161,8 @@ def _falcon(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[
 
 
 def _side(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    return {"use_parallel_residual": bool(get("use_parallel_residual"))}
+    normed = {"qk_layernorm": _HEAD_NORMS in tensors} if name == "stablelm" else {}
+    return {"use_parallel_residual": bool(get("use_parallel_residual")), **normed}
 
 
 def _starcoder2(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def _starcoder2(name: str, get: Get, config: Mapping[str, Any], tensors: Collect
 
 
 def _cohere(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    return {"logit_scale": get("logit_scale")}
+    return {"logit_scale": get("logit_scale"), "use_qk_norm": _HEAD_NORMS in tensors}
 
 
 def _latent(name: str, get: Get, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:

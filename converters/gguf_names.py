@@ -54,6 +54,8 @@ _ALONE = re.compile(r"model\.layers\.([0-9]+)\.(self_attn\.sinks|layer_scalar|ro
 _NUMBERS = {"self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight",
             "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 """Tensors whose names here end in neither weight nor bias."""
+_HEAD_NORM = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.([qk])_layernorm\.norms\.([0-9]+)\.weight")
+"""The norm of one head, which files have in one tensor for all."""
 _FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.([0-9]+)\.(.+)\.(weight|bias)"
                    r"|(.+)\.(weight|bias)")
@@ -103,6 +105,9 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
     if source.each and name not in names and (single := name.replace("_exps.", ".{}.")).format(0) in names:
         name = single  # files of early 2024 have a tensor for each expert
     plain = replace(source, name=name, stored=stored, steps=())
+    if head := _HEAD_NORM.fullmatch(source.name):
+        heads = config.num_attention_heads if head[2] == "q" else config.num_key_value_heads
+        plain = replace(plain, stored=(heads, *stored), index=(int(head[3]),))
     if (part := _FUSED.fullmatch(name)) and name not in names and (both := f"{part[1]}gate_up{part[3]}") in names:
         rows, second = stored[1], part[2] == "up"
         plain = replace(plain, name=both, stored=(stored[0], 2 * rows, *stored[2:]))
@@ -117,6 +122,8 @@ def _source(source: Source, config: ModelConfig, names: Collection[str]) -> Sour
 
 def gguf_name(name: str, model_type: str = "") -> str:
     """The file's name of a tensor; one that has none there keeps its own, and will be said to be missing."""
+    if head := _HEAD_NORM.fullmatch(name):
+        return f"blk.{head[1]}.attn_{head[2]}_norm.weight"
     if alone := _ALONE.fullmatch(name):
         return f"blk.{alone[1]}.{_NUMBERS[alone[2]]}"
     match, layer = _NAME.fullmatch(name.replace(".gate.e_score_correction_bias", ".e_score_correction.bias")), \

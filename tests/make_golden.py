@@ -340,6 +340,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-bigcode": BIGCODE,
     "gpt-bigcode-mha": {**BIGCODE, "multi_query": False, "scale_attn_weights": False, "n_inner": 70,
                         "tie_word_embeddings": False},
+    "phi-head-norms": {"model_type": "phi", **BASE, "hidden_size": 72, "num_key_value_heads": 3, "qk_layernorm": True},
+    "stablelm-head-norms": {"model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4,
+                            "use_parallel_residual": True, "partial_rotary_factor": 0.5, "qk_layernorm": True},
+    "cohere-head-norms": {"model_type": "cohere", **BASE, "use_qk_norm": True, "pad_token_id": 0, "rope_theta": 300.0},
     "qwen3-llama3-relu": {**QWEN3, "hidden_act": "relu", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
 }  # fmt: skip
 

@@ -69,6 +69,7 @@ that a tensor's original can be found again.
 | GPT-2 | (in_features, out_features) | matrices are transposed |
 | DeepSeek-V2, V3, GLM-4.7 | keys and values of all heads from one latent | `kv_b_proj` by head: the keys' rows transposed (`k_b`), the values' rows (`v_b`); never multiplied with other matrices |
 | DeepSeek-V2, V3, GLM-4.7 | rotation of neighbours | the rotated rows of queries and keys are reordered |
+| StableLM 2 12B, Command-R+ | layer norms of heads, each with its own weight | one norm of all heads without weights, then one multiplication of columns |
 | Ministral 3 | queries times a factor of their position | a second rotation of queries alone, whose cosines are the factors and whose sines are 0 |
 | Qwen3-VL-MoE | experts' stacks as (experts, inputs, outputs) | matrices are transposed, where the shapes of a layer's stacks say so |
 | Granite MoE with a shared FFN, GPT-BigCode, GPT-2, GPT-NeoX, Falcon, Phi-3, GLM-4 | q, k and v, gate and up in one tensor | read as rows of it |
@@ -76,8 +77,7 @@ that a tensor's original can be found again.
 LIMITS = """
 ## What is left out
 
-* ALiBi (Falcon-RW, MPT, BLOOM), norms of single heads by layer norm (StableLM 2 12B, Command-R+), OPT-350m (projected
-  embeddings, norms behind), Gemma 3n, Gemma 4's mixture (26B-A4B): refused by name.
+* ALiBi (Falcon-RW, MPT, BLOOM), OPT-350m (projected embeddings, norms behind), Gemma 3n: refused by name.
 * Llama with `partial_rotary_factor` in its config.json: transformers turns whole heads whatever the field says, other programs the part, so
   the file does not tell which the model was trained with. A GGUF file's `rope.dimension_count` does, and counts.
 * Dynamic scaling of RoPE has other frequencies for every context beyond that of the training. The context of the run chooses: up to

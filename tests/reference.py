@@ -121,6 +121,9 @@ def add_positions(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
 
 
 def activate(state: _State, op: Any, x: np.ndarray, *by: np.ndarray) -> np.ndarray:
+    if op.columns:
+        assert op.function == "scale"
+        return x * state.dtype(op.factor) * state.whole(op.columns)
     if by:
         return ACTIVATIONS[op.function](x) * by[0][:, op.start : op.start + x.shape[1]]
     if op.function == "scale":
@@ -142,9 +145,13 @@ def normed_sum(state: _State, op: Any, h: np.ndarray, x: np.ndarray) -> np.ndarr
 
 
 def norm_part(state: _State, op: Any, x: np.ndarray) -> np.ndarray:
-    part = slice(op.start, op.start + op.weight.shape[0])
-    y = x.copy()
-    y[:, part] = _normalised(x[:, part], op.eps) * state.whole(op.weight)
+    y, n = x.copy(), op.weight.shape[0]
+    for start in range(op.start, op.start + op.pieces * n, n):
+        part = x[:, start : start + n]
+        part = part - part.mean(axis=-1, keepdims=True) if op.centred else part
+        y[:, start : start + n] = _normalised(part, op.eps) * state.whole(op.weight)
+        if op.bias:
+            y[:, start : start + n] += state.whole(op.bias)
     return y
 
 

@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "gemma4-mixture": "gemma4", "gemma4-mixture-rows": "gemma4", "gemma4-unified-wrapped": "gemma4",
     "ministral3": "mistral3", "ministral3-wrapped": "mistral3", "mistral3-wrapped": "mistral3", "olmo3": "olmo2",
     "exaone4": "exaone4", "exaone4-whole": "exaone4", "glm4": "glm4", "glm4-no-bias": "glm4", "cohere2": "cohere2",
-    "gpt-bigcode": "starcoder",
+    "gpt-bigcode": "starcoder", "stablelm-head-norms": "stablelm", "cohere-head-norms": "command-r",
 }  # fmt: skip
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
@@ -70,7 +70,7 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
         "gptneox": {"use_parallel_residual": c.parallel_residual},
         "stablelm": {"use_parallel_residual": c.parallel_residual},
         "cohere2": {"logit_scale": 0.25, "rope.scaling.type": "none"},
-        "command-r": {"logit_scale": 0.25, "rope.scaling.type": "none"},
+        "command-r": {"logit_scale": c.logits_scale, "rope.scaling.type": "none"},
         "qwen2vl": {"rope.dimension_sections": [2, 2, 1, 0]},
         "qwen3vl": {"rope.dimension_sections": [3, 3, 3, 0], "n_deepstack_layers": 1},
     }
@@ -125,6 +125,10 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             values = values + 1
         if arch == "gpt2" and values.ndim == 2 and ".h." in name:
             values = values.T
+        if head := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name):
+            one = f"blk.{head[1]}.attn_{head[2]}_norm.weight"
+            out[one] = np.concatenate([*([out[one]] if one in out else []), values[None]])
+            continue
         if "query_key_value" in name:
             values = in_rows(values, c)
         if arch in ("granite", "smollm3", "mistral3"):

@@ -78,6 +78,20 @@ def test_parts_of_a_row_are_normed_one_by_one(width: int) -> None:
         same(*whole)
 
 
+@pytest.mark.parametrize("width", [10, 64, 127])
+def test_heads_of_a_row_are_normed_in_place(width: int) -> None:
+    """By layer norm with a bias; what stands behind the heads is as it was, which the bench checks."""
+    rng, parts = np.random.default_rng(width), 5
+    for isa in ISAS:
+        x = rng.standard_normal((7, parts * width + 3)).astype(np.float32) + 1
+        rows = Norms(x, 0, rng, abi.FLAG_CENTRED | abi.FLAG_BIAS)
+        rows.places[1], whole = rows.places[0], []
+        for threads in (1, 3):
+            rows.bench.array(rows.places[0], np.float32, (7, rows.in_stride // 4))[:, : x.shape[1]] = x
+            whole.append(rows.run(isa, "norm_f32", threads, width=width, parts=parts, out_stride=rows.in_stride))
+        same(*whole)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_sum_is_multiplied_by_a_number(width: int) -> None:
     rng = np.random.default_rng(width)

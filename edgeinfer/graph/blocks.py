@@ -33,6 +33,11 @@ class Layer(NamedTuple):
     ffn_bias: tuple[Name, ...] = ()
     """Of up and down; none of FFNs with a gate."""
     norm_bias: bool = True
+    q_norm: tuple[Name, ...] = ()
+    """Weights of layer norms of heads: one for all, or one for each."""
+    k_norm: tuple[Name, ...] = ()
+    head_norm_bias: tuple[Name, ...] = ()
+    """Of q and k."""
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
@@ -47,7 +52,10 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> T
     if other is None or parts.ffn_norm:
         h = _norm(g, x, name + "attention_norm", parts.norm, name + "qkv", parts)
     widths = (c.query_width, c.kv_width, c.kv_width)
-    h = g.attention(g.rope_store(g.linear(h, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)))
+    h = g.linear(h, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)
+    if parts.q_norm:
+        h = g.layer_norm_heads(h, name, parts.q_norm, parts.k_norm, parts.head_norm_bias)
+    h = g.attention(g.rope_store(h))
     x = g.linear(h, name + "o", (parts.o,), (c.hidden_size,), residual=x, bias=parts.o_bias)
     h = _norm(g, x, name + "ffn_norm", parts.ffn_norm, feeds, parts) if other is None else other
     if parts.gate:

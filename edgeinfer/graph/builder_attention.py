@@ -7,9 +7,9 @@ from typing import Any
 
 from .builder_base import BuilderBase
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
-from .ops import Attention, RopeStore, RotateQueries
+from .ops import Activate, Attention, NormPart, RopeStore, RotateQueries
 from .types import Tensor
-from .weights import Source
+from .weights import Source, as_source
 
 
 class AttentionWords(BuilderBase):
@@ -28,6 +28,31 @@ class AttentionWords(BuilderBase):
         rows = self._op(RopeStore(out=self._after(qkv), qkv=qkv, q_norm=q, k_norm=k, value_norm=c.value_norm,
                                   keys_as_values=i in c.keys_as_values, **self._rotated(i)))
         return self._scaled_queries(rows) if c.query_scale else rows
+
+    def layer_norm_heads(self, qkv: Tensor, name: str, q: tuple[str | Source, ...], k: tuple[str | Source, ...],
+                         bias: tuple[str | Source, ...] = ()) -> Tensor:
+        """Layer norm of each head of q and k, in place; heads of q share a weight, and those of k, or each has its own.
+
+        `bias` names those of q and k, where all heads share one.
+        """
+        c, n = self.config, self.config.head_dim
+        if len(q) == 1:
+            for part, sources, start, pieces, shift in (
+                    ("q_norm", q, 0, c.num_attention_heads, bias[:1]),
+                    ("k_norm", k, c.query_width, c.num_key_value_heads, bias[1:])):
+                qkv = self._op(NormPart(out=self._after(qkv), x=qkv, weight=self._vector(name + part, sources, (n,)),
+                                        bias=self._vector(f"{name}{part}_bias", shift, (n,)) if shift else None,
+                                        start=start, pieces=pieces, centred=True, eps=c.rms_norm_eps, layer=self.layer))
+            return qkv
+        heads = (*q, *k)
+        ones = tuple(replace(as_source(source, (n,), name + "head_ones"), shared=True).scaled(0.0).plus(1.0)
+                     for source in (heads[0], *k))
+        unit = self._vector(name + "head_unit", ones[:1], (n,))
+        qkv = self._op(NormPart(out=self._after(qkv), x=qkv, weight=unit, start=0, pieces=len(heads), centred=True,
+                                eps=c.rms_norm_eps, layer=self.layer))
+        factors = self._vector(name + "head_norms", (*heads, *ones[1:]), (n,) * (len(heads) + len(k)))
+        return self._op(Activate(out=self._after(qkv), x=qkv, function="scale", factor=1.0, columns=factors,
+                                 layer=self.layer))
 
     def _scaled_queries(self, qkv: Tensor) -> Tensor:
         """Queries times the factor of their position, which is a rotation whose sines are 0; keys stay as they are."""

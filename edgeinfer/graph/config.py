@@ -173,6 +173,8 @@ class ModelConfig:
     """v heads are normed, without a weight."""
     keys_as_values: tuple[int, ...] = ()
     """Layers that have no matrix for v, which is what k is before norm and rotation."""
+    head_layer_norm: bool = False
+    """Heads of q and k go through layer norms before they turn."""
     layer_input: int = 0
     """Elements of what each layer gets of a token's own row (per-layer embeddings, Gemma 3n); 0 = nothing."""
     layer_input_vocab: int = 0

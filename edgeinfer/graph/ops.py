@@ -114,20 +114,25 @@ class NormedSum(RowOp):
 
 @dataclass(frozen=True, kw_only=True)
 class NormPart(RowOp):
-    """RMS norm of a part of each row, in place: all heads of q, or of k, as one (OLMo 2, arXiv 2501.00656)."""
+    """Norm of a part of each row, in place: all heads of q, or k, as one (OLMo 2, arXiv 2501.00656), or one by one."""
 
     KERNELS = ("norm_f32",)
     OVER = "x"
     x: Tensor
     weight: Weight
+    bias: Weight | None = None
     start: int
-    """Where the part begins; it is as wide as the weight."""
+    """Where the part begins."""
+    pieces: int = 1
+    """Pieces of the part that are normed one by one, each as wide as the weight."""
+    centred: bool = False
+    """Whether the mean is taken off first (layer norm)."""
     eps: float
 
     def faults(self, types: Types) -> Iterator[str]:
         """The part lies within the row."""
-        if self.start + self.weight.shape[0] > self.x.width:
-            yield f"the part ends at {self.start + self.weight.shape[0]}, but {self.x} is {self.x.width} wide"
+        if (end := self.start + self.pieces * self.weight.shape[0]) > self.x.width:
+            yield f"the part ends at {end}, but {self.x} is {self.x.width} wide"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,8 @@ class Activate(RowOp):
     by: Tensor | None = None
     """What the values are multiplied by afterwards: as many of each row, from `start` on."""
     start: int = 0
+    columns: Weight | None = None
+    """What each column is multiplied by afterwards, instead of `by`."""
 
     @property
     def ffn(self) -> bool:
@@ -155,6 +162,8 @@ class Activate(RowOp):
         """The function is known."""
         if self.function not in VALUE_FUNCTIONS:
             yield f"there is no function {self.function!r} of values"
+        if self.columns:
+            yield from other_width("the factors of columns are", self.columns.shape[0], self.x)
         if self.by and self.start + self.x.width > self.by.width:
             yield f"the factors end at {self.start + self.x.width}, but {self.by} is {self.by.width} wide"
 

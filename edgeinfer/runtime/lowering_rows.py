@@ -73,8 +73,10 @@ def _(op: NormedSum, at: Lowering) -> list[Record]:
 def _(op: NormPart, at: Lowering) -> list[Record]:
     part = at.at(op.out).behind(4 * op.start)
     parameters = fill(ROWS, width=op.weight.shape[0], in_stride=at.stride(op.x), out_stride=at.stride(op.out),
-                      rows=rows(op.out), eps=op.eps)
-    return [at.record(op, op.kernels(at.types, at.kv)[0], [part, part, at.at(op.weight)], parameters)]
+                      rows=rows(op.out), eps=op.eps, parts=op.pieces)
+    flags = (abi.FLAG_CENTRED if op.centred else 0) | (abi.FLAG_BIAS if op.bias else 0)
+    operands = [part, part, at.at(op.weight), NOTHING, at.at(op.bias)]
+    return [at.record(op, op.kernels(at.types, at.kv)[0], operands, parameters, flags)]
 
 
 @lower.register
@@ -82,9 +84,9 @@ def _(op: Activate, at: Lowering) -> list[Record]:
     parameters = fill(VALUES, width=op.out.width, stride=at.stride(op.out), rows=rows(op.out),
                       function=VALUE_FUNCTIONS[op.function], factor=op.factor,
                       by_stride=at.stride(op.by) if op.by else 0)
-    by = at.at(op.by).behind(4 * op.start) if op.by else NOTHING
+    by = at.at(op.by).behind(4 * op.start) if op.by else at.at(op.columns)  # all rows take the columns' factors
     return [at.record(op, op.kernels(at.types, at.kv)[0], [at.at(op.out), by], parameters,
-                      abi.FLAG_TIMES if op.by else 0)]
+                      abi.FLAG_TIMES if op.by or op.columns else 0)]
 
 
 @lower.register

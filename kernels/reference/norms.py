@@ -69,7 +69,9 @@ def _norm_parts(view: RecordView) -> list[Expected]:
     shape, step = (n, p.parts, p.width), 4 * p.width
     source = view.array(0, np.float32, shape, (p.in_stride, step, 4))
     out = view.array(1, np.float32, shape, (p.out_stride, step, 4))
-    y, slack = norm(source, view.array(2, np.float32, (p.width,)), 0.0, float_of(p.eps), False)
+    bias = view.array(4, np.float32, (p.width,)).astype(np.float64) if view.flags & FLAG_BIAS else 0.0
+    weight, centred = view.array(2, np.float32, (p.width,)), bool(view.flags & FLAG_CENTRED)
+    y, slack = norm(source, weight, bias, float_of(p.eps), centred)
     if view.flags & FLAG_RESIDUAL:
         y, slack = y + out, slack + 1e-7 * np.abs(out)
     return [Expected("out", out, y, exact=False, tolerance=slack + TINY)]

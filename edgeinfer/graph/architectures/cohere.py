@@ -17,13 +17,13 @@ DEFAULTS = {"max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 
 
 
 def read(c: ConfigReader, theta: float = 500000.0, **own: Any) -> ModelConfig:
-    """Logits times `logit_scale`; heads that are normed one by one are refused."""
+    """Logits times `logit_scale`; with `use_qk_norm` each head of q and k has a norm."""
     c.called(rms_norm_eps="layer_norm_eps")
     bias = c.flag("attention_bias")
     c.get("model_max_length")  # how long its makers let a text become
     scale = 1.0 if c.is_null("logit_scale") else c.number("logit_scale", 0.0625)
     return read_decoder(c, {**DEFAULTS, "rope_theta": theta}, attention_bias=bias, attention_output_bias=bias,
-                        parallel_residual=True, logits_scale=scale, **own)
+                        parallel_residual=True, logits_scale=scale, head_layer_norm=c.flag("use_qk_norm"), **own)
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
@@ -43,7 +43,13 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         whole = Source(f"{attn}{p}_proj.{kind}", (widths[p], *columns))
         return whole if p == "v" else whole.rope_halves(c.head_dim)
 
+    def norms(p: str) -> tuple[Source, ...]:
+        whole = Source(f"{attn}{p}_norm.weight", (widths[p] // c.head_dim, c.head_dim))
+        heads = range(whole.stored[0] if c.head_layer_norm else 0)
+        return tuple(whole.item(i).rope_halves(c.head_dim) for i in heads)  # as the rows that they norm
+
     return Layer(
+        q_norm=norms("q"), k_norm=norms("k"),
         norm=hf + "input_layernorm", norm_bias=False, qkv=tuple(of(p, "weight", c.hidden_size) for p in "qkv"),
         qkv_bias=tuple(of(p, "bias") for p in "qkv") if c.attention_bias else (), o=attn + "o_proj.weight",
         o_bias=(attn + "o_proj.bias",) if c.attention_output_bias else (), gate=mlp + "gate_proj", up=mlp + "up_proj",

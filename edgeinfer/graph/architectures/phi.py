@@ -15,11 +15,11 @@ DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """All matrices have a bias, the head too; heads that are normed one by one are refused."""
+    """All matrices have a bias, the head too; with `qk_layernorm` heads are normed, all of q with one weight."""
     c.own_code()
     c.called(rms_norm_eps="layer_norm_eps")
     return read_decoder(c, DEFAULTS, attention_bias=True, attention_output_bias=True, mlp_bias=True,
-                        parallel_residual=True, head_bias=True)
+                        parallel_residual=True, head_bias=True, head_layer_norm=c.flag("qk_layernorm"))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
@@ -29,9 +29,11 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
         hf = f"model.layers.{i}."
         attn, mlp = hf + "self_attn.", hf + "mlp."
         qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
+        normed = tuple(attn + p for p in ("q_layernorm", "k_layernorm")) if c.head_layer_norm else ()
         x = layer(g, c, x, i, Layer(
             norm=hf + "input_layernorm", qkv=weights(qkv), qkv_bias=biases(qkv), o=attn + "dense.weight",
             o_bias=(attn + "dense.bias",), up=mlp + "fc1.weight", down=mlp + "fc2.weight",
-            ffn_bias=(mlp + "fc1.bias", mlp + "fc2.bias")))
+            ffn_bias=(mlp + "fc1.bias", mlp + "fc2.bias"), q_norm=weights(normed[:1]), k_norm=weights(normed[1:]),
+            head_norm_bias=biases(normed)))
     return g.build(g.logits(x, "model.final_layernorm.weight", "lm_head.weight", layer_norm=True,
                             norm_bias="model.final_layernorm.bias", head_bias="lm_head.bias"))

@@ -15,11 +15,11 @@ DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 32, "bos_tok
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Side by side, attention and FFN share a norm; heads that are normed one by one are refused."""
+    """Side by side, attention and FFN share a norm; with `qk_layernorm` each head of q and k has one of its own."""
     c.own_code()
     c.called(rms_norm_eps="layer_norm_eps" if c.has("layer_norm_eps") or not c.has("norm_eps") else "norm_eps")
     return read_decoder(c, DEFAULTS, attention_bias=c.flag("use_qkv_bias"),
-                        parallel_residual=c.flag("use_parallel_residual"))
+                        parallel_residual=c.flag("use_parallel_residual"), head_layer_norm=c.flag("qk_layernorm"))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
@@ -30,6 +30,13 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
         qkv = tuple(hf + "self_attn." + p for p in ("q_proj", "k_proj", "v_proj"))
         x = layer(g, c, x, i, Layer(
             norm=hf + "input_layernorm", ffn_norm="" if c.parallel_residual else hf + "post_attention_layernorm",
+            q_norm=_head_norms(c, hf, "q"), k_norm=_head_norms(c, hf, "k"),
             qkv=weights(qkv), qkv_bias=biases(qkv) if c.attention_bias else (), o=hf + "self_attn.o_proj.weight",
             gate=hf + "mlp.gate_proj", up=hf + "mlp.up_proj", down=hf + "mlp.down_proj"))
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))
+
+
+def _head_norms(c: ModelConfig, hf: str, part: str) -> tuple[str, ...]:
+    """The weights of a layer's heads of q or k."""
+    heads = c.num_attention_heads if part == "q" else c.num_key_value_heads
+    return tuple(f"{hf}self_attn.{part}_layernorm.norms.{i}.weight" for i in range(heads if c.head_layer_norm else 0))
