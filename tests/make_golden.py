@@ -228,6 +228,11 @@ CASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6, "max_position_embeddings": 64, "enable_bias": False, "tie_word_embeddings": False,
         "bos_token_id": 1, "eos_token_id": 2,
     },
+    "opt-projected": {
+        "model_type": "opt", "vocab_size": 99, "hidden_size": 60, "ffn_dim": 100, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "max_position_embeddings": 64, "word_embed_proj_dim": 34, "bos_token_id": 1,
+        "eos_token_id": 2, "do_layer_norm_before": False,
+    },
     "falcon-7b": {**FALCON, "multi_query": True, "parallel_attn": True},
     "falcon-40b": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
     "falcon-11b-bias": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1,

@@ -77,7 +77,7 @@ that a tensor's original can be found again.
 LIMITS = """
 ## What is left out
 
-* ALiBi (Falcon-RW, MPT, BLOOM), OPT-350m (projected embeddings, norms behind), Gemma 3n: refused by name.
+* ALiBi (Falcon-RW, MPT, BLOOM), Gemma 3n: refused by name.
 * Llama with `partial_rotary_factor` in its config.json: transformers turns whole heads whatever the field says, other programs the part, so
   the file does not tell which the model was trained with. A GGUF file's `rope.dimension_count` does, and counts.
 * Dynamic scaling of RoPE has other frequencies for every context beyond that of the training. The context of the run chooses: up to
@@ -86,7 +86,8 @@ LIMITS = """
 * LongRoPE (Phi-3 and 4-mini with 128k) has two sets of frequencies. The context of the run chooses: `--ctx` no longer than that of the
   training takes the short ones, a longer one the long ones for the whole text. transformers chooses anew for every length.
 * Layers with a window keep K and V of what it sees (long-context.md); two windows that differ share the blocks of the larger.
-* Prompts of models whose layers share K and V, or that have a row of each token for every layer (Gemma 4), are not pruned (`--lazy`).
+* Prompts of models whose layers share K and V, or that have a row of each token for every layer (Gemma 4), and of OPT-350m are not pruned
+  (`--lazy`).
 * Experts of mixtures are stored in tiles only: `--ffn-layout neuron` is about FFNs that every token goes through, with a gate or without (OPT), normed on
   their way out or not (Gemma 2, 3, 4, OLMo 2). `sparsify` wants layers of one size, which Gemma 4's E2B has not.
 * ONNX export and `--device cuda`: the four architectures of Llama's block, and others where they need nothing but other names; what

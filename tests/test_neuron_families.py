@@ -35,6 +35,7 @@ def opt(**sizes: int) -> ModelConfig:
 
 
 SMALL = opt(vocab_size=300, hidden_size=66, intermediate_size=81, num_hidden_layers=2, max_position_embeddings=256)
+BEHIND = replace(SMALL, embedding_dim=34, norms_behind=True, final_norm=False)
 BIASED = replace(TINY, vocab_size=300, hidden_act="relu", intermediate_size=81, mlp_bias=True)
 PLACED = opt(vocab_size=TINY.vocab_size, hidden_size=128, intermediate_size=328, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=256)
@@ -48,7 +49,8 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["opt", "opt-no-bias", "gpt-neox", "gemma2", "gemma4", "olmo2"])
+@pytest.mark.parametrize("name", [
+    "opt", "opt-no-bias", "opt-projected", "gpt-neox", "gemma2", "gemma4", "olmo2", "exaone4", "glm4"])
 def test_transformers_logits_by_neuron(name: str, tmp_path: Path) -> None:
     """As near to transformers' logits as in tiles."""
     case, rows = golden_cases.load(name), {}
@@ -109,7 +111,8 @@ def test_masks_of_an_opt_agree_with_the_twins(placed: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])
-@pytest.mark.parametrize(("config", "kind"), [(SMALL, "sign"), (BIASED, "lowrank")], ids=["opt", "llama"])
+@pytest.mark.parametrize(("config", "kind"), [(SMALL, "sign"), (BIASED, "lowrank"), (BEHIND, "sign")],
+                         ids=["opt", "llama", "opt-350m"])
 def test_neurons_with_biases_get_a_predictor(config: ModelConfig, kind: str, layout: str, tmp_path: Path) -> None:
     """Rows, columns and biases go to the order of heat together; without the predictor the model is what it was."""
     write_random_bundle(config, tmp_path / "m", "int8", ffn_layout=layout)

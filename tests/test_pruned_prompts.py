@@ -14,7 +14,7 @@ from edgeinfer.bench.results import Case
 from edgeinfer.bench.traffic import record_bytes, record_operations
 from edgeinfer.config import Recipe
 from edgeinfer.errors import RequestError, UsageError
-from edgeinfer.graph import ModelConfig, Product
+from edgeinfer.graph import ModelConfig, Product, RopeConfig
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Segment
 from tests.pruned import ALL, HALF, MODEL, answer, run, written
@@ -47,7 +47,9 @@ def test_a_pruned_prompt_has_the_same_bits_for_any_threads_and_chunk(model: Path
 @pytest.mark.parametrize(("config", "layout"), [
     (MODEL, "neuron"), (replace(WINDOWED, num_hidden_layers=5, windows=(0, 300, 40, 0, 40)), "tile16"),
     (replace(MODEL, model_type="qwen3", hidden_act="relu2", tie_word_embeddings=True), "tile16"),
-    (replace(MODEL, model_type="qwen2", hidden_act="gelu", attention_bias=True), "tile16")])
+    (replace(MODEL, model_type="qwen2", hidden_act="gelu", attention_bias=True), "tile16"),
+    (replace(MODEL, model_type="ministral3", ropes=(1,) * MODEL.num_hidden_layers, local_rope=RopeConfig(
+        kind="query_scale", factor=0.3, original_max_position_embeddings=100)), "tile16")])
 def test_architectures_and_layouts_go_through_in_stages(config: ModelConfig, layout: str, tmp_path: Path) -> None:
     path, ids = written(tmp_path, config, ffn_layout=layout), tokens(330)
     assert run(path, ids, lazy=ALL) == run(path, ids)

@@ -66,7 +66,7 @@ def read_screen(bundle: Bundle) -> HeadScreen | None:
     if not _head_type(bundle).quantised:
         raise BundleError(f"{where} is for heads of codes, but that of this model is {_head_type(bundle)}; make it "
                           "again.")
-    inner, shape = inner_type(_head_type(bundle)), (bundle.config.hidden_size, bundle.config.hidden_size)
+    inner, shape = inner_type(_head_type(bundle)), (bundle.config.head_width, bundle.config.head_width)
     thin = (bundle.config.vocab_size, rank)
     check_arrays(arrays, {"inner": ((inner.nbytes(shape),), "u1"), "outer": ((OUTER_TYPE.nbytes(thin),), "u1"),
                           "bounds": ((thin[0],), "<f4")}, where)
@@ -91,7 +91,7 @@ def _head_type(bundle: Bundle) -> WeightType:
 
 def _numbers(about: dict[str, Any], config: ModelConfig, where: str) -> tuple[int, float]:
     rank, share = about["rank"], about["share"]
-    if type(rank) is not int or not 1 <= rank <= config.hidden_size:
+    if type(rank) is not int or not 1 <= rank <= config.head_width:
         raise BundleError(f"{where} has the rank {str(rank)[:60]}, which no screen of this model has.")
     if type(share) not in (int, float) or not 0 <= share <= 1:
         raise BundleError(f"{where} says that a share of {str(share)[:60]} is computed; shares are from 0 to 1.")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .builder import GraphBuilder
 from .config import ModelConfig
+from .storage import FLOATS
 from .types import Tensor
 from .weights import Source
 
@@ -61,6 +62,16 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> T
     if parts.gate:
         return g.ffn(h, name, (parts.gate, parts.up, parts.down), residual=x)
     return g.plain_ffn(h, name, parts.up, parts.down, residual=x, bias=parts.ffn_bias)
+
+
+def normed_layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
+    """One block: norm(x + attention(x)), then the same with the FFN, which has no gate."""
+    g.layer, name, widths = i, f"layers.{i}.", (c.query_width, c.kv_width, c.kv_width)
+    h = g.attention(g.rope_store(g.linear(x, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)))
+    x = g.linear(h, name + "o", (parts.o,), (c.hidden_size,), residual=x, bias=parts.o_bias)
+    x = _norm(g, x, name + "attention_norm", parts.norm, FLOATS, parts)
+    x = g.plain_ffn(x, name, parts.up, parts.down, residual=x, bias=parts.ffn_bias)
+    return _norm(g, x, name + "ffn_norm", parts.ffn_norm, FLOATS, parts)
 
 
 def _norm(g: GraphBuilder, x: Tensor, name: str, module: str, feeds: object, parts: Layer) -> Tensor:

@@ -34,10 +34,10 @@ class GraphBuilder(AttentionWords, ExpertWords):
     """
 
     def embed(self, source: str | Source) -> Tensor:
-        """Look up the row of each token, times `embedding_scale`: (tokens,) -> f32 (tokens, hidden_size)."""
+        """Look up the row of each token, times `embedding_scale`: (tokens,) -> f32 (tokens, head_width)."""
         c = self.config
-        table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.hidden_size),))
-        x = self._op(Embed(out=self._tensor("x", c.hidden_size), table=table))
+        table = self._weight("embed", "embedding", (source,), ((c.vocab_size, c.head_width),))
+        x = self._op(Embed(out=self._tensor("x", c.head_width), table=table))
         return x if c.embedding_scale == 1 else self.activate(x, "scale", c.embedding_scale)
 
     def token_rows(self, name: str, source: str, rows: int, width: int) -> Tensor:
@@ -168,9 +168,10 @@ class GraphBuilder(AttentionWords, ExpertWords):
                                    layer=self.layer))
 
     def logits(self, x: Tensor, norm: str | Source, head: str | Source, *, layer_norm: bool = False,
-               norm_bias: str | Source = "", head_bias: str | Source = "") -> Tensor:
+               norm_bias: str | Source = "", head_bias: str | Source = "", project: str | Source = "") -> Tensor:
         """Final norm, output head, and the draw of a token, for the rows whose logits are wanted.
 
+        Where a model has no final norm `norm` is empty; `project` makes rows of `embedding_dim` elements for the head.
         `logits_scale` is folded into the norm's weight and bias when a bundle is made, which is exact.
         """
         c, self.layer = self.config, None
@@ -179,12 +180,16 @@ class GraphBuilder(AttentionWords, ExpertWords):
         xo = self._op(GatherOutputs(out=Tensor("outputs", c.hidden_size, rows="outputs"), x=x))
         tied = c.tie_word_embeddings
         if not tied:
-            self._weight("head", "head", (head,), ((c.vocab_size, c.hidden_size),))
-        feeds = "embed" if tied else "head"
-        if layer_norm:
+            self._weight("head", "head", (head,), ((c.vocab_size, c.head_width),))
+        feeds = "project_out" if project else "embed" if tied else "head"
+        if not norm:
+            h = xo
+        elif layer_norm:
             h = self.layer_norm(xo, "norm", norm, feeds, norm_bias)
         else:
             h = self.rms_norm(xo, "norm", norm, feeds)
+        if project:
+            h = self.linear(h, "project_out", (project,), (c.head_width,))
         weight = self._weights["embed" if tied else "head"]
         h = self._as_input(h, self._types[weight.name])
         bias = self._vector("head_bias", (head_bias,), (c.vocab_size,)) if head_bias else None

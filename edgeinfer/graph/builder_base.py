@@ -51,7 +51,8 @@ class BuilderBase:
         weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
         x, weight = self._product_input(x, weight)
         biases = self._vector(name + "_bias", bias, widths) if bias else None
-        out = self._after(residual) if residual else self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room)
+        made = replace(self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), rows=x.rows)
+        out = self._after(residual) if residual else made
         if room:
             return self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=0, layer=self.layer))
         return self._op(Linear(out=out, x=x, weight=weight, bias=biases, residual=residual, in_ffn=in_ffn,

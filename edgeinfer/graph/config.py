@@ -173,6 +173,13 @@ class ModelConfig:
     """v heads are normed, without a weight."""
     keys_as_values: tuple[int, ...] = ()
     """Layers that have no matrix for v, which is what k is before norm and rotation."""
+    embedding_dim: int = 0
+    """Elements of a row of the embedding and of the head, with projections between these and the stream; 0: as many as
+    the stream has."""
+    norms_behind: bool = False
+    """The stream itself is normed behind attention and FFN, which get it as it is (OPT-350m)."""
+    final_norm: bool = True
+    """There is a norm before the head."""
     head_layer_norm: bool = False
     """Heads of q and k go through layer norms before they turn."""
     layer_input: int = 0
@@ -203,6 +210,11 @@ class ModelConfig:
     def turned(self, rope: RopeConfig) -> int:
         """Dimensions of a head that a rotation turns."""
         return rope.dims or self.rope_dim
+
+    @property
+    def head_width(self) -> int:
+        """Elements that the head reads."""
+        return self.embedding_dim or self.hidden_size
 
     @property
     def query_scale(self) -> bool:

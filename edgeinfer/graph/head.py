@@ -142,7 +142,7 @@ def with_screen(graph: Graph, mode: str, rank: int, share: float) -> Graph:
     if not rank:
         raise UsageError("head is 'screened', but the model has nothing to screen it with; choose exact, or make a "
                          "bundle that has with `edgeinfer sparsify --head`.")
-    hidden = graph.config.hidden_size
+    hidden = graph.config.head_width
     if type(rank) is not int or not 1 <= rank <= hidden or not 0 <= share <= 1:
         raise UsageError(f"A screen of rank {rank!r} of which a share of {share!r} is computed does not exist; ranks "
                          f"are from 1 to hidden_size, {hidden}, shares from 0 to 1.")

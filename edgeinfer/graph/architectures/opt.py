@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..blocks import Layer, layer
+from ..blocks import Layer, layer, normed_layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -16,26 +16,30 @@ OFFSET = 2
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """Norms before attention and FFN alone, and embeddings as wide as the stream."""
+    """350M has embeddings of another width than the stream, and norms behind attention and FFN."""
     c.called(intermediate_size="ffn_dim", hidden_act="activation_function")
-    for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
-        if not c.flag(name, True):
-            raise c.unsupported(name, False, "only true is supported")
-    width = c.integer("word_embed_proj_dim", c.integer("hidden_size", high=2**17))
-    if width != c.integer("hidden_size", high=2**17):
-        raise c.unsupported("word_embed_proj_dim", width, "it must be hidden_size")
+    if not c.flag("layer_norm_elementwise_affine", True):
+        raise c.unsupported("layer_norm_elementwise_affine", False, "only true is supported")
+    before, hidden = c.flag("do_layer_norm_before", True), c.integer("hidden_size", high=2**17)
+    width = c.integer("word_embed_proj_dim", hidden, high=2**17)
     bias = c.flag("enable_bias", True)
-    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias)
+    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=bias,
+                        embedding_dim=0 if width == hidden else width, norms_behind=not before,
+                        final_norm=before and not c.flag("_remove_final_layer_norm"))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    hf = "model.decoder."
-    x = g.add_positions(g.embed(hf + "embed_tokens.weight"), hf + "embed_positions.weight", OFFSET)
+    hf, narrow = "model.decoder.", bool(c.embedding_dim)
+    x = g.embed(hf + "embed_tokens.weight")
+    if narrow:
+        x = g.linear(x, "project_in", (hf + "project_in.weight",), (c.hidden_size,))
+    x = g.add_positions(x, hf + "embed_positions.weight", OFFSET)
     for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"{hf}layers.{i}."))
-    return g.build(g.logits(x, hf + "final_layer_norm.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias=hf + "final_layer_norm.bias"))
+        x = (normed_layer if c.norms_behind else layer)(g, c, x, i, parts(c, f"{hf}layers.{i}."))
+    norm = hf + "final_layer_norm" if c.final_norm else ""
+    return g.build(g.logits(x, norm and norm + ".weight", "lm_head.weight", layer_norm=True,
+                            norm_bias=norm and norm + ".bias", project=hf + "project_out.weight" if narrow else ""))
 
 
 def parts(c: ModelConfig, hf: str) -> Layer:
