@@ -40,18 +40,22 @@ if not threads:
 session = Session(Bundle.open(path), RuntimeConfig(ctx=1024, threads=threads, prefill_chunk=256))
 ids = [(37 * i) % 1000 + 3 for i in range(512)]
 print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)
+begun = session.new_sequence()
+session.prefill(begun, ids[:16])
 for line in sys.stdin:
-    sequence, n = session.new_sequence(), int(line[2:])
+    n = int(line[2:])
     if line.startswith("tg"):
-        session.prefill(sequence, ids[:16])
         began = time.perf_counter()
         for i in range(n):
-            session.decode([sequence], [ids[i]])
+            session.decode([begun], [ids[i]])
+        seconds = time.perf_counter() - began
+        session.truncate(begun, 16)
     else:
+        sequence = session.new_sequence()
         began = time.perf_counter()
         session.prefill(sequence, ids[:n])
-    seconds = time.perf_counter() - began
-    session.release(sequence)
+        seconds = time.perf_counter() - began
+        session.release(sequence)
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak}), flush=True)
 """
