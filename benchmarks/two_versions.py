@@ -32,13 +32,14 @@ from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import builtin_shapes, read_config
 from edgeinfer.runtime import Session
 
-path, shape, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+path, shape, threads, changes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+config = {**builtin_shapes()[shape].config, **changes}
 if not path.exists():
-    write_random_bundle(read_config(dict(builtin_shapes()[shape].config)), path)
+    write_random_bundle(read_config(config), path)
 if not threads:
     sys.exit()
 session = Session(Bundle.open(path), RuntimeConfig(ctx=1024, threads=threads, prefill_chunk=256))
-ids = [(37 * i) % 1000 + 3 for i in range(512)]
+ids = [(37 * i) % min(1000, config["vocab_size"] - 3) + 3 for i in range(512)]
 print(json.dumps({"planned_bytes": session.plan.total_bytes, "isa": session.isa}), flush=True)
 begun = session.new_sequence()
 session.prefill(begun, ids[:16])
@@ -107,12 +108,17 @@ def paired(before: Any, after: Any, turns: int) -> tuple[float, float, float]:
     return middle, low, high
 
 
+def _name(options: argparse.Namespace, shape: str) -> str:
+    """A shape with what was changed of it, as part of a path."""
+    return "-".join([shape, *(change.replace("=", "-") for change in options.set)])
+
+
 def compare_shape(options: argparse.Namespace, shape: str, isa: str, threads: int) -> list[str]:
     """Rows of the report for one shape, instruction set and number of threads."""
-    rows = []
+    rows, model = [], _name(options, shape)
     with tempfile.TemporaryDirectory() as temporary:
         root = options.bundles or temporary
-        sides = [Worker(python, [f"{root}/{shape}-{name}", shape, str(threads)], isa)
+        sides = [Worker(python, [f"{root}/{model}-{name}", shape, str(threads), options.changes], isa)
                  for name, python in (("before", options.before), ("after", options.after))]
         isa = sides[1].opened["isa"]
         for test in options.test:
@@ -120,14 +126,14 @@ def compare_shape(options: argparse.Namespace, shape: str, isa: str, threads: in
                 side.seconds(test)  # pays for what happens once
             before, after = (partial(side.seconds, test) for side in sides)
             middle, low, high = paired(before, after, options.turns)
-            rows.append(f"| {shape} | {isa} | {threads} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} "
+            rows.append(f"| {model} | {isa} | {threads} | {test} | {middle:.3f} | {low:.3f} to {high:.3f} "
                         f"| {options.turns} |")
         memory = [(side.opened["planned_bytes"], side.last["peak_rss_bytes"]) for side in sides]
         for side in sides:
             side.process.kill()
             side.process.wait()
     for name, (planned, peak) in zip(("before", "after"), memory, strict=True):
-        rows.append(f"| {shape} | {isa} | {threads} | memory {name} | {peak / 1e6:.1f} MB of {planned / 1e6:.1f} MB "
+        rows.append(f"| {model} | {isa} | {threads} | memory {name} | {peak / 1e6:.1f} MB of {planned / 1e6:.1f} MB "
                     "planned | | |")
     return rows
 
@@ -136,7 +142,7 @@ def write_bundles(options: argparse.Namespace) -> None:
     """Write the models of all shapes that are not there, as each version writes them."""
     for shape in options.shape:
         for name, python in (("before", options.before), ("after", options.after)):
-            arguments = [f"{options.bundles}/{shape}-{name}", shape, "0"]
+            arguments = [f"{options.bundles}/{_name(options, shape)}-{name}", shape, "0", options.changes]
             subprocess.run([python, "-c", WORKER, *arguments], cwd="/", check=True)
 
 
@@ -159,6 +165,8 @@ def main() -> None:
     parser.add_argument("--before", required=True, metavar="PYTHON")
     parser.add_argument("--after", required=True, metavar="PYTHON")
     parser.add_argument("--shape", action="append", help="may be repeated; default: smollm2-135m, tinyllama-1.1b")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=N",
+                        help="a number of the shapes' config.json; may be repeated")
     parser.add_argument("--test", action="append", help="ppN or tgN; may be repeated; default: pp512, tg64")
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--starts", type=int, default=20, help="process starts to compare; 0 for none")
@@ -169,6 +177,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.shape, options.test = options.shape or ["smollm2-135m", "tinyllama-1.1b"], options.test or ["pp512", "tg64"]
+    options.changes = json.dumps({key: int(number) for key, number in (change.split("=") for change in options.set)})
     options.bundles = options.bundles and options.bundles.resolve()
     if options.write_only:
         if not options.bundles:
