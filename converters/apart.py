@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ from typing import Any, BinaryIO
 from edgeinfer import errors
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.process import python_command, say
+from edgeinfer.progress import Progress
 
-Progress = Callable[[str, int, int, str], None]
-"""Called with (stage, done, total, item); the stages are download and convert."""
 STOP_SECONDS = 10.0
 """Given to a child to remove what it has not finished."""
 

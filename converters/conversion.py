@@ -14,6 +14,7 @@ from edgeinfer.bundle import BundleWriter, weights_file_bytes
 from edgeinfer.errors import CheckpointError, TokenizerError
 from edgeinfer.graph import Graph, Weight, WeightType, is_quantised, requested_types
 from edgeinfer.process import say
+from edgeinfer.progress import Counted
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.sizes import format_size
 from edgeinfer.text import ChatTemplate, Tokenizer
@@ -25,7 +26,7 @@ from .gguf_file import is_gguf
 from .json_file import CONFIG_FILE
 from .packed_checkpoint import PackedCheckpoint
 from .report import ConversionReport, TensorReport
-from .sources import BLOCK_WEIGHTS, Progress, SourceReader
+from .sources import BLOCK_WEIGHTS, SourceReader
 
 F16_MAX = 65504.0
 MOVED_BYTES_PER_S, QUANTISED_PER_S, ROUNDED_PER_S = 250e6, 9e6, 40e6
@@ -46,7 +47,7 @@ def convert(
     overwrite: bool = False,
     origin: str = "",
     announce: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint directory, or a GGUF file, to a bundle.
 

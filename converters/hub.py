@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from edgeinfer.errors import CheckpointError, ModelNotFoundError
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.process import say
+from edgeinfer.progress import Counted
 from edgeinfer.text import FOLDER
 
 from .json_file import CONFIG_FILE
@@ -23,12 +24,11 @@ PATTERNS = [
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE*", "README.md",
     f"{FOLDER}/*.jinja",
 ]
-Progress = Callable[[int, int, str], None]
 ATTEMPT_SECONDS = 5.0
 """For the one question whether the hub answers; the client by itself would try again for half a minute."""
 
 
-def fetch(repo_id: str, revision: str | None = None, progress: Progress | None = None) -> Path:
+def fetch(repo_id: str, revision: str | None = None, progress: Counted | None = None) -> Path:
     """Download a model of the hub into its cache, or find it there.
 
     HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured. With HF_HUB_OFFLINE, or where the hub does not answer one short
@@ -157,7 +157,7 @@ def _no_config(repo_id: str) -> CheckpointError:
     return CheckpointError(f"The model {repo_id} on the hub has no {CONFIG_FILE}, so it is no checkpoint.")
 
 
-def reporter(progress: Progress | None, repo_id: str) -> Any:
+def reporter(progress: Counted | None, repo_id: str) -> Any:
     """A silent stand-in for the hub's progress bars that passes the count of bytes on."""
     from huggingface_hub.utils import tqdm
 

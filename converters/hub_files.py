@@ -9,10 +9,11 @@ from pathlib import Path
 
 from edgeinfer.errors import ModelNotFoundError
 from edgeinfer.process import say
+from edgeinfer.progress import Counted
 from edgeinfer.sizes import format_size
 
 from .gguf_types import EXACT, GGUF_TYPES, OWN_ERROR
-from .hub import ATTEMPT_SECONDS, Progress, asking, reporter
+from .hub import ATTEMPT_SECONDS, asking, reporter
 
 _FILE = re.compile(r"(.*?)(?:-([0-9]{5})-of-([0-9]{5}))?\.gguf", re.IGNORECASE | re.DOTALL)
 _TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q[1-9](?:_[0-9A-Z]+)+|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32))(?=[-.]|$)",
@@ -38,7 +39,7 @@ def cached_gguf(name: str, room: int | None = None, anew: bool = False) -> Path:
     return snapshots(_folder(repo_id))[0] / chosen(sizes, repo_id, kind, room, anew)[0]
 
 
-def fetch_gguf(name: str, progress: Progress | None = None, room: int | None = None, anew: bool = False) -> Path:
+def fetch_gguf(name: str, progress: Counted | None = None, room: int | None = None, anew: bool = False) -> Path:
     """Download the GGUF file ``OWNER/REPO:TYPE`` into the hub's cache, all parts of a split one, or find it there.
 
     Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -10,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.graph import Graph, Source
+from edgeinfer.progress import Counted
 from edgeinfer.quant import quantise
 
 from .checkpoint import Checkpoint
 
 BLOCK_WEIGHTS = 1 << 20
 """Weights handled at a time: 4 MB as float32, and about 10 MB with everything made of them."""
-Progress = Callable[[int, int, str], None]
 Indices = NDArray[Any]
 
 
@@ -29,7 +28,7 @@ class SourceReader:
         Bytes of all tensors that the graph needs.
     """
 
-    def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: Progress | None):
+    def __init__(self, checkpoint: Checkpoint, graph: Graph, progress: Counted | None):
         self._checkpoint = checkpoint
         self._progress = progress
         parts = (part for weight in graph.weights for source in weight.sources for part in source.parts)

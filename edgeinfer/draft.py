@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .config import RuntimeConfig
     from .graph import ModelConfig
     from .memory_planner import Beside
-    from .models import Progress
+    from .progress import Progress
     from .runner import Runner
 
 TOKENIZER = "tokenizer.json"

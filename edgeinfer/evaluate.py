@@ -9,12 +9,13 @@ beginnings of documents is counted exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .checks import TEXT, checked, instance, integer
 from .dataclass import dataclass
 from .errors import RequestError
+from .progress import Counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +32,6 @@ OUTPUT_ROWS = 64
 """Rows of logits that an evaluation keeps at a time (`RuntimeConfig.outputs`)."""
 BLOCK_LOGITS = 1 << 20
 """Logits handled at a time; each of the arrays made of them takes 8 MB."""
-Progress = Callable[[int, int, str], None]
 _SOME = integer(1, math.inf, "1 or more")
 _NOT_NEGATIVE = integer(0, math.inf, "0 or more")
 
@@ -129,7 +129,7 @@ def evaluate(
     window: int | None = None,
     prompt: int | None = None,
     decoded: bool = False,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
 ) -> Evaluation:
     """Measure perplexity and, with a reference, divergence; logits are compared block by block and never kept.
 

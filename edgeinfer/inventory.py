@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from .dataclass import dataclass
 from .errors import EdgeInferError
 from .memory_planner import Planner, default_ctx, default_threads, process_budget, to_request
 from .models import DEMO, demo_path
+from .progress import Progress
 from .sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .describe import ModelDescription
     from .graph import Graph, ModelConfig
 
-Progress = Callable[[str, int, int, str], None]
 OWN = "edgeinfer"
 """The store of the embedded model and of what was converted into the cache."""
 

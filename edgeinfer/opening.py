@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .choice import Choice
     from .draft import Draft
     from .memory_planner import Beside
-    from .models import Progress
+    from .progress import Progress
     from .runner import Runner
     from .runtime import Lighter, Session
     from .text import Tokenizer

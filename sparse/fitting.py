@@ -17,6 +17,7 @@ from edgeinfer.bundle import PREDICTOR_TYPE, Bundle, Predictor
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import Op
+from edgeinfer.progress import Progress
 from edgeinfer.runtime import Covariance, Rows, Session, Visit, capture, in_groups
 
 from .ffn import Ffn, Parts, biases, parts
@@ -35,7 +36,6 @@ COMPARED_TOKENS, COMPARED_NEURONS = 1024, 1024
 """Of these, how many compare ranks, and by about how many neurons of a layer."""
 MEMORY_BYTES = 3 << 30
 """Most that captured rows and covariances take at a time; layers are captured in groups."""
-Told = Callable[[str, int, int, str], None]
 Visits = Mapping[Op, Sequence[Visit]]
 
 
@@ -54,7 +54,7 @@ class Fitted:
 
 
 def fit(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], kind: str, *,
-        rank: int | None = None, epochs: int = 0, told: Told = lambda *_: None,
+        rank: int | None = None, epochs: int = 0, told: Progress = lambda *_: None,
         along: Visits | None = None) -> Fitted:
     """Make a predictor from what a text does to the activations.
 
@@ -169,8 +169,8 @@ class _Layer(NamedTuple):
     """Of x; empty where it was not asked for."""
 
 
-def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int, told: Told,
-              along: Visits | None = None) -> Iterator[_Layer]:
+def _captured(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], tokens: int,
+              told: Progress, along: Visits | None = None) -> Iterator[_Layer]:
     """Yield the first rows of x and f of each layer; with `along` also the covariance of x over the whole text."""
     tokens, whole = min(tokens, len(ids)), along is not None
 
@@ -204,7 +204,7 @@ def _spread(ids: Sequence[int], tokens: int, window: int) -> list[int]:
 
 
 def _factors(session: Session, bundle: Bundle, networks: Sequence[Ffn], ids: Sequence[int], rank: int | None,
-             told: Told, along: Visits) -> list[tuple[Floats, Floats]]:
+             told: Progress, along: Visits) -> list[tuple[Floats, Floats]]:
     """Outer and inner matrix of each layer, of the rank asked for, or the one that costs least over all layers."""
     hidden = bundle.config.hidden_size
     most = min(hidden, max(RANK_STEP, hidden // 4 // RANK_STEP * RANK_STEP)) if rank is None else rank

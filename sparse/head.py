@@ -21,11 +21,11 @@ from edgeinfer.bundle import Bundle, HeadScreen
 from edgeinfer.errors import UnsupportedModelError, UsageError
 from edgeinfer.graph import OUTER_TYPE, Place, WeightType, inner_type, place_of_head
 from edgeinfer.kernels import abi, reference
+from edgeinfer.progress import Progress
 from edgeinfer.quant import TILE_ROWS, layouts, quantise
 from edgeinfer.runtime import Session, View, capture
 
 from .ffn import stored_bytes
-from .fitting import Told
 from .predictors import rounded
 
 Floats = NDArray[np.float32]
@@ -46,7 +46,7 @@ UNIT = 2.0**-24
 
 
 def make_screen(session: Session, bundle: Bundle, ids: Sequence[int], *, rank: int | None = None,
-                told: Told = lambda *_: None) -> HeadScreen:
+                told: Progress = lambda *_: None) -> HeadScreen:
     """Make a screen of a bundle's head for the inputs that a text gives it.
 
     Parameters
@@ -116,7 +116,7 @@ class _Head:
         return np.unique(np.linspace(0, len(self._data) - 1, SAMPLE_TILES).astype(np.intp))
 
 
-def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], told: Told) -> tuple[Doubles, Floats]:
+def _inputs(session: Session, place: Place, head: _Head, ids: Sequence[int], told: Progress) -> tuple[Doubles, Floats]:
     """Mean x x' of the head's inputs, as its product sees them, and some of them from all over the text.
 
     What is visited is the residual stream before the last norm, for a capture asks for no logits.
@@ -204,7 +204,7 @@ class _Factors:
         _, bounds, estimates = self.factor(weights)
         return _wanted(estimates, bounds * self._reach, largest)
 
-    def screen(self, told: Told) -> HeadScreen:
+    def screen(self, told: Progress) -> HeadScreen:
         """Make it for the whole head."""
         parts = []
         for which, weights in self._head.blocks():

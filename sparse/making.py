@@ -27,11 +27,12 @@ from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import RELUS, Graph, Op, build_graph, expected_types
+from edgeinfer.progress import Progress
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
 
 from .ffn import Ffn, biases, ffns, parts, stored_bytes
-from .fitting import Fitted, Told, check_epochs, check_rank, choose, fit, least_bytes
+from .fitting import Fitted, check_epochs, check_rank, choose, fit, least_bytes
 from .neurons import copy_weights, neuron_graph, write_by_neuron
 from .predictors import scorer
 from .simulate import Tally, predicted, read_bytes_share
@@ -85,7 +86,7 @@ class Sparsified:
 
 def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: str | None = None,
              max_kld: float = MAX_KLD, rank: int | None = None, epochs: int = 0, threads: int | None = None,
-             overwrite: bool = False, told: Told = lambda *_: None,
+             overwrite: bool = False, told: Progress = lambda *_: None,
              in_tiles: Callable[[], Bundle] | None = None) -> Sparsified:
     """Write a bundle with FFNs by neuron in order of heat, a predictor, statistics and a measurement.
 
@@ -167,7 +168,7 @@ def kld_of(result: Evaluation) -> float:
     return result.divergence.kld_mean
 
 
-def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: Told,
+def open_source(stack: ExitStack, path: Path, source: Bundle, threads: int | None, told: Progress,
                 host: Session | None = None) -> Session:
     """A session whose activations can be read, closed by the stack."""
     window = min(WINDOW, source.config.max_position_embeddings)
@@ -187,7 +188,7 @@ class _Activity:
                                               zip(networks, self.fired, self.largest, strict=True)}
 
 
-def _activity(session: Session, ids: tuple[int, ...], told: Told) -> list[Firing]:
+def _activity(session: Session, ids: tuple[int, ...], told: Progress) -> list[Firing]:
     """Count how often neurons fire, layer by layer."""
     fired = [Firing(ffn.f) for ffn in ffns(session.graph)]
     capture(session, ids, {ffn.op: [one] for ffn, one in zip(ffns(session.graph), fired, strict=True)},
@@ -226,7 +227,7 @@ class _Maker:
         return [found.get(ffn.layer, Tally(measured, measured, n, n))
                 for ffn, n in zip(self.networks, fired, strict=True)]
 
-    def price(self, fitted: Fitted, stream: Stream, max_kld: float, told: Told) -> int:
+    def price(self, fitted: Fitted, stream: Stream, max_kld: float, told: Progress) -> int:
         """Return the highest price within the bound."""
         tried: list[float] = []
 

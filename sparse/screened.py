@@ -13,10 +13,10 @@ from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import place_of_head
+from edgeinfer.progress import Progress
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
 from edgeinfer.runtime import Session, everywhere
 
-from .fitting import Told
 from .head import make_screen
 from .making import OUTPUTS, cut, kld_of, open_source
 from .neurons import copy_weights
@@ -47,7 +47,7 @@ class Screened:
 
 def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_kld: float = MAX_KLD,
                 rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-                told: Told = lambda *_: None) -> Screened:
+                told: Progress = lambda *_: None) -> Screened:
     """Write a bundle with everything that a bundle has, a screen of its head, and measurements of it.
 
     Parameters and exceptions are those of `sparsify` and `make_screen`.
@@ -90,7 +90,7 @@ def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:
     writer.add_file(SCREEN_FILE, screen.pack(weights_identity(source.header.tensors)), "screen")
 
 
-def _measure(path: Path, stream: Stream, host: Session, told: Told) -> list[tuple[Setting, Evaluation]]:
+def _measure(path: Path, stream: Stream, host: Session, told: Progress) -> list[tuple[Setting, Evaluation]]:
     """Divergence of the screen, and of screen and predictor together, as the kernels run them."""
     results = []
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {  # compared as strings
     **dict.fromkeys(["dataclass"], "-1"),
-    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files"], "0"),
+    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files", "progress"], "0"),
     **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
     **dict.fromkeys(["config", "destination"], "0c"),
     **dict.fromkeys(["kernels"], "1"),
@@ -34,7 +34,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["__main__"], "8"),
 }
 CONVERTERS_MAY_IMPORT = {"dataclass", "errors", "files", "lazy", "json_text", "process", "config", "bundle", "graph",
-                         "devices", "quant", "sizes", "text"}
+                         "devices", "progress", "quant", "sizes", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "inventory", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

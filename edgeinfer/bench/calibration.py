@@ -13,6 +13,7 @@ from ..bundle import Bundle
 from ..config import RuntimeConfig
 from ..dataclass import dataclass
 from ..devices import DecodeRun, PromptRun
+from ..progress import Counted
 from .probe import repeated
 from .repetitions import token_ids
 from .results import GENERATE, PROMPT, Case
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .probe import MachineProbe
 
 T = TypeVar("T")
-Progress = Callable[[int, int, str], None]
 WARM_UP_TOKENS = 32
 SLOW_GOPS, SLOW_PROMPT = 200.0, 128
 """Below this int8 peak prompts are short."""
@@ -81,7 +81,7 @@ class Runs:
 
 
 def calibrate(
-    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: Progress | None = None
+    bundles: list[Path], probe: MachineProbe, lengths: Lengths, progress: Counted | None = None
 ) -> Runs:
     """Run each model: decoding without context, prompts until the context is full, decoding behind it.
 

@@ -29,6 +29,7 @@ from ..devices import (
 )
 from ..errors import BudgetError
 from ..memory_planner import available_bytes
+from ..progress import Progress
 from ..sizes import format_size
 from .calibration import Lengths, Runs, calibrate, lengths_for
 from .neurons import neuron_speed
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     from ..devices import DecodeRun, PromptRun
 
-Progress = Callable[[str, int, int, str], None]
-"""Called with (stage, done, total, item)."""
 READ_BYTES = 1 << 30
 """Memory to read; a quarter of what is free where that is less."""
 LEAST_READ_BYTES = 16 << 20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..progress import Counted
 from .profile import make_profile
 from .results import GENERATE, PROMPT, Case, Measurement, Profile, Row
 from .traffic import bytes_per_token, operations_per_token
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 16
 """Tokens generated before the clock runs; prompts are processed whole."""
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, item)."""
 
 
 def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions: int, profile: bool = False,
-            progress: Progress | None = None) -> Measurement:
+            progress: Counted | None = None) -> Measurement:
     """Run every test several times, and the probe between.
 
     Parameters
@@ -60,7 +59,7 @@ def measure(session: Runner, probe: MachineProbe, cases: list[Case], repetitions
 class _Run:
     """A sequence that is filled to each depth once, and the readings so far."""
 
-    def __init__(self, session: Runner, probe: MachineProbe, progress: Progress | None, total: int):
+    def __init__(self, session: Runner, probe: MachineProbe, progress: Counted | None, total: int):
         self.session, self.probe = session, probe
         self.sequence: Sequence = session.new_sequence()
         self.bandwidth: list[float] = []

@@ -9,12 +9,12 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ..dataclass import dataclass
 from ..errors import DestinationError
+from ..progress import Counted
 from ..runtime import allocate
 from ..sizes import format_size
 
@@ -26,7 +26,6 @@ HUGE_BYTES = 2 << 20
 LEAST_FILE_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
 """Free space that the file leaves."""
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class StorageProbe:
             self.close()
             raise
 
-    def measure(self, progress: Progress | None = None) -> StorageSpeed:
+    def measure(self, progress: Counted | None = None) -> StorageSpeed:
         """Read in order, then scattered pieces of every size at every queue depth."""
         steps = [(depth, size) for depth in QUEUE_DEPTHS for size in CHUNK_SIZES]
         in_order = max(self.read_gbs(WRITE_BYTES, depth, scattered=False) for depth in QUEUE_DEPTHS)

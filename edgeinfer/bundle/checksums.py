@@ -12,7 +12,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
 
 from ..dataclass import dataclass
+from ..progress import Counted
 
-Progress = Callable[[int, int, str], None]
 REMEDY = "convert or copy the model again"
 CHUNK_BYTES = 256 << 10
 """Read at a time by a thread: stays in its cache, and takes a memory that the plan need not know."""
@@ -88,7 +88,7 @@ class Passed:
                     other.unlink()
 
 
-def compare(pieces: Sequence[Piece], threads: int | None = None, progress: Progress | None = None) -> None:
+def compare(pieces: Sequence[Piece], threads: int | None = None, progress: Counted | None = None) -> None:
     """Read all pieces and compare them.
 
     Parameters

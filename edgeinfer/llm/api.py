@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import FUNCTION, NATS, PATH, checked
 from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
-from ..models import Progress, Storage, resolve
+from ..models import Storage, resolve
+from ..progress import Progress
 from .prompts import template_options
 from .requests import Requests
 from .settings import draft_of, recipe_of, runtime_config, with_beams

@@ -1,10 +1,10 @@
 """From what a user calls a model to a bundle on disk: a directory, a GGUF file, a known name, a model of the hub."""
 
-from .cached import Progress, cached_bundle
+from .cached import cached_bundle
 from .names import DEMO, KNOWN_NAMES, LISTING, SHOWN_NAMES, demo_path, is_hub_id, unknown_model
 from .resolving import checkpoint_path, gguf_file, gguf_path, resolve
 from .storage import AS_IT_IS, GROUP_SIZE, WEIGHTS, Storage
 
-__all__ = ["AS_IT_IS", "DEMO", "GROUP_SIZE", "KNOWN_NAMES", "LISTING", "SHOWN_NAMES", "WEIGHTS", "Progress", "Storage",
+__all__ = ["AS_IT_IS", "DEMO", "GROUP_SIZE", "KNOWN_NAMES", "LISTING", "SHOWN_NAMES", "WEIGHTS", "Storage",
            "cached_bundle", "checkpoint_path", "demo_path", "gguf_file", "gguf_path", "is_hub_id", "resolve",
            "unknown_model"]

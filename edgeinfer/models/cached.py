@@ -12,10 +12,8 @@ from ..bundle import FORMAT_VERSION, Bundle, is_bundle
 from ..errors import BundleError, DestinationError, ModelNotFoundError
 from ..lock import DestinationLock
 from ..process import say
+from ..progress import Progress
 from .storage import Storage
-
-Progress = Callable[[str, int, int, str], None]
-"""Called with (stage, done, total, item); the stages are download, convert, compile and load."""
 
 
 def cached_bundle(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..bundle import FORMAT_VERSION, is_bundle
 from ..errors import CheckpointError, ModelNotFoundError
-from .cached import Progress, cached_bundle, convert_into
+from ..progress import Progress
+from .cached import cached_bundle, convert_into
 from .names import DEMO, HUB_FILE, KNOWN_NAMES, OLLAMA, demo_path, is_hub_id, is_model, unknown_name
 from .storage import AS_IT_IS, Storage, stored_so
 

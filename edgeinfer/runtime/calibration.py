@@ -16,7 +16,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import Op, Tensor
 from edgeinfer.runner import DECODE, Segment
 
-from .memory import Progress
+from ..progress import Counted
 from .session import Session
 from .taps import Taps, View, Visit
 
@@ -125,7 +125,7 @@ class Rows:
 
 
 def capture(session: Session, ids: Sequence[int], visits: Mapping[Op, Sequence[Visit]], *, role: int = DECODE,
-            progress: Progress | None = None) -> None:
+            progress: Counted | None = None) -> None:
     """Walk a text in windows as long as the context, each without memory of the one before, and visit on the way.
 
     Parameters

@@ -11,7 +11,8 @@ from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
 from edgeinfer.graph import Graph, ModelConfig, Weight, fill_rope_tables
 from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
 
-from .memory import Progress, copy_in, lock, read_in, read_seldom
+from ..progress import Counted
+from .memory import copy_in, lock, read_in, read_seldom
 from .planning import offsets_of
 
 Regions = dict[str, NDArray[np.uint8]]
@@ -21,7 +22,7 @@ COPIED = ("resident", "streamed", "cold", "experts")
 
 
 def load(bundle: Bundle, graph: Graph, plan: MemoryPlan, regions: Regions, mlock: bool,
-         loading: Progress | None) -> None:
+         loading: Counted | None) -> None:
     """Bring the weights to where the plan has them: mapped from their file, or copied from it."""
     parts, offsets = [], offsets_of(bundle)
     own = {weight.name: weight for weight in graph.weights

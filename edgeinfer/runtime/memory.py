@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError, EdgeInferError
 from edgeinfer.files import open_plain
+
+from ..progress import Counted
 
 _HUGE = 2 << 20
 # Python maps anonymous memory as shared unless told otherwise: a forked child would write into it, and Linux gives such
@@ -91,7 +93,6 @@ POPULATE_TRIES = 100
 PROGRESS_BYTES = 10**9
 """Weights from which on progress is told."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14: map pages all at once, for reading or with memory of their own
-Progress = Callable[[int, int, str], None]
 
 
 class Prefaulter:
@@ -138,7 +139,7 @@ class Prefaulter:
                 return
 
 
-def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = None,
+def read_in(weights: NDArray[np.uint8], path: Path, progress: Counted | None = None,
             spans: Sequence[tuple[int, int]] | None = None) -> None:
     """Bring mapped weights into memory in file order, with large reads, before the first token asks for them.
 
@@ -175,7 +176,7 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Progress | None = 
             tell(done, size, path.name)
 
 
-def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress: Progress | None = None) -> None:
+def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress: Counted | None = None) -> None:
     """Read parts of a file into memory of the process; no page of the file is mapped.
 
     Parameters

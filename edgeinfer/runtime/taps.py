@@ -21,7 +21,7 @@ from edgeinfer.kernels import abi, reference
 from edgeinfer.runner import DECODE, Cancellation, Runner, Segment, plain_segments
 from edgeinfer.runner import Sequence as Tokens
 
-from .memory import Progress
+from ..progress import Counted
 from .session import Session
 
 Floats = NDArray[np.float32]
@@ -132,8 +132,8 @@ class Taps(Runner):
 
 
 def open_plain(path: str | Path, window: int, threads: int | None = None, *, host: Session | None = None,
-               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: Progress | None = None,
-               progress: Progress | None = None) -> Session:
+               outputs: int = 1, chunk: int = 256, kv: str = "int8", loading: Counted | None = None,
+               progress: Counted | None = None) -> Session:
     """Open a bundle in a session whose activations can all be read: no pass has changed its graph.
 
     Parameters

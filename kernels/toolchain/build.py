@@ -23,19 +23,19 @@ from pathlib import Path
 from edgeinfer.cache import make_directories
 from edgeinfer.errors import KernelError
 from edgeinfer.process import python_command
+from edgeinfer.progress import Counted
 
 from ..catalogue import Extension, family_of
 from ..isa import LADDER, Isa, choose
 from .objects import KernelSet, cache_directory, package_directory
 
-Progress = Callable[[int, int, str], None]
 TICK_SECONDS = 0.5
 _LONGEST = ("attention", "linear", "gated", "neuron_gated", "neuron_down")
 """Families whose kernels take long to compile: they come first, so that no process is left with one at the end."""
 
 
 def build(
-    wanted: KernelSet, names: Iterable[str], progress: Progress | None = None,
+    wanted: KernelSet, names: Iterable[str], progress: Counted | None = None,
     keep: Callable[[str, bytes], None] | None = None,
 ) -> dict[str, bytes]:
     """Compile kernels and return their code.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.cache import make_directories
 from edgeinfer.errors import DestinationError, KernelError
 from edgeinfer.process import say
+from edgeinfer.progress import Counted
 
 from ..catalogue import FAMILIES, Extension, is_foreign
 from ..isa import Isa
@@ -26,7 +27,6 @@ from .trust import distrust
 if TYPE_CHECKING:
     from edgeinfer.lock import DestinationLock
 
-Progress = Callable[[int, int, str], None]
 PATIENCE_SECONDS = 180.0
 """Longest wait for another process that compiles the same set: it may have been stopped."""
 TICK_SECONDS = 0.5
@@ -38,7 +38,7 @@ _unkept: dict[KernelSet, dict[str, bytes]] = {}
 
 
 def find_objects(
-    wanted: KernelSet, names: Iterable[str], progress: Progress | None = None, must_keep: bool = False
+    wanted: KernelSet, names: Iterable[str], progress: Counted | None = None, must_keep: bool = False
 ) -> dict[str, bytes]:
     """Code of the named kernels of a set.
 
@@ -78,7 +78,7 @@ def find_objects(
 
 
 def find_set(
-    isa: Isa, progress: Progress | None = None, extension: Extension | None = None, foreign: bool = True
+    isa: Isa, progress: Counted | None = None, extension: Extension | None = None, foreign: bool = True
 ) -> Path:
     """Directory with all kernels of a set: the package's, or the cache's, for which those that lack are compiled.
 
@@ -98,7 +98,7 @@ def find_set(
 class _Compilation:
     """Compiles what nobody else compiles meanwhile, and keeps it if that can be."""
 
-    def __init__(self, wanted: KernelSet, directory: Path, progress: Progress | None, must_keep: bool):
+    def __init__(self, wanted: KernelSet, directory: Path, progress: Counted | None, must_keep: bool):
         self._wanted, self._directory, self._progress, self._must_keep = wanted, directory, progress, must_keep
         self._keeps = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -11,14 +11,13 @@ import numpy as np
 from edgeinfer.errors import BundleError
 from edgeinfer.sizes import round_up
 
+from ...progress import Counted
 from .model import Place
 from .weights import KINDS, Reader, Stored
 
 ALIGNMENT = 4096
 """Of tensors, so that onnxruntime can map each alone."""
 F16_MAX = 65504.0
-Progress = Callable[[int, int, str], None]
-"""Called with (bytes done, bytes in all, name of the tensor)."""
 
 
 class Data(NamedTuple):
@@ -41,7 +40,7 @@ def data_bytes(tensors: Iterable[Stored]) -> int:
     return end
 
 
-def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress: Progress | None = None) -> Data:
+def write_data(tensors: Iterable[Stored], read: Reader, file: BinaryIO, progress: Counted | None = None) -> Data:
     """Write all tensors.
 
     Raises

@@ -15,7 +15,8 @@ from edgeinfer.graph import NeuronDown, build_graph, expected_types
 from edgeinfer.quant import requestable
 from edgeinfer.sizes import format_size
 
-from .data import Data, Progress, data_bytes, write_data
+from ...progress import Counted
+from .data import Data, data_bytes, write_data
 from .destination import MODEL_FILE, ExportDestination, data_name
 from .flavour import Flavour
 from .genai import check_tokenizer, write_beside
@@ -67,7 +68,7 @@ def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
 
 
 def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = None, *, overwrite: bool = False,
-           progress: Progress | None = None) -> ExportReport:
+           progress: Counted | None = None) -> ExportReport:
     """Write an ONNX model and its external data.
 
     Peak memory is below twice the largest tensor plus 300 MB.
@@ -116,7 +117,7 @@ def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = No
 
 
 def _write(bundle: Bundle, graph: Lowering, place: ExportDestination, name: str, beside: dict[str, str],
-           progress: Progress | None) -> tuple[Data, str]:
+           progress: Counted | None) -> tuple[Data, str]:
     """Write the data, whose name follows from their checksum, and the model that names them and has the checksums of
     the files beside them.
     """

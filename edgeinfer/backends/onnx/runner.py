@@ -17,8 +17,8 @@ from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.memory_planner import MemoryPlan, resolve
 from edgeinfer.runner import Cancellation, Runner, Segment, Sequence, plain_segments
 
+from ...progress import Counted
 from .calls import Calls
-from .data import Progress
 from .devices import Provider
 from .driver import gpu_free_bytes
 from .flavour import Heads
@@ -64,7 +64,7 @@ class OnnxRunner(Runner):
     """Who holds which of them."""
     _calls: Calls
 
-    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Progress | None = None,
+    def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Counted | None = None,
                  beside: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
         self.config = resolve(device_config(config, provider), self.model)

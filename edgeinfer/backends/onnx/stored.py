@@ -16,8 +16,8 @@ from edgeinfer.files import open_plain
 from edgeinfer.lock import DestinationLock
 from edgeinfer.process import say
 
+from ...progress import Counted
 from .copying import copy_proto
-from .data import Progress
 from .export import export
 from .flavour import Flavour
 
@@ -27,7 +27,7 @@ MADE_BY = ("backends/onnx", "graph", "quant")
 """Folders of the package from which it follows what a bundle becomes."""
 
 
-def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Progress | None = None) -> Path:
+def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: Counted | None = None) -> Path:
     """Return the folder of a lowered model, which is written unless it is there: `MODEL` with its data, and `COPY`.
 
     Parameters
@@ -72,7 +72,7 @@ def model_folder(bundle: Bundle, flavour: Flavour, names: list[str], progress: P
     return folder
 
 
-def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: Progress | None) -> None:
+def _write(bundle: Bundle, flavour: Flavour, names: list[str], folder: Path, progress: Counted | None) -> None:
     make_directories(folder)
     export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
     (folder / COPY).write_bytes(copy_proto(names, flavour.dtype).SerializeToString(deterministic=True))

@@ -14,7 +14,8 @@ from edgeinfer.errors import BundleError
 from edgeinfer.files import open_plain
 from edgeinfer.sizes import round_up
 
-from .data import ALIGNMENT, Progress
+from ...progress import Counted
+from .data import ALIGNMENT
 from .destination import CONFIG_FILE, MODEL_FILE
 from .model import GRAPH_KEY, PREFIX, graph_sha256
 from .packages import import_onnx
@@ -46,7 +47,7 @@ def is_export(path: str | Path) -> bool:
     return (path.suffix == ".onnx" and not path.is_dir()) or (path / CONFIG_FILE).is_file()
 
 
-def verify_export(path: str | Path, progress: Progress | None = None) -> Verified:
+def verify_export(path: str | Path, progress: Counted | None = None) -> Verified:
     """Compare a model and its external data with the checksums that the export wrote.
 
     Raises
@@ -113,7 +114,7 @@ def _entries(model: Any, about: dict[str, str]) -> tuple[str, list[_Entry]]:
     return location, entries
 
 
-def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Progress | None) -> None:
+def _compare(path: Path, entries: list[_Entry], nbytes: int, progress: Counted | None) -> None:
     try:
         file = open_plain(path)
     except FileNotFoundError:
