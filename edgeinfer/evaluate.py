@@ -158,6 +158,8 @@ def evaluate(
     if not total:
         raise RequestError("The text is too short: it has no token to predict.")
     sums = _Sums()
+    tell = progress or (lambda *_: None)
+    tell(0, total, "tokens")
     for start in range(0, len(stream.ids) - 1, window):
         stop = min(start + window, len(stream.ids) - 1)
         fed, targets = stream.ids[start:stop], stream.ids[start + 1 : stop + 1]
@@ -165,8 +167,7 @@ def evaluate(
         for first, logits, others in _blocks(session, reference, list(fed), prompt, decoded):
             last = first + len(logits)
             sums.add(targets[first:last], counted[first:last], logits, others)
-        if progress:
-            progress(sums.tokens, total, "tokens")
+            tell(sums.tokens, total, "tokens")
     return sums.result(max(round(stream.text_bytes * total / sum(stream.counted)), 1))
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from .errors import EdgeInferError
 
 reports_json = False
 """Whether the command's answer, and so its failure, is an object on standard output."""
 
+above: Callable[[str], None] | None = None
+"""Prints a line above the progress bar, while one is drawn."""
+
 
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, where there is one."""
-    if sys.stderr is not None:  # print would take standard output instead
+    if above is not None:
+        above(f"edgeinfer: {sentence}")
+    elif sys.stderr is not None:  # print would take standard output instead
         print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -17,8 +17,9 @@ from .reasons import pools, rotary, scored
 from .weights import PlacedWeights, place_weights, weight_regions
 from .windows import Windowed
 
-PYTHON_RESERVE_BYTES = 118_000_000
-"""The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux (docs/memory.md)."""
+PYTHON_RESERVE_BYTES = 121_000_000
+"""The interpreter, NumPy, LLVM's loader, the command line: 108-118 MB measured on Linux, and 3 MB of the library that
+draws progress bars (docs/memory.md)."""
 VOCABULARY_RESERVE_BYTES = 340
 """Of the tokenizer, for each entry of the vocabulary."""
 

@@ -41,7 +41,8 @@ class Outcome:
         """The one line on standard error, without the program's name; slow machines are told of stages before it."""
         from edgeinfer.cli.progress import STAGES
 
-        stage = rf"edgeinfer: ({'|'.join(STAGES.values())}) (\.\.\.|took [0-9.]+ s)"
+        stage = rf"edgeinfer: ({'|'.join(STAGES.values())}) (\.\.\.|took [0-9.]+ s|: .*)|" \
+            r"edgeinfer: compiling \d+ (more )?kernels? for .*"
         lines = [line for line in self.err.splitlines() if not re.fullmatch(stage, line)]
         assert len(lines) == 1 and lines[0].startswith("edgeinfer: "), self.err
         assert lines[0].endswith((".", "?")), lines[0]

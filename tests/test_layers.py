@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "memory_planner", "converters", "sparse", "offload", "devices")  # install as edgeinfer.<folder>
 FLOORS = {  # compared as strings
     **dict.fromkeys(["dataclass"], "-1"),
-    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files", "progress"], "0"),
+    **dict.fromkeys(["errors", "checks", "sizes", "process", "cache", "demo", "lazy", "json_text", "files"], "0"),
+    **dict.fromkeys(["progress"], "0"),
     **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
     **dict.fromkeys(["config", "destination"], "0c"),
     **dict.fromkeys(["kernels"], "1"),

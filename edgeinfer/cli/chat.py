@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CancelledError, EdgeInferError, UsageError
 from ..process import peak_rss_bytes
 from .output import figures, say
-from .run import cancelling
+from .progress import ProgressLine
+from .run import cancelling, reading
 
 if TYPE_CHECKING:
     from ..engine import Completion, Stream
@@ -50,13 +51,13 @@ class Conversation:
         self._messages = list(self._system)
         self._text = ""
 
-    def ask(self, text: str) -> Stream:
+    def ask(self, text: str, progress: ProgressLine) -> Stream:
         """Return the stream that answers a message; `keep` adds both to the conversation."""
         if self._template:
             ids = self._llm.chat_ids([*self._messages, {"role": "user", "content": text}])
         else:
             ids = self._llm.prompt_ids(self._grown(text))
-        return self._llm.stream(ids, **self._options)
+        return self._llm.stream(ids, **self._options, progress=reading(self._llm, ids, progress))
 
     def keep(self, text: str, completion: Completion) -> None:
         """Add a message and its answer, a stopped one too; a message without any answer is forgotten."""
@@ -119,8 +120,8 @@ def _command(line: str, conversation: Conversation, llm: LLM) -> None:
 def _turn(line: str, conversation: Conversation, llm: LLM) -> None:
     """Ask, and print the answer as it comes; errors end the turn, not the chat."""
     try:
-        with cancelling(llm) as cancelled:
-            stream = conversation.ask(line)
+        with cancelling(llm) as cancelled, ProgressLine() as progress:
+            stream = conversation.ask(line, progress)
             for piece in stream:
                 print(piece, end="", flush=True)
                 if cancelled.is_set():

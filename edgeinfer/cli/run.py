@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["JSON_FIELDS", "run"]
 _BEGINNING = 32_768
 """Bytes of standard input that are read before the model is open."""
+LONG_PROMPT = 1_000_000_000
+"""Tokens times bytes of weights from which on a prompt may take seconds, on the slowest boards."""
 _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
 
 
@@ -307,16 +309,21 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     return 1 if completion.finish_reason == "cancelled" else 0
 
 
+def reading(llm: LLM, ids: list[int], progress: ProgressLine) -> ProgressLine | None:
+    """Return what is told of the prompt; None for one that no machine reads for seconds, not to delay its answer."""
+    return progress if len(ids) * llm.runner.bundle.weights_bytes >= LONG_PROMPT else None
+
+
 def several(llm: LLM, ids: list[int], options: dict[str, Any]) -> Completion:
     """Run a request of which no text is there before the end: several samples, beams."""
-    with cancelling(llm):
-        return llm.complete(ids, **options)
+    with cancelling(llm), ProgressLine() as progress:
+        return llm.complete(ids, **options, progress=reading(llm, ids, progress))
 
 
 def streamed(llm: LLM, ids: list[int], options: dict[str, Any], show: bool, first_ms: list[float]) -> Completion:
     """Run a request for one sample; `first_ms` receives the age of the process when the first text was there."""
-    stream = llm.stream(ids, **options)
-    with cancelling(llm) as cancelled:
+    with cancelling(llm) as cancelled, ProgressLine() as progress:
+        stream = llm.stream(ids, **options, progress=reading(llm, ids, progress))
         for piece in stream:
             if not first_ms:
                 first_ms.append(process_age_ms())

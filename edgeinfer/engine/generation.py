@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from .sample import Sample
 from .sampling import Sampler
 
 if TYPE_CHECKING:
+    from ..progress import Progress
     from ..runner import Runner, Sequence
     from .speculation import Speculation
 
@@ -75,9 +77,14 @@ class Generation:
         self.cached_tokens = 0
         self._cancellation = Cancellation()
         self._times: list[float] = []
+        self.told: Progress | None = None
+        """Called as the prompt is processed, with the stage ``prompt`` and tokens."""
 
     def _new_samples(self, tokenizer: Tokenizer | None) -> Items[Sample]:
         return [Sample(self, tokenizer, self._ends, index) for index in range(self._config.n)]
+
+    def _tell(self, told: Progress, done: int, total: int) -> None:
+        told("prompt", self.cached_tokens + done, self.cached_tokens + total, "")
 
     @property
     def finished(self) -> bool:
@@ -109,7 +116,8 @@ class Generation:
         self.cached_tokens = len(sequence)
         self._times = [time.perf_counter()]
         ids, draw = self.prompt_ids[len(sequence) :], self._samples[0].sampler.address
-        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, draw))
+        told = self.told and partial(self._tell, self.told)
+        logits = self._unless_cancelled(lambda: self._runner.prefill(sequence, ids, self._cancellation, draw, told))
         if logits is None or self.finished:
             return ""
         if self.room <= 0:

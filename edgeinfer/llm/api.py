@@ -291,7 +291,8 @@ class LLM(Requests):
             * ``reuse`` (bool): start from the common beginning with the last request that had this option, instead of
               computing it again; the text is the same, unless a predictor has decoded a part of that beginning or it
               was pruned;
-            * ``prompt_cache`` (path): start from the prompt saved there, and save this one.
+            * ``prompt_cache`` (path): start from the prompt saved there, and save this one;
+            * ``progress`` (callable): called with ("prompt", done, total, "") in tokens while the prompt is processed.
 
         Returns
         -------

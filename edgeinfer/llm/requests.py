@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import FLAG, PATH, Rule, checked
+from ..checks import FLAG, FUNCTION, PATH, Rule, checked
 from ..config import GenerationConfig, generation_config
 from ..errors import RequestError
 from .prompts import Prompt, Prompts
@@ -51,13 +51,14 @@ class Requests(Prompts):
         from ..engine import BeamSearch, Generation, Request
 
         options = dict(options)
-        reuse, cache = options.pop("reuse", None), options.pop("prompt_cache", None)
+        reuse, cache, told = (options.pop(name, None) for name in ("reuse", "prompt_cache", "progress"))
         config = generation_config(options)
         reuse = reuse is not None and checked("reuse", reuse, FLAG)
         cache = None if cache is None else Path(checked("prompt_cache", cache, PATH))
         self._queue.check_open()
         request = self._queue.runner, self._tokenizer, ids, config, self._eos_ids
         generation = BeamSearch(*request) if config.beams > 1 else Generation(*request, self._speculation(config))
+        generation.told = None if told is None else checked("progress", told, FUNCTION)
         return Request(self._queue, generation, reuse, cache)
 
     def score(self, prompt: Prompt, continuations: Iterable[Prompt]) -> list[Score]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from edgeinfer.memory_planner import MemoryPlan
 
     Logits = NDArray[np.float32]
+    Told = Callable[[int, int], None]
 
 
 class Ahead(Protocol):
@@ -197,8 +198,10 @@ class Runner(abc.ABC):
     # -- common walks ------------------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                draw: int = 0) -> Logits:
+                draw: int = 0, told: Told | None = None) -> Logits:
         """Process a prompt in chunks; `draw` is that of its last token, see `Segment.draws`.
+
+        `told` is called with (done, total) in tokens, before the first chunk and after each.
 
         Returns
         -------
@@ -207,11 +210,16 @@ class Runner(abc.ABC):
         """
         ids = integers("ids", ids)
         self.check(sequence, ids)
-        step = self.config.prefill_chunk
+        step, tell = self.config.prefill_chunk, told or (lambda done, total: None)
         for start in range(0, len(ids) - step, step):
+            tell(start, len(ids))
             self.walk([Segment(sequence, ids[start : start + step])], cancel)
-        rest = ids[(len(ids) - 1) // step * step :]
-        return self.walk([Segment(sequence, rest, (len(rest) - 1,), draws=(draw,))], cancel)[0]
+        begun = (len(ids) - 1) // step * step
+        tell(begun, len(ids))
+        rest = ids[begun:]
+        logits = self.walk([Segment(sequence, rest, (len(rest) - 1,), draws=(draw,))], cancel)[0]
+        tell(len(ids), len(ids))
+        return logits
 
     def decode(self, sequences: Items[Sequence], ids: Items[int], cancel: Cancellation | None = None,
                draws: Items[int] = (), further: int = 0) -> Logits:

@@ -140,11 +140,11 @@ class Session(Walker):
     # -- tokens in, logits out ---------------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
-                draw: int = 0) -> Logits:
+                draw: int = 0, told: Callable[[int, int], None] | None = None) -> Logits:
         """Process a prompt in chunks, or with a schedule of pruning in stages; see `Runner.prefill`."""
         if self.stages and self.stages.takes(ids := integers("ids", ids)):
-            return self.stages.prefill(sequence, ids, cancel, draw)
-        return super().prefill(sequence, ids, cancel, draw)
+            return self.stages.prefill(sequence, ids, cancel, draw, told)
+        return super().prefill(sequence, ids, cancel, draw, told)
 
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
         """Run the program once over the new tokens of several sequences; see `Runner.walk`."""

@@ -116,22 +116,29 @@ class Stages:
             self._note(counts)
         return len(counts) > 1
 
-    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int) -> Logits:
-        """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was."""
+    def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int,
+                told: Callable[[int, int], None] | None = None) -> Logits:
+        """Process a prompt; see `Runner.prefill`. A prompt that ends early leaves the sequence as it was.
+
+        `told` is called with the share of the prompt's tokens that is the share of the work done.
+        """
         session = self._session
         session.check(sequence, ids)
         rows, last = np.arange(len(ids)), self._stages[-1]
         counts = self.schedule.tokens(len(ids), len(sequence))
+        tell = self._teller(counts, told)
         with session.executor.pool.turn:  # whoever closes the session has to leave its memory alone until a walk ends
             session.reserve(sequence, len(ids))
             try:
                 for number in range(len(self._stages) - 1):
-                    queries = self._through(sequence, ids, rows, number, cancel)
+                    queries = self._through(sequence, ids, rows, number, cancel, tell)
                     rows = self._choose(sequence, len(ids), rows, number, queries, counts[number + 1], cancel)
                 *chunks, final = self._chunks(rows)
                 for part in chunks:
                     self._walk(sequence, ids, part, last, last.first, last.stop, cancel)
+                    tell(last, len(part))
                 logits = self._walk(sequence, ids, final, last, last.first, last.stop, cancel, draw)
+                tell(last, len(final))
             except BaseException:
                 session.truncate(sequence, len(sequence))
                 raise
@@ -139,12 +146,27 @@ class Stages:
         self._note(counts)
         return logits[0]
 
+    def _teller(self, counts: tuple[int, ...], told: Callable[[int, int], None] | None
+                ) -> Callable[[_Stage, int], None]:
+        """Return what is called after tokens went through a stage, and tells so much of the whole prompt."""
+        work = sum(n * (stage.stop - stage.first) for n, stage in zip(counts, self._stages, strict=True))
+        done = 0
+
+        def tell(stage: _Stage, n: int) -> None:
+            nonlocal done
+            done += n * (stage.stop - stage.first)
+            if told:
+                told(counts[0] * done // work, counts[0])
+
+        tell(self._stages[0], 0)
+        return tell
+
     def _chunks(self, rows: Rows) -> list[Rows]:
         step = self._session.config.prefill_chunk
         return np.split(rows, range(step, len(rows), step))
 
     def _through(self, sequence: Sequence, ids: Items[int], rows: Rows, number: int,
-                 cancel: Cancellation | None) -> Floats:
+                 cancel: Cancellation | None, tell: Callable[[_Stage, int], None]) -> Floats:
         """Let tokens go through a stage; returns the queries of the last ones in the attention that chooses."""
         stage, queries = self._stages[number], []
         for part in self._chunks(rows):
@@ -155,6 +177,7 @@ class Stages:
                 start = stage.tap
             self._walk(sequence, ids, part, stage, start, stage.stop, cancel)
             self._aux[part] = self._rows_of(self._residual, len(part))
+            tell(stage, len(part))
         return np.concatenate(queries)
 
     def _walk(self, sequence: Sequence, ids: Items[int], rows: Rows, stage: _Stage, first: int, stop: int,

@@ -118,12 +118,21 @@ class _Compilation:
         try:
             missing = [name for name in missing if name not in found]
             if missing:
+                self._announce(len(missing))
                 found |= build.build(self._wanted, missing, self._progress, self._keep)
         finally:
             lock.release()
         if not self._keeps:
             _unkept.setdefault(self._wanted, {}).update(found)
         return found
+
+    def _announce(self, n: int) -> None:
+        """Say why there is a wait, to whoever is shown progress."""
+        if not self._progress:
+            return
+        there = sum(1 for _ in self._directory.glob("*.o"))
+        what, why = (" more", f" beside the {there} that are there") if there else ("", "")
+        say(f"compiling {n}{what} kernel{'s' * (n != 1)} for {self._wanted.isa.name}{why}, once on this machine.")
 
     def _prepare(self) -> None:
         from .tidy import tidy
