@@ -51,7 +51,8 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.child = subprocess.Popen(
             [*PYTHON, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
-            env=environment(**{"TERM": "dumb", **variables}), start_new_session=True, preexec_fn=self._own_terminal(slave),
+            env=environment(**{"TERM": "dumb", **variables}), start_new_session=True,
+            preexec_fn=self._own_terminal(slave),
         )
         os.close(slave)
         self.shown = ""

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from ..progress import Progress as OnProgress
 
 if TYPE_CHECKING:
     from ..config import GenerationConfig
@@ -25,8 +27,6 @@ HeadMode = Literal["exact", "screened"]
 Speculation = Literal["auto", "off", "lookup", "draft", "self"]
 Device = Literal["cpu", "cuda", "auto", "onnx-cpu"]
 KvLayout = Literal["slots", "pages"]
-OnProgress = Callable[[str, int, int, str], None]
-"""Called with stage, done, total and item."""
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -62,6 +62,8 @@ class RequestOptions(GenerationOptions, total=False):
     """Start from the common beginning with the last request that had this option."""
     prompt_cache: str | Path | None
     """Start from the prompt saved in this file, and save this one."""
+    progress: OnProgress | None
+    """Called with ``"prompt"``, done, total and an empty item, in tokens, while the prompt is processed."""
 
 
 class ChatOptions(RequestOptions, total=False):
