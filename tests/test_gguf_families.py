@@ -20,6 +20,7 @@ from edgeinfer.describe import describe
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError
 from edgeinfer.graph import ModelConfig, build_graph, inverse_frequencies, read_config, requested_types
 from tests import golden_cases
+from tests.bundles import weights_of
 from tests.gguf_files import add_tensor, permuted
 from tests.sessions import logits_of, scored, session
 from tests.test_models_golden import TOLERANCE, difference
@@ -172,7 +173,8 @@ def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], ar
     for key, value in fields.items():
         adders[type(value)](key, value)
     for name, values in tensors.items():
-        kind = next((kind for word, kind in (kinds or {}).items() if word in name and values.ndim == 2), "F32")
+        matrix = values.ndim == 2 and "norm" not in name
+        kind = next((kind for word, kind in (kinds or {}).items() if word in name and matrix), "F32")
         add_tensor(writer, name, np.ascontiguousarray(values, np.float32), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -201,7 +203,8 @@ def test_logits_of_a_file(name: str, tmp_path: Path) -> None:
 def of_256(name: str) -> golden_cases.GoldenCase:
     """A case with rows of whole blocks of 256, without transformers' logits."""
     case = golden_cases.load(name)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "head_dim": 64}
     config = case.config | {key: value for key, value in sizes.items() if key in case.config}
     shapes = {source.name: source.stored for weight in build_graph(read_config(config), requested_types("f32")).weights
               for source in weight.sources}
@@ -212,7 +215,9 @@ def of_256(name: str) -> golden_cases.GoldenCase:
 @pytest.mark.parametrize("kinds", [
     {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"}, {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"},
 ], ids=["Q4_K_M", "floats between"])
-@pytest.mark.parametrize("name", ["stablelm", "stablelm-parallel", "phi", "starcoder2-window", "cohere", "olmo2"])
+@pytest.mark.parametrize("name", [
+    "stablelm", "stablelm-parallel", "phi", "starcoder2-window", "cohere", "olmo2", "olmo3", "exaone4", "cohere2",
+    "ministral3", "stablelm-head-norms", "cohere-head-norms"])
 def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v of several types have an input each: logits beside those of the same values in f32."""
@@ -228,6 +233,22 @@ def test_parts_of_a_matrix_behind_every_norm(name: str, kinds: dict[str, str], t
         found, wanted = logits_of(ours, case.ids, 3), logits_of(other, case.ids, 3)
     assert np.abs(found - wanted).max() < 0.15 * np.abs(wanted).max()  # activations of 8 bits, random weights
     assert describe(tmp_path / "m.gguf").weight_bytes == describe(tmp_path / "bundle").weight_bytes
+
+
+def test_rows_of_heads_that_turn_in_part_keep_their_codes(tmp_path: Path) -> None:
+    """Every value is the file's, though rows of q and k are put into another order."""
+    case = of_256("glm4")
+    c = read_config(case.config)
+    assert 0 < c.rope_dim < c.head_dim
+    write(tmp_path / "m.gguf", metadata(case, c, "glm4"), tensors_of(case, c, "glm4"), "glm4",
+          {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"})
+    report = convert(tmp_path / "m.gguf", tmp_path / "bundle")
+    assert all(tensor.moved for tensor in report.tensors if re.search(r"(qkv|gate_up|down)$", tensor.name))
+    convert(tmp_path / "m.gguf", tmp_path / "floats", weights="f32")
+    ours, floats = weights_of(tmp_path / "bundle"), weights_of(tmp_path / "floats")
+    for i in range(c.num_hidden_layers):
+        for name in (f"layers.{i}.qkv", f"layers.{i}.gate_up", f"layers.{i}.down"):
+            np.testing.assert_array_equal(ours[name], floats[name])
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_K"])

@@ -159,6 +159,67 @@ WELL_KNOWN = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "attention_bias": False,
         "max_window_layers": 28, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None,
         "rope_theta": 1000000, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}),
+    "Olmo-3-7B": (7_298_011_136, {"architectures": ["Olmo3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "layer_types": 8 * (3 * ["sliding_attention"] +
+        ["full_attention"]), "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window":
+        4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100278}),
+    "EXAONE-4.0-1.2B": (1_279_391_488, {"model_type": "exaone4", "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 361, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 4096,
+        "layer_types": 30 * ["full_attention"], "max_position_embeddings": 65536, "num_attention_heads": 32,
+        "num_hidden_layers": 30, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0,
+        "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type":
+        "llama3"}, "rope_theta": 1000000, "sliding_window": None, "sliding_window_pattern": None,
+        "tie_word_embeddings": True, "vocab_size": 102400}),
+    "EXAONE-4.0-32B": (32_003_216_384, {"model_type": "exaone4", "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 361, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 27392, "layer_types": 16 * (3 * ["sliding_attention"] + ["full_attention"]),
+        "max_position_embeddings": 131072, "num_attention_heads": 40, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0,
+        "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type":
+        "llama3"}, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": False, "vocab_size": 102400}),
+    "GLM-4-9B-0414": (9_400_279_040, {"model_type": "glm4", "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "vocab_size": 151552}),
+    "c4ai-command-r7b-12-2024": (8_028_033_024, {"model_type": "cohere2", "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 5, "cache_implementation": "hybrid", "eos_token_id": 255001,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "layer_norm_eps":
+        1e-05, "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "order_of_interleaved_layers": "local_attn_first",
+        "pad_token_id": 0, "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+        "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size":
+        256000}),
+    "starcoderbase-1b": (1_137_207_296, {"activation_function": "gelu", "attention_softmax_in_fp32": True,
+        "attn_pdrop": 0.1, "bos_token_id": 0, "embd_pdrop": 0.1, "eos_token_id": 0, "inference_runner": 0,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "max_batch_size": None, "max_sequence_length": None,
+        "model_type": "gpt_bigcode", "multi_query": True, "n_embd": 2048, "n_head": 16, "n_inner": 8192, "n_layer":
+        24, "n_positions": 8192, "pad_key_length": True, "pre_allocate_kv_cache": False, "resid_pdrop": 0.1,
+        "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "use_cache": True, "validate_runner_input": True, "vocab_size": 49152}),
+    "Ministral-3-3B": (3_429_006_336, {"model_type": "mistral3", "image_token_index": 10,
+        "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "vision_feature_layer": -1, "vision_config": {}, "text_config": {"attention_dropout": 0.0, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 9216,
+        "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+        "num_hidden_layers": 26, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_parameters": {"beta_fast":
+        32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+        "sliding_window": None, "tie_word_embeddings": True, "use_cache": True, "vocab_size": 131072},
+        "tie_word_embeddings": True}),
+    "opt-350m": (331_196_416, {"_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function":
+        "relu", "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": False, "dropout": 0.1,
+        "eos_token_id": 2, "ffn_dim": 4096, "hidden_size": 1024, "init_std": 0.02, "layerdrop": 0.0,
+        "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 16, "num_hidden_layers": 24,
+        "pad_token_id": 1, "prefix": "</s>", "use_cache": True, "vocab_size": 50272, "word_embed_proj_dim": 512}),
 }  # fmt: skip
 
 

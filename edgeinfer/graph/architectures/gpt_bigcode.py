@@ -21,7 +21,8 @@ def read(c: ConfigReader) -> ModelConfig:
              intermediate_size="n_inner", max_position_embeddings="n_positions", hidden_act="activation_function",
              rms_norm_eps="layer_norm_epsilon")
     for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
-                 "validate_runner_input", "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size"):
+                 "validate_runner_input", "pre_allocate_kv_cache", "pad_key_length", "max_sequence_length",
+                 "max_batch_size"):
         c.get(name)  # in which type it is calculated, and how its makers ran it
     one, heads = c.flag("multi_query", True), c.integer("num_attention_heads", high=2**12)
     kv = 1 if one else heads
