@@ -151,6 +151,7 @@ def ablations(case: golden_cases.GoldenCase) -> dict[str, Graph]:
     }
 
 
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("name", golden_cases.names())
 def test_the_golden_logits_show_every_ingredient(name: str) -> None:
     """A runtime that forgets one must miss the issue's tolerance of 1e-3 by a factor, or the case proves nothing."""
@@ -172,6 +173,7 @@ def test_a_case_is_a_checkpoint(tmp_path: Path) -> None:
     assert tokenizer.encode(" ".join(f"t{i}" for i in case.ids)).ids == case.ids
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.reference
 @pytest.mark.parametrize("name", sorted(LIVE))
 def test_the_oracle_agrees_with_transformers_now(name: str) -> None:
@@ -181,6 +183,7 @@ def test_the_oracle_agrees_with_transformers_now(name: str) -> None:
     assert difference(forward(graph_of(case.config), case.tensors, case.ids), case.logits) < ORACLE_TOLERANCE
 
 
+@pytest.mark.slow(keep=22)
 @pytest.mark.reference
 @pytest.mark.parametrize("name", golden_cases.names())
 def test_the_golden_files_are_what_transformers_says_now(name: str) -> None:

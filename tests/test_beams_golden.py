@@ -53,6 +53,7 @@ def compare(opened: Runner, rows: list[dict[str, Any]]) -> None:
     assert free_blocks(opened) == opened.plan.kv_blocks
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("device", ["cpu", "onnx-cpu", "pages"])
 @pytest.mark.parametrize("name", make_beams.RANDOM)
 def test_random_models(name: str, device: str, tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ def fake_python(tmp_path: Path, fake: list[str]) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path: Path, fake_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setattr(against_peers, "READ_BYTES", 4 << 20)
@@ -219,6 +220,7 @@ def test_a_whole_run(tmp_path: Path, fake_python: str, monkeypatch: pytest.Monke
     assert (tmp_path / "models" / "small-q4_0.gguf").exists()
 
 
+@pytest.mark.slow
 def test_every_peer_is_met_with_the_same_groups(
     tmp_path: Path, fake_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

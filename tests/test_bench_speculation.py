@@ -52,6 +52,7 @@ def test_what_is_measured(runner: Session) -> None:
     assert found.stated["accept"] == 0.8 and found.stated["gain"] > 0 and set(found.pays_from) == {"lookup"}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     path = str(write_model(tmp_path))
     arguments = ("bench", path, "-p", "0", "-n", "2", "-r", "1", "--no-startup", "--speculate")

@@ -20,6 +20,7 @@ pytestmark = [
 RUN = ["run", "demo", "Once upon a time", "-n", "4", "--temp", "0"]
 
 
+@pytest.mark.slow
 def test_a_share_of_all_commands_under_all_conditions() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.conditions", "--quick", "--signals", "4"], cwd=ROOT, text=True,
                           capture_output=True, env=environment())
@@ -82,6 +83,7 @@ def test_ctrl_c_that_falls_into_a_callback_is_not_lost() -> None:
     assert (done.stdout, done.stderr) == ("raised\n", "")
 
 
+@pytest.mark.slow
 def test_the_suite_runs_where_ctrl_c_is_ignored() -> None:
     """As in the background of a shell: children that are to be interrupted listen again."""
     chosen = ["tests/test_convert_disturbed.py::test_ctrl_c_leaves_nothing",

@@ -109,6 +109,7 @@ def test_of_a_mixture_the_ceiling_counts_active_experts() -> None:
     assert "6.3 tokens/s: 10.5 GB/s over the 1.68 GB of a token" in edgeinfer(*arguments).out
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-12b"])
 def test_an_estimate_fits_where_the_plan_does(model: str) -> None:
     """Context by context around the limit of 16 GiB; weights and KV cache alone are not all."""

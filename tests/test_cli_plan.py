@@ -149,6 +149,7 @@ STORED = ("streamed_layers", "kept_experts")
 """Alternatives that run reads from storage by itself."""
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("arguments", CASES)
 def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> None:
     report = planned(*arguments, code=3)

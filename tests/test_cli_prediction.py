@@ -174,6 +174,7 @@ def test_there_is_no_prediction_without_this_very_machine(probed) -> None:
     assert make_predictor(demo_path(), config, 2, isa) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="the profile of this test has two threads")
 def test_run_and_bench_report_predictions(probed) -> None:
     done = edgeinfer("run", "demo", "Once upon a time", "-n", 20, "--temp", 0, "-t", 2, "--json")

@@ -267,6 +267,7 @@ def test_ctrl_c_ends_a_run_with_what_there_is(slow_bundle: Path, during: str) ->
         assert child.wait(30) == 1 and child.stderr.read() == b""
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_conversion_leaves_nothing(tmp_path: Path, terminals: list[Terminal]) -> None:
     source = make_checkpoint(tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=3)
     terminal = Terminal("convert", source, tmp_path / "bundle", TERM="xterm")

@@ -84,6 +84,7 @@ def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
     assert fetched(hub, tmp_path / "home", "some/model", COMMIT)["path"] == str(path)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("arguments", "answer", "kind", "message"),
     [
@@ -140,6 +141,7 @@ def silent_server(how: str) -> Iterator[tuple[str, list[socket.socket]]]:
             connection.close()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("how", "why"),
     [("closed", "no connection"), ("accepts and says nothing", "no answer within 1 s"),
@@ -162,6 +164,7 @@ def test_without_a_hub_one_attempt_and_one_sentence(hub: Hub, tmp_path: Path, ho
         assert len(connections) == (how == "accepts and says nothing")
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_is_used_without_a_hub(hub: Hub, tmp_path: Path) -> None:
     path = fetched(hub, tmp_path / "home", "some/model")["path"]
     with silent_server("accepts and says nothing") as (url, connections):

@@ -53,6 +53,7 @@ def compare(path: Path, kv: str, runs: tuple[tuple[int, int], ...] = RUNS) -> No
             assert trace(opened, PROMPT, seed=5) == expected, f"{threads} threads, chunks of {chunk}"
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("weights", "group_size", "kv"), STORAGE)
 def test_threads_and_chunks(weights: str, group_size: int, kv: str, models: Path) -> None:
     full = (weights, group_size, kv) == ("q4", 32, "int8")

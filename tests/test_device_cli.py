@@ -46,6 +46,7 @@ def test_eval_on_one_device_against_the_other(no_variables: None, tmp_path: Path
     assert told.code == 2 and told.sentence.startswith("--reference-device onnx-cpu is about a reference; add")
 
 
+@pytest.mark.slow
 def test_bench(no_variables: None) -> None:
     given = ("bench", "demo", "-p", "16", "-n", "4", "-r", "1", "-t", "1", "--device", "onnx-cpu")
     out = edgeinfer(*given, "--json").json
@@ -104,6 +105,7 @@ def test_the_plan_has_the_matrix_that_products_write_out(options: tuple[str, ...
         assert arena["bytes"] > copied
 
 
+@pytest.mark.slow
 def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole check on the CPU provider; without a GPU every part of it is said not to have run."""
@@ -127,6 +129,7 @@ def test_what_is_to_be_run_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {row["found"] for row in json.loads((tmp_path / "o").read_text())} == {"out of time"}
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_on_a_gpu_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A combination that does not fit was not run; whatever else is raised is a line of the table."""
     from benchmarks import gpu_check

@@ -297,6 +297,7 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "believable", lambda runs: runs)
 
 
+@pytest.mark.slow
 def test_a_probe_that_contradicts_itself_is_repeated_then_falls_back_to_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +318,7 @@ def test_a_probe_that_contradicts_itself_is_repeated_then_falls_back_to_the_clas
     assert "the probe contradicted itself 2 times (prompts reached up to 1.44 of" in found.error_source
 
 
+@pytest.mark.slow
 def test_a_second_try_that_agrees_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [["a doubt"], []]
     monkeypatch.setattr(machine_module, "_doubts", lambda runs: answers.pop(0))
@@ -332,6 +334,7 @@ def test_who_has_little_of_the_processor_is_not_believed() -> None:
     assert machine_module._doubts(Runs(decodes, prompts, [0.9, 1.0, 0.2])) == []
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_best_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, believed: None) -> None:
     readings: list[float] = []
 
@@ -363,6 +366,7 @@ def steps(stages: list[str]) -> list[str]:
     return [stage for stage in dict.fromkeys(stages) if stage != "compile"]
 
 
+@pytest.mark.slow
 def test_the_whole_probe(tmp_path: Path, believed: None) -> None:
     stages: list[str] = []
     profile = probe_machine(small_request(tmp_path), bundles_in(tmp_path), lambda stage, *rest: stages.append(stage))
@@ -387,6 +391,7 @@ def test_the_whole_probe(tmp_path: Path, believed: None) -> None:
     assert replace(load_profile(tmp_path / "saved.toml"), name="local") == profile
 
 
+@pytest.mark.slow
 def test_a_quick_probe_leaves_storage_and_load_out(tmp_path: Path, believed: None) -> None:
     stages: list[str] = []
     request = small_request(tmp_path / "no" / "such", quick=True)

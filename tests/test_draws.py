@@ -116,6 +116,7 @@ def test_walks_without_draws_skip_their_records(opened: Session) -> None:
     opened.release(sequence)
 
 
+@pytest.mark.slow
 def test_every_record_agrees_with_its_twin_in_a_real_run(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from dataclasses import replace; from tests import test_draws as t\n"

@@ -219,6 +219,7 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "mode", ["walks", "ways", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c", "flow"]
 )

@@ -66,6 +66,7 @@ def resident(path: Path, **options: Any) -> np.ndarray:
         return logits_of(opened, IDS, 12)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("config", "weights", "n"), [
     (MIXTURE, "q4", 9), (MIXTURE, "f16", 20), (LARGER, "q4", 7), (LARGER, "int8", 12), (EARLY, "q4", 8),
     (BIASED, "q4", 12), (replace(BESIDE, max_position_embeddings=256), "int8", 11),

@@ -73,6 +73,7 @@ def test_a_sequence_has_the_same_bits_in_a_batch(weights: str, models: Path) -> 
                 np.testing.assert_array_equal(row, own[step])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=["mixture", "shared"])
 def test_every_record_beside_its_twin(config: ModelConfig, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for weights in ("q4", "int8", "f16"):

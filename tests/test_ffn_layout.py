@@ -28,6 +28,7 @@ WALKS = ((1, 64), (2, 64), (3, 64), (1, 1), (2, 3), (3, 7), (2, 100))
 """Threads and tokens of a prompt's chunks."""
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("activation", ["relu", "silu", "relu2", "gelu"])
 @pytest.mark.parametrize(("weights", "group"), [("q4", 32), ("q4", 128), ("int8", 64)])
 def test_no_chunk_and_no_thread_changes_a_bit(weights: str, group: int, activation: str, tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_dead_neurons_change_no_bit(weights: str, group: int, shape: dict[str, i
     assert first.any() and all((row == first).all() for row in rows.values())
 
 
+@pytest.mark.slow
 def test_sparse_is_an_option_of_every_command_that_has_passes(tmp_path: Path) -> None:
     bundle, text = tmp_path / "m", tmp_path / "text"
     write_random_bundle(replace(TINY, hidden_act="relu"), bundle, ffn_layout="neuron")

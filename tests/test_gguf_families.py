@@ -182,6 +182,7 @@ def write(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], ar
     writer.close()
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_of_a_file(name: str, tmp_path: Path) -> None:
     """Those of the checkpoint, and where the file cannot say what the case has, those of a checkpoint that agrees."""
@@ -212,6 +213,7 @@ def of_256(name: str) -> golden_cases.GoldenCase:
     return case._replace(config=config, tensors=tensors)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kinds", [
     {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"}, {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"},
 ], ids=["Q4_K_M", "floats between"])

@@ -72,6 +72,7 @@ def tensors_of(name: str) -> dict[str, tuple[int, ...]]:
     return {source.name: source.stored[::-1] for weight in graph.weights for source in weight.sources}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [("tinyllama-1.1b", "llama"), ("smollm2-135m", "llama"), ("mistral-nemo-12b", "llama"), ("mixtral-8x7b", "llama"),

@@ -161,6 +161,7 @@ def test_data_that_overlap_or_end_early_are_refused(tmp_path: Path) -> None:
             convert(path, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_thousand_mutated_headers(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, make_checkpoint(tmp_path / "hf", "llama", **SIZES), "Q8_0")

@@ -106,6 +106,7 @@ def test_parts_behind_links_are_found_by_the_names_of_the_links(store: Path, tmp
     assert describe(links[0]).weight_bytes == describe(tmp_path / "m.gguf").weight_bytes
 
 
+@pytest.mark.slow
 def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:
     """In processes of their own, because the hub's client reads the environment when it is imported."""
     folder = tmp_path / "repo"
@@ -179,6 +180,7 @@ def test_the_type_in_a_name(name: str, kind: str) -> None:
     assert gguf_type(name) == kind
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_file_runs_in_another_type_where_that_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = make_checkpoint(tmp_path / "hf", "llama", **WIDE)

@@ -170,6 +170,7 @@ def walk(new: int, past: int = 0) -> list[Sequence]:
     return [Sequence(past, new)]
 
 
+@pytest.mark.slow(keep=24)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv", KV)
@@ -233,6 +234,7 @@ def test_sliding_windows(kv: str, window: int) -> None:
         layer.attend_in_splits(isa)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("heads", [(4, 2, 10), (8, 1, 64), (3, 3, 128)])
 @pytest.mark.parametrize("kv", KV)
@@ -287,6 +289,7 @@ GROUPS = [(3, 3, 6), (6, 2, 10), (8, 2, 16), (8, 1, 64)]
 """Heads with 1, 3, 4 and 8 heads a KV head."""
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("past", [0, 14, 15, 16, 17, 254, 255, 256, 257, 2040])
 @pytest.mark.parametrize("kv", KV)
 def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:

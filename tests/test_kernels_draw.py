@@ -91,6 +91,7 @@ def test_kernels_choose_what_the_sampler_chooses(isa: str, size: int) -> None:
             assert chain.sample(row).token_id == want  # takes the token, or looks at the row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_many_draws_of_a_row_are_those_of_numpy(isa: str) -> None:
     """A thousand seeds: exponentials, logarithms and sums agree to the bit, or some of these tokens would differ."""

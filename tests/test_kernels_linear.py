@@ -149,6 +149,7 @@ def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: in
     return Product(dtype, group, weights, rows, activations(x, WeightType(dtype, group).input_group), **more)
 
 
+@pytest.mark.slow(keep=50)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None:
@@ -161,6 +162,7 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
             product.run(isa)
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
@@ -196,6 +198,7 @@ def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
         product.run(isa)
 
 
+@pytest.mark.slow(keep=40)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> None:
@@ -210,6 +213,7 @@ def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> 
             product.run(isa)
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str, group: int, isa: str) -> None:

@@ -163,6 +163,7 @@ def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width:
     return bench.run(isa, name, places, parameters, threads=2)["out"]
 
 
+@pytest.mark.slow(keep=56)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_embed(dtype: str, group: int, width: int) -> None:

@@ -163,6 +163,7 @@ def test_close_ends_what_runs_and_refuses_what_waits(tmp_path: Path) -> None:
             waiting.result()
 
 
+@pytest.mark.slow
 def test_closing_ends_the_threads_and_gives_memory_back(tmp_path: Path) -> None:
     from edgeinfer.process import peak_rss_bytes
 
@@ -217,6 +218,7 @@ def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_a_thousand_late_cancels_end_nothing() -> None:
     """Whoever has looked up the running request and acts on it only when others run: each belongs to its request."""
     chance, late = random.Random(9), queue.SimpleQueue[Callable[[], None] | None]()

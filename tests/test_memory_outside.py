@@ -65,6 +65,7 @@ def test_the_plan_is_what_is_measured() -> None:
     assert abs(done.vm_hwm_bytes - reported) < 4 * MB
 
 
+@pytest.mark.slow
 def test_beams_take_what_they_were_planned_to_take() -> None:
     """Beside a single text: tails of their own, and no second prompt."""
     common = ("--kv", "f32", "-c", "1000", "-n", "100", "--temp", "0")
@@ -87,6 +88,7 @@ def test_a_run_lives_within_what_was_planned() -> None:
         assert done.code == 0 and json.loads(done.out)["completion_tokens"] == 8, done.err
 
 
+@pytest.mark.slow
 def test_a_run_that_converts_first_takes_no_more(tmp_path: Path) -> None:
     """The conversion's memory is that of another process, and gone before the model runs."""
     source = make_checkpoint(tmp_path / "hf", hidden_size=512, intermediate_size=2048, num_attention_heads=8)

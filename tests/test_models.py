@@ -208,6 +208,7 @@ print(path, sorted(set(told)))
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("count", [2, 5])
 def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, count: int) -> None:
     """Each in a PID namespace of its own where that is possible: their process ids mean nothing to each other."""

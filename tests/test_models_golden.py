@@ -26,6 +26,7 @@ def difference(logits: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.slow(keep=24)
 @pytest.mark.parametrize("name", golden_cases.names())
 def test_transformers_logits(name: str, tmp_path: Path) -> None:
     """Every position by `score` in blocks of an odd size, then by a prefill in chunks and decoding one by one."""

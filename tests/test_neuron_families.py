@@ -110,6 +110,7 @@ def test_masks_of_an_opt_agree_with_the_twins(placed: Path, monkeypatch: pytest.
         assert "neuron_mask_signs" in opened.program.kernels
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])
 @pytest.mark.parametrize(("config", "kind"), [(SMALL, "sign"), (BIASED, "lowrank"), (BEHIND, "sign")],
                          ids=["opt", "llama", "opt-350m"])

@@ -391,6 +391,7 @@ def test_links_and_sticky_directories_of_our_own_are_fine(builds: Builds, tmp_pa
 # -- machine code ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_kernel_that_needs_a_foreign_symbol_is_refused() -> None:
     script = """
 import math
@@ -409,6 +410,7 @@ except RuntimeError as error:
     assert done.stdout == "kernel bad needs the symbols exp, which only Numba has\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["quantize", "rms_norm_q8"], ["neuron_mask_signs"]], ids=" ".join)
 def test_a_lighter_front_end_changes_no_code(names: list[str]) -> None:
     """Where helpers are outlined Numba has one for each constant, so there both ways have one for all."""

@@ -101,6 +101,7 @@ def nothing_for_this_machine(package: Path) -> str:
     return "there are none"
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("spoil", [
     flip_a_byte, truncate, lose_an_object, other_sources, older_release, other_instruction_set,
     other_architecture, no_elf, nothing_for_this_machine,

@@ -95,6 +95,7 @@ def test_a_long_prompt_ends_within_its_call(opened: OnnxRunner, started: tuple[A
         assert took < WITHIN_SECONDS, f"{took:.3f} s after {seconds}"
 
 
+@pytest.mark.slow
 def test_the_wish_to_end_one_walk_does_not_reach_the_next(opened: OnnxRunner, started: tuple[Any, np.ndarray]) -> None:
     """Asked at any moment about the end of a walk: either that one ended, or nothing did."""
     sequence, want = started

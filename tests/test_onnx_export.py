@@ -142,6 +142,7 @@ def test_norms_of_heads_within_attention(tmp_path: Path) -> None:
     assert {len(node.input) for node in nodes} == {16}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """The largest tensor of this model has 16 MB; matrices in q4 go through in blocks of 4 MB."""
     config = replace(TINY, vocab_size=16000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12,
@@ -185,6 +186,7 @@ def test_a_full_disk_at_any_write(bundle: Bundle, model: Path) -> None:
         assert {path.name: path.read_bytes() for path in model.parent.iterdir() if ".lock" not in path.name} == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Over another model: what is there is the older or the newer, whole; what is left goes with the next export."""

@@ -47,6 +47,7 @@ def test_every_way_to_store_is_tried() -> None:
     assert {case[1:] for case in CASES} == set(STORED)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("name", "weights", "group_size", "layout"), CASES)
 def test_the_oracles_logits(name: str, weights: str, group_size: int, layout: str, tmp_path: Path) -> None:
     """All positions of the context, in chunks of 64, 7 and 1."""

@@ -244,6 +244,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
         yield ours, theirs
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [
     {"temperature": 0}, {"seed": 7, "n": 3}, {"seed": 1, "temperature": 1.3, "top_k": 0, "top_p": 0.8},
     {"beams": 4, "n": 2, "length_penalty": 0.7}, {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 3},
@@ -380,6 +381,7 @@ def test_the_plan_of_a_gpu() -> None:
     assert out["regions"][2]["reason"].startswith("f16, 31 pages (a prompt once, 8 x 100 tokens) of 256 positions")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("given", "said"), [
     (("--device", "onnx-cpu", "--kv-layout", "pages"),
      "--kv-layout pages is not offered on device onnx-cpu, for PagedAttention has no CPU kernel; choose slots, or run "
@@ -403,6 +405,7 @@ def test_layouts_in_python() -> None:
         assert llm.runner.block_tokens == 16
 
 
+@pytest.mark.slow
 def test_pages_beside_slots_as_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That part of the check on what stands in for a GPU, whose slots are onnxruntime's own."""
     from benchmarks import gpu_check

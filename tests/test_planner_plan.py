@@ -51,6 +51,7 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     return Planner(graph, weight_bytes).plan(request)
 
 
+@pytest.mark.slow(keep=200)
 @pytest.mark.parametrize(("n_tokens", "n_outputs"), [(1, 1), (7, 3), (64, 64)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: int, n_outputs: int) -> None:

@@ -26,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_where_all_tokens_go_on_the_bits_are_those_of_the_plain_prompt(model: Path, kv: str) -> None:
     ids = tokens(540)

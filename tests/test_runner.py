@@ -132,6 +132,7 @@ def test_a_cancel_between_two_requests_reaches_neither(llm: LLM) -> None:
         old = stream._request.generation
 
 
+@pytest.mark.slow
 def test_a_late_cancel_never_ends_the_next_request(llm: LLM) -> None:
     """A thread that always cancels the request before the running one, at any moment of it: 1000 requests finish."""
     previous: list[Generation] = []

@@ -130,6 +130,7 @@ def test_without_the_system_call_the_file_is_read_through(
 # -- what users see of it ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_api_and_the_command_line_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "PROGRESS_BYTES", 1)
     seen: list[tuple[str, int, int, str]] = []

@@ -27,6 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- the oracle --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
     [

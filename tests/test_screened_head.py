@@ -65,6 +65,7 @@ def ids_of(path: Path, n: int = 60) -> list[int]:
         return list(llm.complete(PROMPT_TEXT, max_tokens=n, temperature=1, seed=3, ignore_eos=True).token_ids)
 
 
+@pytest.mark.slow
 def test_most_rows_are_left_out_and_the_largest_logit_is_exact(made: tuple[Path, dict[str, Any]]) -> None:
     path, report = made
     ids = ids_of(path)

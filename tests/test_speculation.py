@@ -98,6 +98,7 @@ def same(found: Completion, want: Completion, runner: Runner) -> bool:
         [part[:2] for part in outcome(found)] == [part[:2] for part in outcome(want)]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_text_is_the_same_whoever_guesses(opened: Runner, options: dict[str, Any], n: int) -> None:
@@ -398,6 +399,7 @@ DRAWS = int(os.environ.get("EDGEINFER_DRAWS", "800"))
 """Per setting; CI has no time for 100,000."""
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"logit_bias": {3: 1.0, 5: -2.0}},
     {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.05}])

@@ -109,6 +109,7 @@ def test_info_shows_its_records() -> None:
     assert found == [f"scale_rows layer {i}" for i in range(LAYERS)]
 
 
+@pytest.mark.slow
 def test_bench_times_it() -> None:
     done = edgeinfer("bench", "demo", "-p", "64", "-n", "8", "-r", "1", "--no-startup", "--profile", "--json",
                      "--recipe", RECIPE.format(2))

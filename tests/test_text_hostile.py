@@ -88,6 +88,7 @@ print(json.dumps([made, *slowest]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says what a process holds")
 def test_hostile_templates_stay_small_and_short() -> None:
     import json

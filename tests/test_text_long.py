@@ -65,6 +65,7 @@ def tokenizers(tmp_path: Path) -> list[tuple[Tokenizer, bool]]:
     return made
 
 
+@pytest.mark.slow
 def test_parts_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tokenizer, cut in tokenizers(tmp_path):
         for seed, special in [(seed, seed % 2 == 0) for seed in range(20)]:
@@ -99,6 +100,7 @@ def test_long_prompts_are_refused_before_they_are_tokenised(unit: str, monkeypat
         assert sum(asked) <= 30_000
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says what a process holds")
 @pytest.mark.parametrize("unit", [b"a", b"word and ", "日本".encode(), b"\n \n"])
 def test_standard_input_is_read_no_further_than_a_prompt_can_be(unit: bytes) -> None:

@@ -60,6 +60,7 @@ def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
     return setup + (change if "{%" in change else "{% set ns.x = " + change + " %}") + "{% endfor %}{{ ns.x }}"
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

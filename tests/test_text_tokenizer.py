@@ -332,6 +332,7 @@ def test_damaged_vocab_and_merges(tmp_path: Path) -> None:
         Tokenizer.open(tmp_path)
 
 
+@pytest.mark.slow
 def test_missing_and_oversized_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"holds no tokenizer \(tokenizer\.json, tokenizer\.model, or vocab\.json"):
         Tokenizer.open(tmp_path)
