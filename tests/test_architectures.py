@@ -17,7 +17,10 @@ from edgeinfer.graph import Graph, build_graph, read_config, requested_types, su
 from tests import golden_cases, make_golden
 from tests.reference import forward
 
-ORACLE_TOLERANCE = 1e-5  # of max |logit|: both sides compute in float32 or better, from the same weights
+ROUNDING = 500 * 2.0**-24
+"""Of the largest logit: what float32 costs transformers, beside the oracle in float64. On the way of a logit lie some 500
+roundings, each of up to 2**-24 of its result. The most seen is 8e-6; it changes by half with the order in which a
+processor's BLAS adds. An ingredient that is missing shows 4e-3."""
 REAL_MODELS = ("stories260K-hf", "babyllama-tok361-hf", "babyllama-tok105-as361-hf",
                "fables-5m-relu", "fables-5m-silu", "fables-draft")  # fmt: skip
 LLAMA, MISTRAL, QWEN2, QWEN3 = make_golden.LLAMA, make_golden.MISTRAL, make_golden.QWEN2, make_golden.QWEN3
@@ -52,11 +55,9 @@ def difference(logits: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", golden_cases.names())
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_oracle_has_transformers_logits(name: str, dtype: type) -> None:
+def test_the_oracle_has_transformers_logits(name: str) -> None:
     case = golden_cases.load(name)
-    logits = forward(graph_of(case.config), case.tensors, case.ids, dtype)
-    assert difference(logits, case.logits) < ORACLE_TOLERANCE
+    assert difference(forward(graph_of(case.config), case.tensors, case.ids), case.logits) < ROUNDING
 
 
 def test_every_case_is_there_and_small() -> None:
@@ -180,7 +181,7 @@ def test_the_oracle_agrees_with_transformers_now(name: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed (extra 'reference')")
     pytest.importorskip("transformers", reason="transformers is not installed (extra 'reference')")
     case = make_golden.with_transformers(name, LIVE[name])
-    assert difference(forward(graph_of(case.config), case.tensors, case.ids), case.logits) < ORACLE_TOLERANCE
+    assert difference(forward(graph_of(case.config), case.tensors, case.ids), case.logits) < ROUNDING
 
 
 @pytest.mark.slow(keep=22)
@@ -192,7 +193,7 @@ def test_the_golden_files_are_what_transformers_says_now(name: str) -> None:
     case, now = golden_cases.load(name), make_golden.with_transformers(name, make_golden.CASES[name])
     assert case.config == now.config
     assert case.ids == now.ids
-    assert difference(case.logits, now.logits) < ORACLE_TOLERANCE
+    assert difference(case.logits, now.logits) < ROUNDING
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,9 +16,11 @@ from edgeinfer.converters import SHAPES
 from edgeinfer.graph import (
     Attention,
     Graph,
+    ModelConfig,
     Op,
     RowOp,
     Tensor,
+    TypeOf,
     build_graph,
     check,
     insert_after,
@@ -32,19 +35,24 @@ from tests.sessions import TINY, session, write_model
 STORAGE = [("f32", 32), ("f16", 32), ("int8", 64), ("q4", 32), ("q4", 128)]
 
 
-def graphs() -> Iterator[tuple[str, Graph]]:
+def storages() -> Iterator[tuple[str, ModelConfig, TypeOf]]:
     """All architectures in all kinds of storage; mixed ones have quantisations of their own in between."""
     configs = {name: read_config(golden_cases.load(name).config) for name in golden_cases.names()}
     configs["one layer"] = replace(TINY, num_hidden_layers=1)
     configs["wide"] = replace(TINY, hidden_size=144, intermediate_size=30)
     for name, config in configs.items():
         for weights, group_size in STORAGE:
-            yield f"{name} {weights}g{group_size}", build_graph(config, requested_types(weights, group_size))
-        yield f"{name} f16 head q4", build_graph(config, requested_types("f16", 32, embedding="q4", head="q4"))
-        yield f"{name} q4 head f32", build_graph(config, requested_types("q4", 64, embedding="f32", head="f32"))
+            yield f"{name} {weights}g{group_size}", config, requested_types(weights, group_size)
+        yield f"{name} f16 head q4", config, requested_types("f16", 32, embedding="q4", head="q4")
+        yield f"{name} q4 head f32", config, requested_types("q4", 64, embedding="f32", head="f32")
 
 
-GRAPHS = dict(graphs())
+CASES = {name: (config, types) for name, config, types in storages()}
+
+
+@functools.cache
+def graph_of(name: str) -> Graph:
+    return build_graph(*CASES[name])
 
 
 def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
@@ -53,10 +61,10 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
 
 @pytest.mark.slow(keep=200)
 @pytest.mark.parametrize(("n_tokens", "n_outputs"), [(1, 1), (7, 3), (64, 64)])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", CASES)
 def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: int, n_outputs: int) -> None:
     """Run the graph on memory that remembers who wrote each 64 bytes, rows and slack included."""
-    graph = GRAPHS[name]
+    graph = graph_of(name)
     placed, arena = place_activations(graph, n_tokens, n_outputs)
     owner = np.full(arena // 64, "", dtype="U32")
     homes = graph.homes()
@@ -92,10 +100,10 @@ def test_buffers_are_shared_by_layers() -> None:
     assert arena < sum(p.nbytes for p in placed.values()) / 20
 
 
-@pytest.mark.parametrize("name", list(GRAPHS)[::5])
+@pytest.mark.parametrize("name", list(CASES)[::5])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_regions_add_up(name: str, kv: str) -> None:
-    graph, c = GRAPHS[name], GRAPHS[name].config
+    graph, c = graph_of(name), graph_of(name).config
     filed = sum(graph.types[w.name].nbytes(w.shape) for w in graph.weights if w.kind == "rows")
     plan = make_plan(graph, Request(300, kv, 3, 17, 2, 4), 12345 + filed)
     assert plan.total_bytes == sum(region.nbytes for region in plan.regions)
@@ -130,7 +138,7 @@ def test_llama_2_7b(kv: str, element_bytes: int, scale_bytes: int) -> None:
 
 
 def test_half_the_context_is_half_the_kv() -> None:
-    graph = GRAPHS["qwen3 q4g32"]
+    graph = graph_of("qwen3 q4g32")
     plans = [make_plan(graph, Request(ctx, "int8", 1, 16, 1, 1), 0) for ctx in (4096, 2048)]
     assert plans[0].kv_blocks == 2 * plans[1].kv_blocks
 
@@ -151,9 +159,9 @@ def test_a_session_takes_what_was_planned(tmp_path: Path, options: dict[str, obj
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(GRAPHS)[::7])
+@pytest.mark.parametrize("name", list(CASES)[::7])
 def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
-    graph = GRAPHS[name]
+    graph = graph_of(name)
     nbytes = weights_file_bytes(graph)
     plan = make_plan(graph, Request(300, "int8", 2, 17, 2, 1), nbytes)
     assert set(plan.places) == {op.out.name for op in graph.ops} | {w.name for w in graph.weights}
@@ -164,7 +172,7 @@ def test_every_tensor_and_weight_has_a_place_in_its_region(name: str) -> None:
 
 
 def test_weights_in_memory_of_the_process() -> None:
-    graph, rest = GRAPHS["qwen3 q4g32"], {"python", "tables"}
+    graph, rest = graph_of("qwen3 q4g32"), {"python", "tables"}
     nbytes = weights_file_bytes(graph)
     mapped, resident = (make_plan(graph, Request(64, "int8", 1, 8, 1, 1, homes=homes), nbytes)
                         for homes in ((), (("*", "resident"),)))
@@ -204,7 +212,7 @@ class Recurrent(RowOp):
 
 
 def test_recurrent_state_is_a_region_of_its_own() -> None:
-    graph = GRAPHS["qwen3 q4g32"]
+    graph = graph_of("qwen3 q4g32")
     assert "state" not in [region.name for region in make_plan(graph, Request(64, "int8", 1, 8, 1, 1), 0).regions]
 
     def make(op: Op) -> Op:
@@ -217,7 +225,7 @@ def test_recurrent_state_is_a_region_of_its_own() -> None:
 
 def test_a_draft_model_brings_regions_of_its_own() -> None:
     request = Request(64, "int8", 2, 8, 2, 1)
-    target, draft = make_plan(GRAPHS["qwen3 q4g32"], request, 9000), make_plan(GRAPHS["wide q4g32"], request, 5000)
+    target, draft = make_plan(graph_of("qwen3 q4g32"), request, 9000), make_plan(graph_of("wide q4g32"), request, 5000)
     both = target.beside(draft)
     names = [region.name for region in both.regions]
     assert names[:8] == [region.name for region in target.regions] and len(set(names)) == len(names)
