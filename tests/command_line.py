@@ -79,19 +79,27 @@ def listening() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def relative_cost(command: list[str], check: Callable[[subprocess.CompletedProcess[str]], None]) -> float:
-    """Processor time of a command over that of importing numpy and typer, which it needs, in turns, best of several."""
+def relative_cost(command: list[str], check: Callable[[subprocess.CompletedProcess[str]], None],
+                  imports: str = "numpy, typer") -> float:
+    """Processor time of a command over that of imports which it needs, in turns, best of several.
+
+    Both have bytecode, which the command would otherwise make of all that it imports, each time.
+    """
     import resource
+
+    variables = environment()
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def seconds(words: list[str]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        done = subprocess.run(words, capture_output=True, text=True, env=variables, cwd=ROOT)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if words is command:
             check(done)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    unit = [sys.executable, "-c", "import numpy, typer"]
+    unit = [sys.executable, "-c", f"import {imports}"]
+    seconds(command)  # makes bytecode
     pairs = [(seconds(command), seconds(unit)) for _ in range(3)]
     ratio = min(own for own, _ in pairs) / min(other for _, other in pairs)
     print(f"{ratio:.2f} times what the imports take")

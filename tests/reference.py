@@ -14,7 +14,7 @@ import numpy as np
 
 
 def forward(
-    graph: Any, tensors: Mapping[str, np.ndarray], ids: Sequence[int], dtype: type = np.float64
+    graph: Any, tensors: Mapping[str, np.ndarray], ids: Sequence[int]
 ) -> np.ndarray:
     """Logits of one sequence, after every token.
 
@@ -25,20 +25,19 @@ def forward(
     tensors : mapping of str to array
         The checkpoint, by Hugging Face's names.
     ids : sequence of int, length T
-    dtype : type
-        float32 or float64, of all arithmetic.
 
     Returns
     -------
-    array of shape (T, vocab_size)
+    float64 array of shape (T, vocab_size)
+        All arithmetic is in float64: in float32, logits would depend on the order in which a processor's BLAS adds.
     """
     values: dict[str, np.ndarray] = {}
-    state = _State(graph.config, tensors, np.asarray(ids), dtype)
+    state = _State(graph.config, tensors, np.asarray(ids))
     for op in graph.ops:
         inputs = [values[tensor.name] for tensor in op.inputs]
         result = OPS[op.name](state, op, *inputs)
         assert result.shape == (len(ids) * op.out.times, op.out.width), (op.label, result.shape)
-        assert result.dtype == dtype, op.label
+        assert result.dtype == np.float64, op.label
         values[op.out.name] = result
     return values[graph.logits.name]
 
@@ -46,8 +45,8 @@ def forward(
 class _State:
     """What operations share: the model, its tensors, the tokens, and the keys and values of each layer."""
 
-    def __init__(self, config: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray, dtype: type):
-        self.config, self.ids, self.dtype, self.context = config, ids, dtype, len(ids)
+    def __init__(self, config: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray):
+        self.config, self.ids, self.dtype, self.context = config, ids, np.float64, len(ids)
         self._tensors = tensors
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.chosen: dict[int, tuple[np.ndarray, np.ndarray]] = {}

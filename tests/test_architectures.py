@@ -18,8 +18,8 @@ from tests import golden_cases, make_golden
 from tests.reference import forward
 
 ROUNDING = 500 * 2.0**-24
-"""Of the largest logit: what float32 costs transformers, beside the oracle in float64. On the way of a logit lie some 500
-roundings, each of up to 2**-24 of its result. The most seen is 8e-6; it changes by half with the order in which a
+"""Of the largest logit: what float32 costs transformers, beside the oracle in float64. On the way of a logit lie some
+500 roundings, each of up to 2**-24 of its result. The most seen is 8e-6; it changes by half with the order in which a
 processor's BLAS adds. An ingredient that is missing shows 4e-3."""
 REAL_MODELS = ("stories260K-hf", "babyllama-tok361-hf", "babyllama-tok105-as361-hf",
                "fables-5m-relu", "fables-5m-silu", "fables-draft")  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_real_model_writes_its_golden_text(model: str, shared_data: Callable[[
     golden = json.loads(own.read_text()) if own.is_file() else json.loads(shared_data("models/golden.json").read_text())
     for case in golden.get(model, golden)["cases"]:
         prompt, greedy = case["prompt_ids"], case["greedy_ids"]
-        logits = forward(graph, tensors, prompt + greedy[:-1], np.float32)[len(prompt) - 1 :]
+        logits = forward(graph, tensors, prompt + greedy[:-1])[len(prompt) - 1 :]
         top = case.get("top5_first_step") or list(zip(case["top5_ids"], case["top5_logits"], strict=True))
         assert all(abs(logits[0, token] - value) < 1e-3 for token, value in top)
         second, first = np.sort(logits, axis=1)[:, -2:].T

@@ -45,7 +45,7 @@ def test_contexts_of_several_splits(model_type: str, overrides: dict[str, object
     config = read_config(tiny_config(model_type, **options))
     convert(make_checkpoint(tmp_path / "checkpoint", model_type, **options), tmp_path / "bundle", weights="f32")
     ids = tokens(2 * SPLIT + 90, vocab_size=config.vocab_size)
-    expected = forward(build_graph(config, requested_types("f32")), random_tensors(config), ids, np.float32)[-9:]
+    expected = forward(build_graph(config, requested_types("f32")), random_tensors(config), ids)[-9:]
     with session(tmp_path / "bundle", kv="f32", threads=2, prefill_chunk=200, outputs=9) as opened:
         decoded = logits_of(opened, ids, n_decoded=8)
         sequence = opened.new_sequence()
@@ -63,7 +63,7 @@ def test_a_vocabulary_above_65536(tmp_path: Path) -> None:
     config = read_config(tiny_config(**options))
     checkpoint = make_checkpoint(tmp_path / "checkpoint", tokenizer=False, **options)
     ids = [0, 65535, 65536, 70000, 69999, 1]
-    expected = forward(build_graph(config, requested_types("f32")), random_tensors(config), ids, np.float32)
+    expected = forward(build_graph(config, requested_types("f32")), random_tensors(config), ids)
     convert(checkpoint, tmp_path / "bundle", weights="f32")
     with session(tmp_path / "bundle", kv="f32", threads=3, outputs=4) as opened:
         logits = scored(opened, ids)
