@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,8 @@ def test_a_failed_build_says_why_and_leaves_nothing(builds: Builds, tmp_path: Pa
     builds.failure = "kernel bad needs the symbols exp, which only Numba has"
     with pytest.raises(KernelError) as caught:
         find_set(ISA)
-    assert str(caught.value) == f"Compiling the {ISA.name} kernels failed: RuntimeError: {builds.failure}."
+    by = f"numba {version('numba')}, llvmlite {version('llvmlite')}"
+    assert str(caught.value) == f"Compiling the {ISA.name} kernels with {by} failed: RuntimeError: {builds.failure}."
     assert not files(cached(tmp_path)) and files(cached(tmp_path).parent) == {cached(tmp_path).name}
 
 
@@ -261,7 +263,7 @@ def test_an_answer_that_nobody_can_read_ends_the_build(monkeypatch: pytest.Monke
 
     ticks: list[int] = []
     monkeypatch.setattr(build, "_start", start)
-    with pytest.raises(KernelError, match=r"kernels failed: what it gave cannot be read \("):
+    with pytest.raises(KernelError, match=r"kernels with numba .* failed: what it gave cannot be read \("):
         build.build(objects.KernelSet(ISA), NAMES, patient)
 
 

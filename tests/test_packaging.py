@@ -132,14 +132,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the tracked files: the one that EDGEINFER_TEST_WHEEL names, else built here from a copy."""
     if given := os.environ.get("EDGEINFER_TEST_WHEEL"):
         return Path(given)
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    return built(tmp_path_factory.mktemp("build"))
+
+
+def built(folder: Path, changed: float | None = None) -> Path:
+    """A wheel of a copy of the tracked files, which were all changed at that time."""
+    source, out = folder / "source", folder / "wheel"
     for name in tracked_files():  # a copy: a build leaves build/ behind, and the next would take stale files from it
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
+        if changed:
+            os.utime(source / name, (changed, changed))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("edgeinfer-*.whl"))
+
+
+@pytest.mark.slow
+def test_the_same_sources_give_the_same_wheel(tmp_path: Path) -> None:
+    one, other = (built(tmp_path / str(day), changed=day * 86400.0) for day in (20000, 20100))
+    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from edgeinfer.progress import Counted
 
 from ..catalogue import Extension, family_of
 from ..isa import LADDER, Isa, choose
-from .objects import KernelSet, cache_directory, package_directory
+from .objects import KernelSet, cache_directory, compiler_versions, package_directory
 
 TICK_SECONDS = 0.5
 _LONGEST = ("attention", "linear", "gated", "neuron_gated", "neuron_down")
@@ -66,7 +66,9 @@ def build(
                 continue
             if not name:  # it ended before its time
                 of = f" of {wanted.extension.module}" if wanted.extension else ""
-                raise KernelError(f"Compiling the {wanted.isa.name} kernels{of} failed: {worker.last_words()}.")
+                by = ", ".join(f"{package} {version}" for package, version in compiler_versions().items())
+                raise KernelError(
+                    f"Compiling the {wanted.isa.name} kernels{of} with {by} failed: {worker.last_words()}.")
             done[name] = code
             worker.give(waiting)
             if keep:
