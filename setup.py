@@ -1,4 +1,4 @@
-"""Give the files of a wheel a date that does not depend on when it is built, so that the same sources give the same bytes.
+"""Give the files of a wheel a date that does not depend on when it is built: the same sources give the same bytes.
 
 The date is that of the commit in a checkout, and the earliest that a zip file can have where there is none, as in a
 source distribution. Everything else about the package stands in pyproject.toml.
