@@ -10,7 +10,7 @@ from typing import NamedTuple
 from edgeinfer.graph import ModelConfig
 
 PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|"
-                      r"embed_audio)\..+")
+                      r"embed_audio|vision_embedder)\..+")
 """Tensors of what makes tokens of pictures, and of sounds."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
 BASES = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "falcon"), "transformer."), "gpt_neox": "gpt_neox.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeinfer.converters import convert
 from edgeinfer.graph import Graph, build_graph, read_config, requested_types, supported_architectures
 from tests import golden_cases, make_golden
 from tests.reference import forward
+from tests.sessions import scored, session
 
 ROUNDING = 500 * 2.0**-24
 """Of the largest logit: what float32 costs transformers, beside the oracle in float64. On the way of a logit lie some
@@ -219,6 +222,27 @@ def test_the_config_that_transformers_saves_means_the_same(name: str, layers: in
     settings = {k: copy.deepcopy(v) for k, v in config.items() if k != "model_type"}
     saved = json.loads(transformers.AutoConfig.for_model(config["model_type"], **settings).to_json_string())
     assert read_config(saved) == read_config(config)
+
+
+@pytest.mark.reference
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden_cases.names())
+def test_a_checkpoint_of_twelve_layers_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    """Names of tensors, forms of stacks and config as `save_pretrained` writes them; rounding grows with the layers."""
+    torch = pytest.importorskip("torch", reason="torch is not installed (extra 'reference')")
+    pytest.importorskip("transformers", reason="transformers is not installed (extra 'reference')")
+    case = golden_cases.load(name)
+    model, _ = make_golden.transformers_model(name, with_layers(make_golden.CASES[name], 12))
+    with torch.no_grad():
+        golden = model(input_ids=torch.tensor([case.ids]), use_cache=False).logits[0].numpy()
+    model.save_pretrained(tmp_path / "hf")
+    words = golden_cases.write_checkpoint(case, tmp_path / "words")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(words / file, tmp_path / "hf" / file)
+    convert(tmp_path / "hf", tmp_path / "bundle", weights="f32")
+    ctx = len(case.ids) if "dynamic" in name else None
+    with session(tmp_path / "bundle", kv="f32", ctx=ctx, outputs=16) as opened:
+        assert difference(scored(opened, case.ids), golden) < 1e-3
 
 
 @pytest.mark.parametrize("model", REAL_MODELS)

@@ -281,6 +281,17 @@ def test_what_hears_and_sees_is_left_out(tmp_path: Path) -> None:
         assert bundle.config.model_type == "gemma4_text" and bundle.config.kv_layers == (0, 1, 0, 1)
 
 
+def test_what_sees_in_files_of_the_unified_model_is_left_out(tmp_path: Path) -> None:
+    """Files call it vision_embedder, transformers embed_vision."""
+    case = golden_cases.load("gemma4-unified-wrapped")
+    stored = {re.sub(r"embed_vision\.(p(atch|os)_)", r"vision_embedder.\1", name): value
+              for name, value in case.tensors.items()}
+    assert any("vision_embedder" in name for name in stored)
+    convert(golden_cases.write_checkpoint(case._replace(tensors=stored), tmp_path / "c"), tmp_path / "b", weights="f16")
+    with session(tmp_path / "b", kv="f32", outputs=16) as opened:
+        assert difference(scored(opened, case.ids), case.logits) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
