@@ -122,6 +122,10 @@ class RequestError(EdgeInferError):
     code = "bad_request"
 
 
+class ContextError(RequestError):
+    """A prompt that is longer than the context."""
+
+
 class TokenizerError(EdgeInferError):
     """A tokenizer or chat template that is missing, damaged or refuses its input."""
 

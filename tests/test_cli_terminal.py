@@ -20,7 +20,7 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.kernels import choose, find_set
 from tests.checkpoints import make_checkpoint
-from tests.command_line import PYTHON, environment, listening
+from tests.command_line import PYTHON, edgeinfer, environment, listening
 from tests.slow_model import CTX, write_slow_bundle
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
@@ -169,7 +169,7 @@ def test_chat_with_a_template(chat_bundle: Path, terminals: list[Terminal]) -> N
     prompt, cached = map(int, re.findall(r"(\d+) \((\d+) cached\)", second)[0])
     assert cached >= int(re.findall(r"(\d+) \+", first)[0]) - 1 and prompt > cached
     terminal.type("/help\n")
-    for command in ("/clear", "/stats", "/exit", "Ctrl-C"):
+    for command in ("/set NAME VALUE", "/stats", "/clear", "/bye", "Ctrl-C"):
         terminal.expect(command)
     terminal.type("/clera\n")
     terminal.expect(r"There is no command /clera; did you mean /clear\?")
@@ -197,9 +197,90 @@ def test_chat_without_a_template_continues_one_text(terminals: list[Terminal]) -
     terminal.type("/stats\n")
     terminal.expect(r"2\d \(1\d cached\) \+ 12 tokens")
     terminal.type("x" * 3000 + "\n")
-    terminal.expect(r"more than the context of 1024; .* /clear forgets the conversation\.", 20)
+    terminal.expect(r"This message alone fills the context of 1024 tokens\. What helps:\n", 20)
+    terminal.expect("  ask with a shorter message")
     terminal.prompted()
     terminal.type("\x04")
+    assert terminal.ended() == 0
+
+
+def test_a_full_context_says_what_helps_and_the_chat_goes_on(terminals: list[Terminal]) -> None:
+    terminal = Terminal("run", "demo", "-c", 64, "-n", 24, "--temp", 0, "-t", 1)
+    terminals.append(terminal)
+    terminal.prompted()
+    for message in ("Once upon a time", "She said", "And then"):
+        terminal.type(f"{message}\n")
+        terminal.expect("\n> ")
+    terminal.type("The end\n")
+    terminal.expect("This message and the 3 turns before it do not fit the context of 64 tokens")
+    terminal.expect("/drop +forget the (oldest turn|. oldest turns) of 3, then answer")
+    terminal.expect(r"-c 128 +/save FILE, /bye, and edgeinfer run demo -c 128, which fits in")
+    terminal.type("/drop\n")
+    terminal.expect("Forgot the .*oldest turns?; . left.\n.+\n")
+    terminal.type("/show\n")
+    terminal.expect(r"context +\d\d of 64 tokens, . turns?")
+    terminal.type("/bye\n")
+    assert terminal.ended() == 0
+
+
+def test_a_chat_is_changed_saved_and_gone_on_with(
+    chat_bundle: Path, terminals: list[Terminal], tmp_path: Path
+) -> None:
+    file, other = tmp_path / "conversation.json", tmp_path / "notes.txt"
+    other.write_text("mine")
+    for steps in (
+        [("/set temp 0", r"temp is 0\."), ("/set parameter num_predict 3", "max-tokens is 3"),
+         ("/set temp hot", r"temperature is 'hot'; it must be a number, 0 or more\."),
+         ("/set tmep 1", r"There is no setting tmep; did you mean temp\?"),
+         ("/system be brief", "The system message is set"),
+         ('"""\nhello', r"\.\.\. "), ('there"""', "\n> "), (f"/save {file}", "1 turn written to"),
+         (f"/save {other}", "exists and is no saved conversation"), ("/save", "Give a file: /save FILE"),
+         ("/set temp default", "temp is 0.7")],
+        [(f"/load {other}", "is no conversation that /save has written"), ("/load gone", "There is no file gone"),
+         (f"/load {file}", "1 turn read from"), ("/show", r"system +be brief\n"),
+         ("/drop 5", "Forgot the oldest turn; 0 left"),
+         ("/drop", "There is no turn to drop"), ("/set temp default", "temp is 0.7")],
+    ):
+        terminal = Terminal("run", chat_bundle, "-n", 8, "-t", 1)
+        terminals.append(terminal)
+        terminal.prompted()
+        for typed, expected in steps:
+            terminal.type(f"{typed}\n")
+            terminal.expect(expected)
+        terminal.type("/bye\n")
+        assert terminal.ended() == 0
+    saved = json.loads(file.read_text())
+    assert saved["turns"][0][0] == "hello\nthere" and saved["system"] == "be brief"
+    assert saved["options"]["temperature"] == 0 and saved["options"]["max_tokens"] == 3
+
+
+def test_what_is_pasted_is_one_message(terminals: list[Terminal], tmp_path: Path) -> None:
+    """An editor that draws: bracketed paste, Alt-Enter and three quotes; the plan names its memory."""
+    file = tmp_path / "conversation.json"
+    terminal = Terminal("run", "demo", "-n", 4, "--temp", 0, "-t", 1, TERM="xterm")
+    terminals.append(terminal)
+    terminal.expect(r"\x1b\[\?2004h")  # the editor is ready for a paste
+    for typed in ("\x1b[200~The fox\r\nsaw it.\x1b[201~\r", "one\x1b\rtwo\r", '"""\rthree\rfour"""\r'):
+        terminal.type(typed)
+        terminal.expect(r"\x1b\[\?2004l[^\x1b]*\n")
+        terminal.expect(r"\x1b\[\?2004h")
+    terminal.type("/stats\r")
+    terminal.expect("memory peak")
+    terminal.type(f"/save {file}\r")
+    terminal.expect("3 turns written")
+    terminal.type("\x04")
+    assert terminal.ended() == 0
+    messages = [message for message, _ in json.loads(file.read_text())["turns"]]
+    assert messages == ["The fox\nsaw it.", "one\ntwo", "three\nfour"]
+
+
+def test_a_budget_without_room_for_the_editor_reads_lines(terminals: list[Terminal]) -> None:
+    planned = edgeinfer("plan", "demo", "-t", 1, "--json").json["total_bytes"]
+    terminal = Terminal("run", "demo", "-t", 1, "--budget", f"{planned // 10**6 + 5}MB", TERM="xterm")
+    terminals.append(terminal)
+    terminal.expect("the editor of messages takes 14 MB, which the budget of .* does not leave")
+    terminal.expect("> ")
+    terminal.type("/bye\n")
     assert terminal.ended() == 0
 
 
@@ -216,7 +297,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(slow_bundle: Path, terminals: 
     terminals.append(terminal)
     terminal.prompted()
     terminal.type("\x03")
-    terminal.expect(r"\(Ctrl-D or /exit leaves\)")
+    terminal.expect(r"\(Ctrl-D or /bye leaves\)")
     terminal.prompted()
     for _ in range(2):
         terminal.type("hello\n")

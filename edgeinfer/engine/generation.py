@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import shown, whole
 from ..config import GenerationConfig
-from ..errors import CancelledError, RequestError
+from ..errors import CancelledError, ContextError, RequestError
 from ..runner import DECODE, Cancellation, Segment
 from ..text import Tokenizer
 from .completion import Completion
@@ -293,9 +293,9 @@ def checked_prompt(prompt_ids: Iterable[int], runner: Runner) -> list[int]:
     return ids
 
 
-def too_long(what: str, n_tokens: int, runner: Runner) -> RequestError:
+def too_long(what: str, n_tokens: int, runner: Runner) -> ContextError:
     """Return the error for a prompt of at least `n_tokens` tokens."""
     ctx, longest = int(runner.config.ctx or 0), runner.model.max_position_embeddings
     larger = f"open the model with a larger context (--ctx, at most {longest})"
     remedy = larger if n_tokens <= longest else f"the model takes {longest} at most, so shorten it"
-    return RequestError(f"The prompt {what}, more than the context of {ctx}; {remedy}.")
+    return ContextError(f"The prompt {what}, more than the context of {ctx}; {remedy}.")
