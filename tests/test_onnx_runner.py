@@ -34,11 +34,12 @@ from edgeinfer.errors import (
     RequestError,
     UsageError,
 )
+from edgeinfer.graph import RopeConfig
 from edgeinfer.memory_planner import DEVICE, Region
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from tests.onnx_models import difference, expected
-from tests.sessions import TINY, WINDOWED, logits_of, running, scored, tokens, write_model
+from tests.sessions import TINY, WINDOWED, logits_of, running, scored, session, tokens, write_model
 
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
@@ -57,6 +58,16 @@ def runner(path: Path, **options: Any) -> Iterator[OnnxRunner]:
 def last(opened: OnnxRunner, ids: list[int]) -> np.ndarray:
     """The oracle's logits after a text."""
     return np.asarray(expected(opened.bundle, ids)[-1])
+
+
+@pytest.mark.parametrize("ctx", [64, 65])
+def test_longrope_follows_the_context_of_the_run(ctx: int, tmp_path: Path) -> None:
+    """As on our own kernels: short factors up to the context of the training, long ones beyond it."""
+    pairs = TINY.head_dim // 2
+    rope = RopeConfig(300.0, "longrope", 4.0, 64, short_factors=(1.3,) * pairs, long_factors=(3.0,) * pairs)
+    path, ids = write_model(tmp_path, replace(TINY, model_type="phi3", rope=rope), "f32"), tokens(20)
+    with runner(path, ctx=ctx, kv="f32", outputs=20) as opened, session(path, ctx=ctx, kv="f32", outputs=20) as own:
+        assert difference(scored(opened, ids), scored(own, ids)) < F32
 
 
 @pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["llama", "mistral with windows"])

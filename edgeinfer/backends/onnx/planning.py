@@ -94,12 +94,18 @@ class DevicePlanner:
     def __init__(self, graph: Graph, provider: Provider, kv_layout: str | None):
         self.graph, self.provider, self.paged = graph, provider, kv_layout == PAGES
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
-        self._stored: dict[str, list[Stored]] = {}
+        self._stored: dict[Flavour, list[Stored]] = {}
         self._products: dict[str, list[Node]] = {}
 
-    def flavour(self, kv: str) -> Flavour:
-        """Return what the model is lowered for; its tables have all positions, so that it serves every context."""
-        return Flavour(dtype=kv, attention=self.layout.attention,
+    def flavour(self, request: Request) -> Flavour:
+        """Return what the model is lowered for; its tables have all positions, so that it serves every context.
+
+        LongRoPE has other frequencies in contexts no longer than that of the training; tables for these end there.
+        """
+        rope = self.graph.config.rope
+        trained = min(rope.original_max_position_embeddings, self.graph.config.max_position_embeddings)
+        near = rope.kind == "longrope" and request.ctx <= trained
+        return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=trained if near else None,
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
     def positions(self, request: Request) -> int:
@@ -113,11 +119,11 @@ class DevicePlanner:
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
         c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
-        if kv not in self._stored:
-            lowered = Lowering(self.graph, self.flavour(kv)).run()
-            self._stored[kv] = list(lowered.stored.values())
+        if (flavour := self.flavour(request)) not in self._stored:
+            lowered = Lowering(self.graph, flavour).run()
+            self._stored[flavour] = list(lowered.stored.values())
             self._products[kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
-        stored, cuda = self._stored[kv], self.provider.device == CUDA
+        stored, cuda = self._stored[flavour], self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
         yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",

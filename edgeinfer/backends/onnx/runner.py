@@ -81,7 +81,8 @@ class OnnxRunner(Runner):
                                self.block_tokens, kv, provider)
             opened.callback(self.slabs.close)
             bundle.check_contents(self.config.threads)
-            folder = model_folder(bundle, planner.flavour(kv), [past for past, _ in self.slabs.names], progress)
+            names = [past for past, _ in self.slabs.names]
+            folder = model_folder(bundle, planner.flavour(self.plan.request), names, progress)
             self.sessions = Sessions(folder, provider, int(self.config.threads or 1))
             opened.pop_all()
         self._arrange(planner.paged)
