@@ -109,5 +109,5 @@ def relative_cost(command: list[str], check: Callable[[subprocess.CompletedProce
 def process(*arguments: object, stdin: bytes = b"", **variables: str) -> Outcome:
     """Run a command in a process of its own."""
     command = [*PYTHON, *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, env=environment(**variables), timeout=240)
+    done = subprocess.run(command, input=stdin, capture_output=True, env=environment(**variables), timeout=600)
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -43,7 +43,7 @@ STREAMS = {
 DISK_BYTES = (0, 100, 5000, 40_000)
 """Sizes that no file may exceed, in place of a disk with so much room."""
 FORBIDDEN = ("Traceback", "which is a bug", "Exception ignored", "Fatal Python error")
-LIMIT_S = 60
+LIMIT_S = 600
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -34,6 +34,7 @@ def fake(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
+@pytest.mark.timing
 def test_work_lasts_as_long_as_asked_and_begins_together(fake: list[str]) -> None:
     with Worker("a", fake) as first, Worker("b", fake) as second:
         began = time.time()

@@ -42,7 +42,7 @@ def run(path: Path, opens: str, reads: str, cut: bool = True) -> subprocess.Comp
         assert child.stdout and child.stdout.readline() == "open\n"
         if cut:
             os.truncate(path / "weights.bin", 0)
-        out, err = child.communicate("\n", timeout=60)
+        out, err = child.communicate("\n", timeout=600)
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)
 
 

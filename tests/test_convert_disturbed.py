@@ -56,7 +56,7 @@ def slow_conversion(source: Path, tmp_path: Path) -> Any:
 def test_ctrl_c_leaves_nothing(slow_conversion: subprocess.Popen[str], tmp_path: Path) -> None:
     assert len(list(tmp_path.glob(".bundle.*.partial"))) == 1
     slow_conversion.send_signal(signal.SIGINT)
-    assert slow_conversion.wait(10) == 130
+    assert slow_conversion.wait(600) == 130
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
@@ -67,7 +67,7 @@ def test_the_second_of_two_conversions_to_one_destination_waits(
         convert(source, tmp_path / "bundle")
     assert capsys.readouterr().err == \
         f"edgeinfer: Another process writes {tmp_path / 'bundle'}; this one waits for it.\n"
-    assert slow_conversion.wait(10) == 0  # it was let finish
+    assert slow_conversion.wait(600) == 0  # it was let finish
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
@@ -75,7 +75,7 @@ def test_a_killed_conversion_does_not_bar_the_next(
     slow_conversion: subprocess.Popen[str], source: Path, tmp_path: Path
 ) -> None:
     slow_conversion.kill()
-    slow_conversion.wait(10)
+    slow_conversion.wait(600)
     time.sleep(0.05)
     assert len(list(tmp_path.glob(".bundle.*"))) == 2  # the lock's file and half a bundle
     convert(source, tmp_path / "bundle")

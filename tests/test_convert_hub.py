@@ -54,7 +54,7 @@ def fetched(hub: Hub, home: Path, *arguments: str, offline: bool = False) -> dic
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     command = [sys.executable, "-c", FETCH, *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return {**result, **({"said": done.stderr} if done.stderr else {})}

@@ -109,7 +109,7 @@ def from_hub(url: str, home: Path, model: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment.update(HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1", PYTHONPATH=str(ROOT))
     done = subprocess.run([sys.executable, "-c", FETCH, model], env=environment, capture_output=True, text=True,
-                          cwd=home, timeout=60)
+                          cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

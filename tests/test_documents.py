@@ -106,7 +106,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     variables = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
                  "XDG_DATA_HOME": str(folder / "data"), "XDG_CONFIG_HOME": str(folder / "config")}
     return subprocess.run(command, cwd=folder, env=environment(**variables), capture_output=True, text=True,
-                          timeout=280, stdin=subprocess.DEVNULL)
+                          timeout=600, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.slow(keep=8)

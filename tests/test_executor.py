@@ -231,7 +231,7 @@ def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
         pytest.skip("needs POSIX signals and fork")
     path = write_model(models / "long", LONG) if mode == "ctrl_c" else write_model(models)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=60, capture_output=True, text=True,
+        [sys.executable, "-m", "tests.stress", mode, str(path)], cwd=ROOT, timeout=600, capture_output=True, text=True,
         preexec_fn=listening if os.name == "posix" else None,
     )
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"

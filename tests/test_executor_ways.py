@@ -61,6 +61,7 @@ def futex(monkeypatch: pytest.MonkeyPatch) -> CountedFutex:
 # -- spinning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_turns_last_longer_than_a_wake_up() -> None:
     """Whatever a turn takes here; half of that for a clock that has changed since."""
     turns = max(threads_module.spins(real(), 1) for _ in range(10))
@@ -74,6 +75,7 @@ def test_turns_last_longer_than_a_wake_up() -> None:
     assert threads_module.spins(real(), 10_000) < turns
 
 
+@pytest.mark.timing
 def test_spinning_in_vain_is_no_trap(make: Make, futex: CountedFutex) -> None:
     """Turns that fell below what threads wait for come back: waits of 1 ms, the most turns are of 30 ms."""
     ctx = np.zeros(abi.CTX_BYTES // 8, np.int64)
@@ -111,7 +113,7 @@ def test_a_walk_of_one_thread_wakes_nobody(make: Make, futex: CountedFutex) -> N
 
 
 def test_without_a_futex_threads_take_naps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS and Windows: the same bits, and next to nothing to do for those who wait for a request."""
+    """As on macOS and Windows: the same bits."""
     path, ids = write_model(models), tokens(40)
     with session(path, threads=3) as opened:
         expected = logits_of(opened, ids, n_decoded=3).tobytes()
@@ -119,6 +121,14 @@ def test_without_a_futex_threads_take_naps(models: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(threads_module, "host_functions", lambda: host | {"futex": 0})
     with session(path, threads=3) as opened:
         assert logits_of(opened, ids, n_decoded=3).tobytes() == expected
+
+
+@pytest.mark.timing
+def test_threads_that_take_naps_give_the_core_away(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = threads_module.host_functions()
+    monkeypatch.setattr(threads_module, "host_functions", lambda: host | {"futex": 0})
+    with session(write_model(models), threads=3) as opened:
+        logits_of(opened, tokens(40), n_decoded=3)
         before = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before < 0.25, "they give the core away, and get it back at once"

@@ -121,7 +121,7 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path) -> None:
         environment.update(HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_TELEMETRY="1",
                            NO_PROXY="*", no_proxy="*")
         command = [sys.executable, "-m", "edgeinfer", *arguments]
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
     def converted(name: str, to: str) -> subprocess.CompletedProcess[str]:
         return ran("convert", name, str(tmp_path / to))

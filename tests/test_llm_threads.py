@@ -214,7 +214,7 @@ def test_a_forked_process_waits_for_no_thread_that_it_lacks(device: str) -> None
     """Another thread has its turn when the process forks: neither a request nor closing waits for that."""
     if device != "cpu":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
-    run = subprocess.run([sys.executable, "-c", FORKED, device], timeout=60, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", FORKED, device], timeout=600, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

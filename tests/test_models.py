@@ -219,7 +219,7 @@ def test_of_several_first_runs_one_converts_and_the_others_wait(tmp_path: Path, 
     environment = os.environ | {"EDGEINFER_CACHE": str(tmp_path)}
     running = [subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE) for _ in range(count)]
-    answers = [process.communicate(timeout=60) for process in running]
+    answers = [process.communicate(timeout=600) for process in running]
     assert [process.returncode for process in running] == [0] * count, answers
     made = [out for out, _ in answers if out.startswith("makes\n")]
     waited = [out for out, _ in answers if "('wait', 0, 0, '')" in out]

@@ -238,6 +238,6 @@ def test_the_thread_ends_with_a_runner_that_nobody_closed(path: Path) -> None:
         del runner.sessions._caller
         assert thread and thread.is_alive()
         del caller
-        thread.join(10)
+        thread.join(600)
         assert not thread.is_alive()
         runner.sessions._caller = type("Nobody", (), {"end": lambda self: None, "close": lambda self: None})()

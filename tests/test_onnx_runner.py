@@ -235,7 +235,7 @@ def test_closing_ends_a_walk_of_another_thread(tmp_path: Path) -> None:
         thread.start()
         time.sleep(0.2)
         opened.close()
-        thread.join(10)
+        thread.join(600)
         assert not thread.is_alive() and isinstance(found[0], ClosedError), found
         opened.close()
         with pytest.raises(ClosedError, match="The model was closed; open it again"):

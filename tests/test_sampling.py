@@ -344,6 +344,7 @@ def test_a_draw_never_takes_an_impossible_token() -> None:
     assert set(text_of(sampler(5), logits, 300)) == {1, 3}
 
 
+@pytest.mark.timing
 def test_sampling_costs_little_beside_one_look_at_the_row() -> None:
     """Where the row has to be looked at in NumPy: against partitioning it, in turns, the best of many.
 

@@ -130,7 +130,7 @@ def test_a_text_that_was_left_behind_keeps_nobody_waiting(tmp_path: Path) -> Non
         def encode(self, text: str, **how: Any) -> Any:
             if len(text) > 2 * PART:
                 inside.set()
-                go_on.wait(30)
+                go_on.wait(600)
             return library.encode(text, **how)
 
     backend._tokenizer = Held()
