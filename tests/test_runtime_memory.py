@@ -159,8 +159,8 @@ def test_a_terminal_sees_the_share() -> None:
         "from edgeinfer.cli import main\nmain(['run', 'demo', 'Once', '-n', '1', '-t', '1', '--no-stats'])"
     )
     master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(TERM="xterm", COLUMNS="100"), stderr=slave,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(TERM="xterm", COLUMNS="100"),
+                             stderr=slave, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     os.close(slave)
     shown = b""
     try:
