@@ -1,0 +1,60 @@
+"""What README's command runs, and what it leaves to `--all`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgeinfer.kernels import choose
+from edgeinfer.kernels.toolchain import objects
+from tests import tested, tiers
+from tests.command_line import ROOT, environment
+
+
+def item(name: str, **marks: dict[str, Any]) -> Any:
+    found = {mark: SimpleNamespace(kwargs=kwargs) for mark, kwargs in marks.items()}
+    return SimpleNamespace(nodeid=name, get_closest_marker=found.get, user_properties=[])
+
+
+def config(**options: Any) -> Any:
+    values = {"all_tests": False, "markexpr": "", **options}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    return SimpleNamespace(getoption=values.get, args=["tests"], hook=hook)
+
+
+def test_slow_tests_and_times_are_left_out_and_some_cases_stay() -> None:
+    cases = [item(f"many[{i}]", slow={"keep": 3}) for i in range(10)]
+    items = [item("plain"), item("slow", slow={}), item("times", timing={}), *cases]
+    assert tiers.leave_out(config(), items) == {"slow": 8, "timing": 1}
+    assert [one.nodeid for one in items] == ["plain", "many[0]", "many[3]", "many[6]"]
+
+
+@pytest.mark.parametrize("options", [{"all_tests": True}, {"markexpr": "slow"}])
+def test_whoever_asks_for_more_gets_it(options: dict[str, Any]) -> None:
+    items = [item("plain"), item("slow", slow={}), item("times", timing={})]
+    tiers.leave_out(config(**options), items)
+    assert [one.nodeid for one in items] == ["plain", "slow", "times"]
+    assert [bool(one.user_properties) for one in items] == [False, True, True], "what the report is told"
+
+
+def test_the_end_of_a_run_says_what_was_left_out() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--co", "-p", "no:cacheprovider"]
+    command.append("tests/test_startup.py")
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_help_loads_nothing_heavy" in done.stdout and "test_help_answers_at_once" not in done.stdout
+    assert re.search(r"left out: 1 slow tests.*; `python -m pytest --all` runs everything", done.stdout), done.stdout
+
+
+def test_the_record_of_kernels_knows_files_of_tests() -> None:
+    known = set(objects.KernelSet(choose()).names)
+    assert {"norm_f32", "norm_q8"} <= set(tested.wanted({"test_kernels_norms.py"})) <= known
+    assert tested.wanted({"test_sizes.py"}) == [] and len(tested.wanted(None)) > 100
+    record = json.loads(tested.RECORD.read_text(encoding="utf-8"))
+    assert all(not file or file.startswith("test_") for file in record)
