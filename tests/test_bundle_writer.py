@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_existing_destination_is_kept(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(DestinationError, match=r"m already exists; choose another name, or ask to overwrite it\."):
+    with pytest.raises(DestinationError, match=r"choose another name, or overwrite it \(--overwrite\)\."):
         write_bundle(path)
     (tmp_path / "notes").mkdir()
     with pytest.raises(DestinationError, match=r"notes exists and is no bundle, so it is not overwritten; remove it"):

@@ -331,5 +331,5 @@ def test_the_cache_is_listed_and_cleared(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked.code == 2 and asked.sentence.endswith("Add --yes, since nobody can be asked here.")
     report = edgeinfer("cache", "clear", "bundles", "--yes", "--json").json
     assert set(report) == set(FIELDS["cache clear"]) and report["freed_bytes"] == 5 and report["kernels"] == []
-    assert edgeinfer("cache", "clear", "-y").out == "1 entries deleted, 5 B.\n"
+    assert edgeinfer("cache", "clear", "-y").out == "1 entry deleted, 5 B.\n"
     assert edgeinfer("cache", "clear").code == 0  # nothing there: nothing to ask

@@ -365,7 +365,7 @@ def test_clearing_the_cache_asks(tmp_path: Path, terminals: list[Terminal]) -> N
     for answer, code in [("n", 1), ("y", 0)]:
         terminal = Terminal("cache", "clear", EDGEINFER_CACHE=str(tmp_path))
         terminals.append(terminal)
-        terminal.expect(r"Delete 1 entries \(0 B\) of .*\? \[y/N\] ")
+        terminal.expect(r"Delete 1 entry \(0 B\) of .*\? \[y/N\] ")
         terminal.type(f"{answer}\n")
         assert terminal.ended() == code
         assert (tmp_path / "bundles" / "tiny").exists() == (answer == "n")

@@ -97,7 +97,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert Bundle.open(tmp_path / "m").config == SHAPES[shape]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("m already exists; choose another name, or ask to overwrite it.")
+    assert done.stderr.strip().endswith("m already exists; choose another name, or overwrite it (--overwrite).")
 
 
 def test_the_face_names_what_it_lacks() -> None:

@@ -58,6 +58,28 @@ def test_a_model_of_ollama_is_used_where_it_lies(store: Path, name: str) -> None
     assert edgeinfer("plan", f"ollama:{name}", "--json").json["file_types"]["Q8_0"] > 0
 
 
+def test_a_bare_name_is_looked_up_in_the_stores(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    blob = store / f"blobs/sha256-{DIGEST}"
+    assert checkpoint_path("tiny") == checkpoint_path("tiny") == blob
+    assert capsys.readouterr().err == "edgeinfer: tiny is ollama's model tiny, as ollama:tiny.\n"
+    folder = tmp_path / ".lmstudio" / "models" / "owner" / "repo"
+    folder.mkdir(parents=True)
+    (folder / "Small-Q8_0.gguf").write_bytes(blob.read_bytes())
+    for name in ("small", "Small-Q8_0"):
+        assert checkpoint_path(name) == folder / "Small-Q8_0.gguf"
+        assert f"{name} is LM Studio's model {folder}" in capsys.readouterr().err
+    (folder / "Small-Q4_0.gguf").write_bytes(blob.read_bytes())
+    with pytest.raises(ModelNotFoundError, match=r"LM Studio has 2 models called 'small': .*; give the path of one\."):
+        checkpoint_path("small")
+    with pytest.raises(ModelNotFoundError, match=r"Unknown model 'tiny:3b'.*did you mean 'ollama:someone/tiny:1b' or"):
+        checkpoint_path("tiny:3b")
+    with pytest.raises(ModelNotFoundError, match="Of 'llama-2-7b' only the shape is known"):
+        checkpoint_path("llama-2-7b")
+
+
 def test_names_that_ollama_does_not_have(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, message in (("tiny:7b", r"has not pulled 'tiny:7b' .*nearest: someone/tiny:1b, tiny:latest"),
                           ("tony", "nearest: .*tiny"), ("a/b/c/d/e", "is no name of a model of ollama"),

@@ -89,7 +89,7 @@ def test_every_store_is_found_under_the_name_to_type(home: Path, source: Path) -
     assert found["ollama:tiny:1b"]["planned_bytes"] == plan["total_bytes"]
     table = edgeinfer("models")
     assert max(map(len, table.out.splitlines())) <= max(80, max(map(len, found)) + 2)
-    assert all(name in table.out for name in found) and "8 models, 8 of them run and 8 of these fit" in table.out
+    assert all(name in table.out for name in found) and "8 models, of which 8 run and 8 fit" in table.out
 
 
 def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_pat
     table = edgeinfer("models", folder, "--only").out
     assert "the file is an importance matrix, not a language model." in table
     assert all(len(line) <= 80 or str(folder) in line for line in table.splitlines())
-    assert "6 models, 0 of them run" in table
+    assert "6 models, of which 0 run" in table
 
 
 @linked

@@ -53,7 +53,7 @@ class BundleWriter(Destination):
         On entering: if the destination exists or another process writes it. Later: if the disk is full.
     """
 
-    kind, mark, permission = "a bundle", HEADER_FILE, "ask to overwrite it"
+    kind, mark, permission = "a bundle", HEADER_FILE, "overwrite it (--overwrite)"
 
     def __init__(self, destination: str | Path, config: ModelConfig, quantisation: Quantisation, *,
                  overwrite: bool = False, source: str = "", waiting: Callable[[], object] | None = None):

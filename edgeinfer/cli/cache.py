@@ -79,7 +79,7 @@ def clear(
     if json:
         print_json({**_report(entries), "freed_bytes": freed})
     else:
-        print(f"{len(entries)} entries deleted, {format_size(freed)}.")
+        print(f"{_entries(entries)} deleted, {format_size(freed)}.")
 
 
 def made_of(entry: CacheEntry) -> str:
@@ -95,9 +95,13 @@ def made_of(entry: CacheEntry) -> str:
         return ""
 
 
+def _entries(entries: list[CacheEntry]) -> str:
+    return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+
+
 def _ask(entries: list[CacheEntry]) -> None:
     size = format_size(sum(entry.nbytes for entry in entries))
-    question = f"Delete {len(entries)} entries ({size}) of {cache_root()}?"
+    question = f"Delete {_entries(entries)} ({size}) of {cache_root()}?"
     if not sys.stdin.isatty():
         raise UsageError(f"{question} Add --yes, since nobody can be asked here.")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

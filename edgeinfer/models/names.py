@@ -59,7 +59,8 @@ def unknown_name(name: str) -> str:
     typed = path.name.lower()
     near = difflib.get_close_matches(typed, by_lower, n=3, cutoff=0.7) or difflib.get_close_matches(
         typed, [*by_lower, *shapes], n=3, cutoff=0.5)
-    return unknown_model(name, "directory", [by_lower.get(key, key) for key in near], (DEMO, *KNOWN_NAMES),
+    found = _ollamas(name)[:SHOWN_NAMES] or [by_lower.get(key, key) for key in near]
+    return unknown_model(name, "directory", found, (DEMO, *KNOWN_NAMES),
                          "the directory of a bundle or checkpoint, or an id on the hub such as owner/name")
 
 
@@ -70,6 +71,18 @@ def unknown_model(name: str, kind: str, near: Sequence[str], known: Sequence[str
     else:
         hint = f"known are {', '.join(known[:SHOWN_NAMES])} and others, which '{LISTING}' lists; or give {what}."
     return f"Unknown model {name!r}: no such {kind} and no known name; {hint}"
+
+
+def _ollamas(name: str) -> list[str]:
+    """Names in ollama's store, as `run` takes them, of models that are called so but for owner and tag."""
+    from ..converters import ollama_models
+
+    try:
+        called = [model.name for model in ollama_models() if not model.problem]
+    except OSError:
+        return []
+    typed = name.partition(":")[0].lower()
+    return [other for other in called if other.removeprefix(OLLAMA).partition(":")[0].rpartition("/")[2] == typed]
 
 
 def _shape_only(name: str, shape: Shape) -> str:

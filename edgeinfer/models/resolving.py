@@ -14,6 +14,7 @@ from ..progress import Progress
 from .cached import cached_bundle, convert_into
 from .names import DEMO, HUB_FILE, KNOWN_NAMES, OLLAMA, demo_path, is_hub_id, is_model, unknown_name
 from .storage import AS_IT_IS, Storage, stored_so
+from .stores import in_stores
 
 
 def resolve(model: str | Path, progress: Progress | None = None, convert: bool = True, storage: Storage = AS_IT_IS
@@ -89,6 +90,7 @@ def gguf_path(name: str, progress: Progress | None = None, download: bool = True
               ) -> Path | None:
     """Return the GGUF file that a name in a store stands for; None where the name means something else.
 
+    A bare name that is none of ours is looked up in the stores of ollama and LM Studio, and which has it is said.
     ``ollama:NAME[:TAG]`` is found where ollama keeps it, ``hf:OWNER/REPO[:TYPE]`` is downloaded once, if it may be;
     without a type the best one that fits is taken, and said.
 
@@ -97,8 +99,10 @@ def gguf_path(name: str, progress: Progress | None = None, download: bool = True
     ModelNotFoundError, CheckpointError
         The store has no such model, or it cannot be read or downloaded.
     """
-    if Path(name).exists() or not name.startswith((OLLAMA, HUB_FILE)):
+    if Path(name).expanduser().exists():
         return None
+    if not name.startswith((OLLAMA, HUB_FILE)):
+        return None if name == DEMO or name in KNOWN_NAMES else in_stores(name)
     from ..converters import cached_gguf, fetch_gguf, ollama_file
 
     if name.startswith(OLLAMA):
