@@ -288,3 +288,16 @@ def test_a_full_disk_is_said(
     assert execute(["bench", "--shape", "smollm2-135m"]) == 1
     assert "free some space or choose another place" in capsys.readouterr().err
     assert not list((tmp_path / "bundles").glob("*"))
+
+
+def test_a_model_that_is_refused_takes_no_memory_to_measure_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine's bandwidth is measured over 1 GiB, which a file of a few KB is not worth if it does not run."""
+    def refuse(probe: MachineProbe, huge: bool) -> None:
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr(MachineProbe, "_take_memory", refuse)
+    assert execute(["bench", "demo", "-p", "8", "-n", "0", "-r", "1", "--no-startup", "--recipe", "nonsense"]) == 2
+    assert execute(["bench", "demo", "-p", "8", "-n", "0", "-r", "1", "--no-startup", "--budget", "10MB"]) == 3
+    assert "the budget is 0.01 GB" in capsys.readouterr().err
