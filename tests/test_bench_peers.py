@@ -82,7 +82,7 @@ def test_a_worker_that_fails_is_reported(fake: list[str], tmp_path: Path) -> Non
 def test_a_worker_is_stopped_while_it_waits(fake: list[str]) -> None:
     with Worker("fake", fake) as worker:
         worker.ask("log")
-        for _ in range(100):
+        for _ in range(60_000):
             state = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
             if state == "T":
                 break

@@ -74,9 +74,14 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def prompted(self) -> None:
-        """Wait for the prompt, and a moment more: what is typed before the line editor listens may be lost."""
+        """Wait for the prompt, and until the program sleeps: what is typed before the editor listens may be lost."""
         self.expect("> ")
-        time.sleep(0.3)
+        process, still, before = psutil.Process(self.child.pid), 0, -1.0
+        while still < 3 and self.child.poll() is None:
+            time.sleep(0.1)
+            took = sum(process.cpu_times()[:2])
+            still = still + 1 if took == before and process.status() == psutil.STATUS_SLEEPING else 0
+            before = took
 
     def expect(self, pattern: str, limit_s: float = 600) -> str:
         """Wait until the program shows something new that matches; gives what it showed until then."""
@@ -134,6 +139,7 @@ def slow_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_slow_bundle(tmp_path_factory.mktemp("slow") / "bundle")
 
 
+@pytest.mark.timing
 def test_ctrl_c_while_a_message_is_prepared_returns_to_the_prompt(
     chat_bundle: Path, terminals: list[Terminal]
 ) -> None:

@@ -60,6 +60,7 @@ def test_ctrl_c_leaves_nothing(slow_conversion: subprocess.Popen[str], tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.slow
 def test_the_second_of_two_conversions_to_one_destination_waits(
     slow_conversion: subprocess.Popen[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
