@@ -37,6 +37,9 @@ RUN = ("README.md", "CONTRIBUTING.md", "docs/cli.md")
 """Pages whose commands are run; those of the others are measurements, and only looked at."""
 NOT_RUN = {
     "python -m venv": "makes environments; .ci/run makes its own the same way",
+    "git clone": "needs a network",
+    "edgeinfer run model-Q4_K_M.gguf": "needs the reader's file; tests/test_gguf_models.py runs files of all types",
+    "edgeinfer run ollama:": "needs what ollama has pulled; tests/test_gguf_stores.py writes a store",
     "pip install": "needs a package index; .ci/run installs with the same extras",
     "python -m pytest": "is this very run",
     ".ci/run": "runs this test",
