@@ -233,13 +233,14 @@ def test_modules_that_stay_floats_and_what_is_no_weight(tmp_path: Path) -> None:
         raw = {key: part for key, part in raw.items() if not key.startswith(f"{name}.")}
         raw[f"{name}.weight"] = bf16(values)
     raw["model.layers.0.self_attn.k_scale"] = f32(np.ones(1))
+    raw["model.layers.0.self_attn.o_proj.activation_scale"] = f32(np.ones(1))  # as Ministral 3's FP8 files have it
     raw["model.layers.0.self_attn.q_proj.bias"] = f16(np.zeros(64))  # which some programs write for modules without
     write_raw(tmp_path / "hf" / "model.safetensors", raw)
     report = convert(tmp_path / "hf", tmp_path / "out")
     types = {tensor.name: (tensor.dtype, tensor.exact) for tensor in report.tensors}
     assert types["layers.0.qkv.2"][0] == "f16" and types["layers.1.down"][0] == "f16"
     assert types["layers.0.o"] == types["layers.0.qkv.0"] == types["layers.1.qkv"] == ("q4", True)
-    assert report.remarks == ("1 scales of activations, K or V are left out: edgeinfer takes its own, by group and "
+    assert report.remarks == ("2 scales of activations, K or V are left out: edgeinfer takes its own, by group and "
                               "token.",)
 
 
