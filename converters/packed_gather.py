@@ -16,8 +16,8 @@ from .shards import TensorFile
 Decode = Callable[[str, Parts, Scheme, Recent], PackedTensor]
 _GPTQ = ("qweight", "qzeros", "scales", "g_idx")
 _COMPRESSED = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
-LEFT_OUT = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale",
-            ".v_scale", ".q_scale")
+LEFT_OUT = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".output_scale",
+            ".k_scale", ".v_scale", ".q_scale")
 """Ends of the names of tensors that say how others quantise activations, K and V."""
 ANY: tuple[str, ...] = ()
 _FORMS: dict[str, tuple[tuple[str, tuple[str, ...], tuple[str, ...], Decode], ...]] = {
