@@ -22,9 +22,12 @@ from .values import read_plainly
 COMMANDS = {
     "run": "run", "convert": "convert", "export": "export", "plan": "plan", "estimate": "estimate",
     "devices": "devices", "bench": "bench", "info": "info", "verify": "verify", "eval": "evaluate",
-    "sparsify": "sparsify", "models": "models", "warmup": "warmup", "cache": "app",
+    "sparsify": "sparsify", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps",
+    "warmup": "warmup", "cache": "app",
 }
 """What each module of a command calls it: a function, or a group of commands."""
+MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
+"""Modules of commands that share one."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
 TYPER_INTERRUPTED = 130
 """What newer versions of typer make of Ctrl-C; older ones raise `Abort`. Our commands return 0 or 1."""
@@ -47,12 +50,12 @@ Exit codes: 0 done; 1 failed or interrupted; 2 wrong usage; 3 does not fit the m
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the application with its commands, or with some of them: each module takes its time to import."""
     app = typer.Typer(
-        name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=False, rich_markup_mode=None,
+        name="edgeinfer", help=HELP, epilog=EPILOG, add_completion=True, rich_markup_mode=None,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_program)
     for name in names:
-        command = getattr(import_module(f".{name}", __package__), COMMANDS[name])
+        command = getattr(import_module(f".{MODULES.get(name, name)}", __package__), COMMANDS[name])
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
@@ -78,6 +81,8 @@ def _program(
 
 def execute(arguments: list[str]) -> int:
     """Run the command that the arguments name and return its exit code."""
+    if arguments[:1] == ["models"] and arguments[1:2] and arguments[1] in MODULES and not os.path.isdir(arguments[1]):
+        arguments = arguments[1:]  # models pull, models rm, models ps
     process.reports_json = _wants_json(arguments)
     command: Any = None
     try:
