@@ -1,5 +1,6 @@
 """edgeinfer: run language models on laptops and ARM boards, and know first whether they fit and how fast they are."""
 
+import os as _os
 import os.path as _path
 
 TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
@@ -25,3 +26,14 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return getattr(import_module(f"edgeinfer.{_HOMES[name]}"), name)
+
+
+def _before_fork() -> None:
+    """Let imports of other threads end: their locks would stay taken in the child."""
+    from .process import wait_for_imports
+
+    wait_for_imports()
+
+
+if hasattr(_os, "register_at_fork"):
+    _os.register_at_fork(before=_before_fork)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 
 from .errors import EdgeInferError
+
+TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
+if TYPE_CHECKING:
+    from types import FrameType
+
+FORK_SECONDS = 10.0
+"""Longest time that a fork waits for imports of other threads."""
 
 reports_json = False
 """Whether the command's answer, and so its failure, is an object on standard output."""
@@ -29,6 +37,53 @@ def check_process(opened: int) -> None:
     if opened != os.getpid():
         raise EdgeInferError("This process was forked from the one that opened the model, and threads are not "
                              "inherited; open the model again in this process.")
+
+
+class ProcessLock:
+    """A lock that is free in a forked child, whoever held it in the parent: that thread does not exist in the child."""
+
+    def __init__(self) -> None:
+        self._process, self._lock = os.getpid(), allocate_lock()
+
+    def __enter__(self) -> None:
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), allocate_lock()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def wait_for_imports() -> None:
+    """Return when no other thread imports a module for edgeinfer, or after `FORK_SECONDS`; to be called before a fork.
+
+    Python holds a lock for each module that is being imported. In the child of a fork nobody gives that lock back, and
+    the module stays half made: whoever imports it there waits for ever.
+    """
+    until = time.monotonic() + FORK_SECONDS
+    time.sleep(0)  # a fresh time slice of the interpreter: no other thread runs between the look below and the fork
+    while _others_import() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _others_import() -> bool:
+    own = get_ident()
+    return any(_imports(frame) for thread, frame in sys._current_frames().items() if thread != own)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a thread with this frame is importing a module of edgeinfer, or any module on its behalf."""
+    inside = False
+    while frame is not None:
+        caller = str(frame.f_globals.get("__name__"))
+        if caller == "importlib._bootstrap":
+            inside = True
+            if str(frame.f_locals.get("name")).startswith("edgeinfer"):
+                return True
+        elif inside and caller.startswith("edgeinfer"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _RUN = ("import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "

@@ -173,6 +173,72 @@ def fork(bundle: Path) -> None:
         other.__exit__(None, None, None)
 
 
+class _SlowImport:
+    """Finds nothing; while the module of this name is looked for it tells so, and takes its time."""
+
+    def __init__(self, name: str):
+        self.name, self.reached = name, threading.Event()
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self.name:
+            self.reached.set()
+            time.sleep(0.3)
+
+
+def fork_importing(bundle: Path) -> None:
+    """A child of a process in which another thread imports: its locks must not be taken for ever in the child."""
+    from edgeinfer import LLM
+
+    opened = LLM("demo", ctx=64, threads=1)
+    slow = _SlowImport("edgeinfer.engine.beams")
+    assert slow.name not in sys.modules
+    sys.meta_path.insert(0, slow)
+    running = threading.Thread(target=lambda: opened.generate("Once", max_tokens=8, temperature=0))
+    running.start()
+    assert slow.reached.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        for use in (lambda: opened.generate("Once"), lambda: opened.chat([{"role": "user", "content": "Hi"}])):
+            try:
+                use()
+            except EdgeInferError as error:
+                assert "was forked" in str(error) or "no chat template" in str(error), error
+        opened.close()
+        with LLM("demo", ctx=64, threads=1) as own:
+            os._exit(0 if own.generate("Once", max_tokens=3, temperature=0) else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    running.join()
+    opened.close()
+
+
+def fork_holding(bundle: Path) -> None:
+    """A child of a process in which another thread holds the locks of a tokenizer, a template and standard error."""
+    from edgeinfer.models import demo_path
+    from edgeinfer.text import ChatTemplate, Tokenizer
+    from edgeinfer.text.libraries import held_back_stderr
+
+    template, held = ChatTemplate({"default": "{{ messages[0].content }}"}, {}), threading.Event()
+
+    def hold() -> None:
+        with template._lock, held_back_stderr():
+            held.set()
+            time.sleep(0.3)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        assert template.render([{"role": "user", "content": "Hi"}]) == "Hi"
+        Tokenizer.open(demo_path())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    holding.join()
+    assert template.render([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
 def _run_until(opened: Session, stop: threading.Event) -> None:
     while not stop.is_set():
         logits_of(opened, tokens(200))
@@ -324,7 +390,8 @@ def _open(bundle: Path, **options: Any) -> Session:
     return Session(Bundle.open(bundle), RuntimeConfig(**options))
 
 
-MODES = {f.__name__: f for f in (walks, ways, open_close, drop, leave, fork, interrupts, ctrl_c, flow)}
+MODES = {f.__name__: f for f in (walks, ways, open_close, drop, leave, fork, fork_importing, fork_holding,
+                                   interrupts, ctrl_c, flow)}
 
 if __name__ == "__main__":
     MODES[sys.argv[1]](Path(sys.argv[2]))

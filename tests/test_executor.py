@@ -221,13 +221,14 @@ def test_a_long_prompt_is_cancelled_within_100_ms(models: Path) -> None:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    "mode", ["walks", "ways", "open_close", "drop", "leave", "fork", "interrupts", "ctrl_c", "flow"]
+    "mode", ["walks", "ways", "open_close", "drop", "leave", "fork", "fork_importing", "fork_holding", "interrupts",
+             "ctrl_c", "flow"]
 )
 def test_in_a_process_of_its_own(mode: str, models: Path) -> None:
     """See tests/stress.py: a barrier that strands a thread shows as a timeout, memory that is gone as a crash."""
     if mode == "flow" and not Path("/proc/self/status").exists():
         pytest.skip("needs Linux's /proc")
-    if mode in ("fork", "interrupts", "ctrl_c") and os.name != "posix":
+    if mode in ("fork", "fork_importing", "fork_holding", "interrupts", "ctrl_c") and os.name != "posix":
         pytest.skip("needs POSIX signals and fork")
     path = write_model(models / "long", LONG) if mode == "ctrl_c" else write_model(models)
     run = subprocess.run(

@@ -62,7 +62,7 @@ class RequestQueue:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.closed = False
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._turn = threading.Lock()  # taken by a request from its first step to its end
         self.step = threading.RLock()  # held by whoever touches the runner
         self._owner: int | None = None
@@ -73,7 +73,7 @@ class RequestQueue:
         """Raise `ClosedError` once the queue is closed, and `EdgeInferError` in a process that was forked."""
         if self.closed:
             raise ClosedError("The model was closed; open it again.")
-        check_process(self._process)
+        check_process(self.process)
 
     def cancel(self) -> None:
         """End the running request, if there is one; from any thread or a signal handler."""
@@ -85,7 +85,7 @@ class RequestQueue:
         """End the running request and close the runner; requests that wait raise `ClosedError`."""
         self.closed = True
         self.cancel()
-        if self._process != os.getpid():  # forked: whoever is in a step is not here
+        if self.process != os.getpid():  # forked: whoever is in a step is not here
             self.runner.close()
             return
         with self.step:  # a step that runs in another thread has ended
@@ -178,6 +178,7 @@ class Request(Generic[Result]):
             self._queue.take_turn(self)
             self._started = True
         while True:
+            check_process(self._queue.process)  # forked: whoever is in a step is not here
             with self._queue.step:
                 piece = self._next()
             if piece != "":
@@ -198,6 +199,9 @@ class Request(Generic[Result]):
 
     def end(self) -> None:
         """Give sequences and turn back; what was not over counts as cancelled."""
+        if self._queue.process != os.getpid():  # forked: the parent's request goes on there, with the parent's model
+            self.ended = True
+            return
         with self._queue.step:
             if self.ended:
                 return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import OBJECT, checked, shown
 from ..errors import RequestError, UsageError
+from ..process import check_process
 from .options import Messages, Prompt
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Prompts:
         """Give what a prompt's preparation asks all the while: whether `cancel` or `close` has come since it began."""
         from ..runner import Cancellation
 
+        check_process(self._queue.process)  # forked: whoever holds locks of tokenizer or template is not here
         wish = Cancellation()
         self._preparing.add(wish)
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checks import FLAG, Rule, checked, shown
 from ..errors import RequestError, TokenizerError
+from ..process import ProcessLock
 from .files import REMEDY, read_optional_object, read_text, token_content
 
 MAX_TEMPLATE_BYTES = 1_000_000
@@ -55,7 +55,7 @@ class ChatTemplate:
         self._source = source
         self._files = files or {}
         self._compiled: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     @classmethod
     def open(cls, directory: Path | str) -> ChatTemplate | None:

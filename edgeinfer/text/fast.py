@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +32,8 @@ class FastTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
-        self._switch = threading.Condition()
-        self._users, self._parse_special = 0, True
+        self._begin_users()
+        self._parse_special = True
         self._continuing: FastTokenizer | None = None
         tokenizer.encode_special_tokens = False
         self._skipped: int | None = _UNKNOWN
@@ -44,6 +45,9 @@ class FastTokenizer:
         self.vocab_size = _highest_id(tokenizer, max([tokenizer.get_vocab_size(), *(i + 1 for i in added)]) - 1) + 1
         self.bos_id: int | None = None
         self.eos_id: int | None = None
+
+    def _begin_users(self) -> None:
+        self._switch, self._users, self._process = threading.Condition(), 0, os.getpid()
 
     def prefix_ids(self) -> list[int]:
         """Return the ids that the file's post-processor puts before every text."""
@@ -100,6 +104,8 @@ class FastTokenizer:
 
         Threads that want it alike do not wait for each other: one may have been left behind with a long text.
         """
+        if self._process != os.getpid():  # forked: whoever used it in the parent is not here
+            self._begin_users()
         with self._switch:
             while not self._switch.wait_for(lambda: not self._users or self._parse_special == parse_special, 0.05):
                 check_wanted(stopped)

@@ -13,6 +13,29 @@ from ..errors import EdgeInferError, TokenizerError
 from .files import REMEDY
 
 _REDIRECTING = threading.Lock()
+FORK_SECONDS = 10.0
+"""Longest time that a fork waits for another thread to give standard error back."""
+
+
+def _before_fork() -> None:
+    """Wait for a thread that holds standard error back: in the child of a fork nobody would give it back."""
+    _forking.append(_REDIRECTING.acquire(timeout=FORK_SECONDS))
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.pop():
+        _REDIRECTING.release()
+
+
+def _after_fork_in_child() -> None:
+    global _REDIRECTING
+    _REDIRECTING = threading.Lock()
+    _forking.clear()
+
+
+_forking: list[bool] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 @contextmanager
