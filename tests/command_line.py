@@ -71,7 +71,7 @@ def environment(**variables: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("EDGEINFER_")}
     if "EDGEINFER_CACHE" in os.environ:
         kept["EDGEINFER_CACHE"] = os.environ["EDGEINFER_CACHE"]
-    return kept | {"PYTHONPATH": str(ROOT), **variables}
+    return kept | {"PYTHONPATH": str(ROOT), "EDGEINFER_CONFIG": "", **variables}
 
 
 def listening() -> None:

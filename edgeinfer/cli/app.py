@@ -15,6 +15,7 @@ import typer
 
 from .. import process
 from ..errors import DestinationError, EdgeInferError, UsageError, shortened
+from . import settings
 from .output import alternative_object, print_json, say
 from .program import SENTENCES, Terminated, interruptible
 from .values import read_plainly
@@ -23,7 +24,7 @@ COMMANDS = {
     "run": "run", "convert": "convert", "export": "export", "plan": "plan", "estimate": "estimate",
     "devices": "devices", "bench": "bench", "info": "info", "verify": "verify", "eval": "evaluate",
     "sparsify": "sparsify", "models": "models", "pull": "pull", "rm": "rm", "ps": "ps",
-    "warmup": "warmup", "cache": "app",
+    "warmup": "warmup", "cache": "app", "config": "app",
 }
 """What each module of a command calls it: a function, or a group of commands."""
 MODULES = dict.fromkeys(("pull", "rm", "ps"), "local")
@@ -87,6 +88,8 @@ def execute(arguments: list[str]) -> int:
     command: Any = None
     try:
         with interruptible():
+            if arguments[:1] not in ([], ["config"], ["--help"], ["-h"], ["--version"]):
+                settings.apply()
             command = typer.main.get_command(make_app([name for name in arguments[:1] if name in COMMANDS] or COMMANDS))
             read_plainly(command)
             result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)
@@ -99,6 +102,8 @@ def execute(arguments: list[str]) -> int:
 
             traceback.print_exc()
         return _failed(error, _wants_json(arguments), command)
+    finally:
+        settings.withdraw()
     return result if isinstance(result, int) else 0
 
 

@@ -1,0 +1,153 @@
+"""The user's configuration file: values of the options that have an environment variable, by the names of their flags.
+
+A flag goes before its variable, a variable before the file, and the file before the default. The file's values are put
+into the variables that are not set, so that commands treat both alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from ..checks import checked
+from ..config import GenerationConfig, RuntimeConfig
+from ..errors import EdgeInferError, UsageError
+
+VARIABLE = "EDGEINFER_CONFIG"
+"""Moves the file; empty for none."""
+MOST_BYTES = 1 << 20
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_FIELDS = {"temp": "temperature"}
+_from_file: set[str] = set()
+"""Variables that hold values of the file."""
+
+
+@cache
+def known() -> dict[str, tuple[str, Any]]:
+    """Return the keys: names of flags without dashes, with their variable and the type of their value."""
+    from . import options
+
+    found = {}
+    for declared in vars(options).values():
+        kind, *more = get_args(declared) or (None,)
+        variable = getattr(more[0], "envvar", None) if more else None
+        if isinstance(variable, str):
+            kinds = [one for one in get_args(kind) if one is not NoneType] or [kind]
+            found[variable.removeprefix("EDGEINFER_").lower().replace("_", "-")] = variable, kinds[0]
+    return dict(sorted(found.items()))
+
+
+def config_path() -> Path | None:
+    """Return where the file is, or would be; None where `EDGEINFER_CONFIG` is empty."""
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return Path(given).expanduser() if given else None
+    from platformdirs import user_config_path
+
+    return user_config_path("edgeinfer") / "config.toml"
+
+
+def read() -> dict[str, Any]:
+    """Return the file's values by key; none where there is no file.
+
+    Raises `UsageError` for a file that is no TOML, an unknown key or a value of a wrong type.
+    """
+    path = config_path()
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(f"The configuration {path} cannot be read: {error.strerror or error}.") from None
+    return parse(data, path)
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the values of a file's content by key; raises as `read`."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        values = tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"The configuration {path} is no TOML ({error or 'nested too deeply'}); mend it with "
+                         "'edgeinfer config edit'.") from None
+    return {name: check(name, value, f" in {path}") for name, value in values.items()}
+
+
+def check(name: str, value: Any, where: str = "") -> Any:
+    """Return the value of a key as its type; raises `UsageError` with the nearest key, or with what it must be."""
+    if name not in known():
+        near = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), known(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "'edgeinfer config' lists the keys."
+        raise UsageError(f"There is no key {name!r:.80}{where}; {hint}")
+    kind = known()[name][1]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise UsageError(f"{name}{where} is {value!r:.80}; it must be {KINDS.get(kind, 'text')}.")
+    field = _FIELDS.get(name, name.replace("-", "_"))
+    for config in (GenerationConfig, RuntimeConfig):
+        for one in fields(config):
+            if one.name == field and "rule" in one.metadata and field not in ("recipe", "lazy"):
+                checked(f"{name}{where}", value, one.metadata["rule"])
+    return value
+
+
+def apply() -> None:
+    """Put the file's values into the variables that are not set."""
+    for name, value in read().items():
+        variable = known()[name][0]
+        if variable not in os.environ:
+            os.environ[variable] = str(int(value)) if isinstance(value, bool) else str(value)
+            _from_file.add(variable)
+
+
+def withdraw() -> None:
+    """Take the file's values out of the variables again."""
+    while _from_file:
+        os.environ.pop(_from_file.pop(), None)
+
+
+def write(name: str, value: Any | None) -> Path:
+    """Set a key in the file, or remove it; all other lines stay as they are.
+
+    Raises `UsageError` where there is no file to write, and `EdgeInferError` where it cannot be written.
+    """
+    import json
+
+    from ..files import replacement
+
+    path = config_path()
+    if path is None:
+        raise UsageError(f"{VARIABLE} is empty, so there is no configuration; unset it, or give a file.")
+    before = read()
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if line.partition("=")[0].strip().strip("\"'") != name]
+    if value is not None:
+        text = str(value).lower() if isinstance(value, bool) else \
+            json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+        kept.append(f"{name} = {text}")
+    data = "".join(f"{line}\n" for line in kept).encode()
+    wanted = {key: old for key, old in before.items() if key != name} | ({} if value is None else {name: value})
+    if parse(data, path) != wanted:
+        raise UsageError(f"{name} is written over several lines of {path}; change it with 'edgeinfer config edit'.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacement(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise EdgeInferError(f"The configuration {path} cannot be written: {error.strerror or error}.") from None
+    return path
