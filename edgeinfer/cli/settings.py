@@ -142,7 +142,11 @@ def write(name: str, value: Any | None) -> Path:
         kept.append(f"{name} = {text}")
     data = "".join(f"{line}\n" for line in kept).encode()
     wanted = {key: old for key, old in before.items() if key != name} | ({} if value is None else {name: value})
-    if parse(data, path) != wanted:
+    try:
+        same = parse(data, path) == wanted
+    except UsageError:
+        same = False
+    if not same:
         raise UsageError(f"{name} is written over several lines of {path}; change it with 'edgeinfer config edit'.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
