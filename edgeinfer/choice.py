@@ -19,7 +19,7 @@ from .config import Recipe
 from .errors import BudgetError, EdgeInferError, RequestError
 from .files import open_plain, replacement
 from .json_text import parse_json
-from .quality import MAX_KLD, Setting, enabled, measured_identity
+from .quality import MAX_KLD, Judged, Setting, judge, measured_identity
 from .sizes import format_size
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     known = _slower(bundle)
     others = tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head", "attention"))
     plain = Recipe(others) == Recipe()
-    approximated = enabled(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else ()
-    ways, refused, first = [], [], None
-    for wanted in (config, *approximated):
+    judged = judge(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else Judged((), ())
+    ways, refused, first = [], list(judged.switched_off), None
+    for wanted in (config, *judged.enabled):
         try:
             ways.append(_way(bundle, wanted, profile, beside))
         except BudgetError as error:

@@ -12,7 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .checks import TEXT, checked, instance, integer
+from .checks import checked, integer
+from .corpus import SEPARATOR as SEPARATOR
+from .corpus import Stream as Stream
+from .corpus import token_stream as token_stream
 from .dataclass import dataclass
 from .errors import RequestError
 from .progress import Counted
@@ -22,16 +25,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .runner import Runner
-    from .text import Tokenizer
 
     Floats = NDArray[np.float32]
 
-SEPARATOR = "\f"
-"""Between documents of a text, by default."""
 OUTPUT_ROWS = 64
 """Rows of logits that an evaluation keeps at a time (`RuntimeConfig.outputs`)."""
-BLOCK_LOGITS = 1 << 20
-"""Logits handled at a time; each of the arrays made of them takes 8 MB."""
+BLOCK_LOGITS = 1 << 16
+"""Logits handled at a time, one row at least; each of the arrays made of them takes half a megabyte."""
 _SOME = integer(1, math.inf, "1 or more")
 _NOT_NEGATIVE = integer(0, math.inf, "0 or more")
 
@@ -73,54 +73,6 @@ class Evaluation:
         return self.nll_per_token * self.tokens / math.log(2) / self.text_bytes
 
 
-@dataclass(frozen=True)
-class Stream:
-    """The tokens of all documents in a row."""
-
-    ids: tuple[int, ...]
-    counted: tuple[bool, ...]
-    """Whether a token is to be predicted: all but the beginnings of documents."""
-    text_bytes: int
-    """UTF-8 bytes of the counted tokens' text."""
-
-
-def token_stream(
-    tokenizer: Tokenizer, text: str, separator: str | None = None, max_tokens: int | None = None
-) -> Stream:
-    """Tokenise the documents of a text; line breaks at their ends are left out.
-
-    Parameters
-    ----------
-    separator : between documents, by default a form feed
-    max_tokens : most tokens to count
-
-    Raises
-    ------
-    UsageError
-        `max_tokens` is no number above 0, or the separator is empty.
-    """
-    text = checked("text", text, instance(str, "text"))
-    max_tokens = None if max_tokens is None else checked("max_tokens", max_tokens, _SOME)
-    separator = SEPARATOR if separator is None else checked("separator", separator, TEXT)
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids: list[int] = []
-    counted: list[bool] = []
-    text_bytes, left = 0, math.inf if max_tokens is None else max_tokens
-    for document in text.split(separator):
-        words = tokenizer.encode(document.strip("\r\n"), add_bos=False, leading_space=True)
-        first = 0 if begin or ids else 1  # without a beginning nothing predicts the very first token
-        words = words[: int(min(len(words), left + first))]
-        if len(words) <= first:
-            continue
-        ids += [*begin, *words]
-        counted += [False] * (len(begin) + first) + [True] * (len(words) - first)
-        text_bytes += len(tokenizer.decode(words[first:], skip_special=False).encode("utf-8", "replace"))
-        left -= len(words) - first
-        if left < 1:
-            break
-    return Stream(tuple(ids), tuple(counted), text_bytes)
-
-
 def evaluate(
     session: Runner,
     stream: Stream,
@@ -157,12 +109,13 @@ def evaluate(
     total = sum(counted for i, counted in enumerate(stream.counted) if i and (i - 1) % window >= (prompt or 0))
     if not total:
         raise RequestError("The text is too short: it has no token to predict.")
-    sums = _Sums()
+    sums = _Sums(total)
     tell = progress or (lambda *_: None)
     tell(0, total, "tokens")
     for start in range(0, len(stream.ids) - 1, window):
         stop = min(start + window, len(stream.ids) - 1)
-        fed, targets = stream.ids[start:stop], stream.ids[start + 1 : stop + 1]
+        some = stream.ids[start : stop + 1]
+        fed, targets = some[:-1], some[1:]
         counted = stream.counted[start + 1 : stop + 1]
         for first, logits, others in _blocks(session, reference, list(fed), prompt, decoded):
             last = first + len(logits)
@@ -234,11 +187,15 @@ def _blocks(
 class _Sums:
     """Running sums over all counted tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
         self.tokens = 0
-        self._nll = self._reference_nll = 0.0
+        self._nll = self._reference_nll = self._kld = 0.0
         self._same = 0
-        self._klds: list[NDArray[np.float32]] = []
+        self._at = 0.99 * (total - 1)
+        """Place of the 99th percentile among all divergences in order, between two of them."""
+        self._most = total - math.floor(self._at)
+        """So many of the largest are kept: the place lies between the first two of these."""
+        self._largest: list[float] = []
 
     def add(self, targets: Sequence[int], counted: Sequence[bool], logits: Floats, others: Floats | None) -> None:
         """Count a block of float32 logits of shape (rows, vocab_size); `others` are the reference's."""
@@ -262,21 +219,29 @@ class _Sums:
         reference = _log_softmax(others)
         self._reference_nll -= float(reference[rows, ids].sum())
         self._same += int(np.count_nonzero(logits.argmax(axis=1) == others.argmax(axis=1)))
-        klds = (np.exp(reference) * (reference - logprobs)).sum(axis=1)
-        self._klds.append(np.maximum(klds, 0).astype(np.float32))  # rounding may give -1e-16
+        logprobs -= reference
+        np.exp(reference, out=reference)
+        reference *= logprobs
+        klds = np.maximum(-reference.sum(axis=1), 0).astype(np.float32)  # rounding may give -1e-16
+        self._kld += float(klds.sum(dtype=np.float64))
+        self._largest += klds.tolist()
+        if len(self._largest) > 2 * self._most + len(klds):
+            self._keep()
+
+    def _keep(self) -> None:
+        self._largest = sorted(self._largest, reverse=True)[: self._most]
 
     def result(self, text_bytes: int) -> Evaluation:
         """Return the means."""
-        import numpy as np
-
         nll = self._nll / self.tokens
-        if not self._klds:
+        if not self._largest:
             return Evaluation(self.tokens, text_bytes, nll)
-        klds = np.concatenate(self._klds)
-        divergence = Divergence(
-            float(klds.mean(dtype=np.float64)), float(np.percentile(klds, 99)), self._same / self.tokens,
-            math.exp(self._reference_nll / self.tokens),
-        )
+        self._keep()
+        below = self._largest[-1]
+        above = self._largest[-2] if self._most > 1 else below
+        p99 = below + (above - below) * (self._at - math.floor(self._at))
+        divergence = Divergence(self._kld / self.tokens, p99, self._same / self.tokens,
+                                math.exp(self._reference_nll / self.tokens))
         return Evaluation(self.tokens, text_bytes, nll, divergence)
 
 

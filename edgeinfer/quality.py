@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__
 from .cache import cache_root, make_directories
@@ -22,7 +22,7 @@ from .config import MAX_KLD as MAX_KLD
 from .config import Recipe, RuntimeConfig, Step
 from .dataclass import dataclass
 from .errors import BundleError
-from .evaluate import Evaluation
+from .evaluate import Evaluation, Stream
 from .files import open_plain, replacement
 from .json_text import parse_json
 
@@ -34,7 +34,7 @@ LEAST_TOKENS = 100
 QUALITY_FILE = "quality.json"
 MAX_BYTES = 1 << 20
 MOST_KEPT = 1000
-"""Measurements in a file; older ones are dropped."""
+"""Measurements in a file of the cache; older ones are dropped."""
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,34 @@ class Measurement:
     """Checksum of what the bundle computes with: weights and predictor (`measured_identity`)."""
     isa: str
     version: str = __version__
+    text: str = ""
+    """Name of the text, for people; empty in files of earlier versions."""
 
     def __str__(self) -> str:
-        return (f"KLD {self.kld_mean:.5f} mean, {self.kld_p99:.4f} for the worst 1 %, over {self.tokens} tokens "
-                f"({self.protocol}; edgeinfer {self.version}, {self.isa})")
+        return (f"KLD {self.kld_mean:.5f} mean, {self.kld_p99:.4f} for the worst 1 %, over {self.tokens} tokens"
+                f"{self.of_text} ({self.protocol}; edgeinfer {self.version}, {self.isa})")
+
+    @property
+    def of_text(self) -> str:
+        """The words that name its text, with a space before them; empty where the name is not known."""
+        return f" of {self.text}" if self.text else ""
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """What was measured, and how: a later measurement of the same takes its place."""
+        return self.setting, self.weights, self.protocol, self.text_sha256, self.isa
 
 
-def measurement(setting: Setting, result: Evaluation, weights: str, *, protocol: str, ids: Sequence[int],
+def measurement(setting: Setting, result: Evaluation, weights: str, *, protocol: str, stream: Stream,
                 isa: str) -> Measurement:
-    """Return the measurement that an evaluation against the exact model is; `weights` as in `Measurement`."""
+    """Return the measurement that an evaluation of a text against the exact model is; `weights` as in `Measurement`."""
     divergence = result.divergence
     if divergence is None:
         raise BundleError("A measurement of quality needs a reference; evaluate against the exact model.")
-    digest = hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+    name = "".join(char if char.isprintable() else "?" for char in stream.name)
     return Measurement(
         setting, divergence.kld_mean, divergence.kld_p99, divergence.same_top, result.perplexity,
-        divergence.reference_perplexity, result.tokens, protocol, digest,
-        weights, isa,
+        divergence.reference_perplexity, result.tokens, protocol, stream.sha256(), weights, isa, text=name,
     )
 
 
@@ -125,29 +136,47 @@ def identity(weights: str, *predictors: str) -> str:
 
 
 def find(known: Iterable[Measurement], setting: Setting, bundle: Bundle) -> Measurement | None:
-    """Return the last measurement of exactly this setting of these weights, or None where it was not measured.
+    """Return the measurement that decides about a setting of these weights, or None where it was not measured.
 
-    One of fewer than `LEAST_TOKENS` counts only where there is no other.
+    That is the worst: the one with the largest mean divergence, whatever its text. Of several of the same text and
+    protocol the last one counts. Those of fewer than `LEAST_TOKENS` count only where there is no other.
     """
-    weights, found = measured_identity(bundle), None
-    for one in known:
-        if one.setting == setting and one.weights == weights:
-            found = one if found is None or one.tokens >= LEAST_TOKENS or found.tokens < LEAST_TOKENS else found
-    return found
+    weights = measured_identity(bundle)
+    last = {one.subject: one for one in known if one.setting == setting and one.weights == weights}
+    return max(last.values(), key=lambda one: (one.tokens >= LEAST_TOKENS, one.kld_mean), default=None)
 
 
-def allowed(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> bool:
-    """Whether a setting may be chosen without being asked for."""
+def objection(known: Iterable[Measurement], setting: Setting, bundle: Bundle, max_kld: float = MAX_KLD) -> str:
+    """Return why a setting may not be chosen without being asked for; empty where it may."""
+    if setting.exact:
+        return ""
+    if max_kld <= 0:
+        return f"--max-kld {max_kld:g} allows none"
     found = find(known, setting, bundle)
-    return setting.exact or (found is not None and found.tokens >= LEAST_TOKENS and found.kld_mean <= max_kld)
+    if found is None:
+        return f"not measured with {setting}"
+    if found.tokens < LEAST_TOKENS:
+        return f"measured on {found.tokens} tokens{found.of_text} only; {LEAST_TOKENS} are the least that count"
+    if found.kld_mean > max_kld:
+        return f"KLD {found.kld_mean:.4f} over {found.tokens} tokens{found.of_text} is above --max-kld {max_kld:g}"
+    return ""
 
 
 TECHNIQUES = {"predictor": ("sparse", "predict"), "screen": ("head", "screened")}
 """What a part of a bundle allows: a pass and its mode."""
 
 
-def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> tuple[RuntimeConfig, ...]:
-    """Return the config with approximations that a run may use without being asked, those with the most of them first.
+class Judged(NamedTuple):
+    """What may be added to a run that did not ask for it."""
+
+    enabled: tuple[RuntimeConfig, ...]
+    """The config with approximations that were measured within the bound, those with the most of them first."""
+    switched_off: tuple[str, ...]
+    """The flags of others, each with the reason; none of which a part was refused alone."""
+
+
+def judge(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> Judged:
+    """Say which approximations a run may use without being asked, and why not the others.
 
     These are some of those that the bundle has parts for and the recipe says nothing of, where exactly what comes out
     was measured within the bound.
@@ -161,13 +190,18 @@ def enabled(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> 
     parts = {entry.part for entry in bundle.header.files}
     free = [how for part, how in TECHNIQUES.items() if part in parts and how[0] not in said]
     known = read_quality(bundle) if free and max_kld > 0 else []
-    within = []
-    for some in (some for n in range(len(free), 0, -1) for some in combinations(free, n)):
+    within: list[RuntimeConfig] = []
+    refused: dict[tuple[tuple[str, str], ...], str] = {}
+    for some in (some for n in range(1, len(free) + 1) for some in combinations(free, n)):
         steps = tuple(Step(name, (("mode", mode),)) for name, mode in some)
         found = replace(config, recipe=Recipe((*config.recipe.steps, *steps)))
-        if allowed(known, Setting.of_run(found), bundle, max_kld):
+        why = objection(known, Setting.of_run(found), bundle, max_kld)
+        if not why:
             within.append(found)
-    return tuple(within)
+        elif not any(set(less) < set(some) for less in refused):
+            refused[some] = f"{' '.join(f'--{name} {mode}' for name, mode in some)} ({why})"
+    within.sort(key=lambda one: -len(one.recipe.steps))
+    return Judged(tuple(within), tuple(refused.values()))
 
 
 def of_run(bundle: Bundle, config: RuntimeConfig) -> dict[str, Any] | None:
@@ -211,7 +245,16 @@ def remember(bundle: Bundle, made: Measurement) -> None:
     with contextlib.suppress(OSError):
         make_directories(path.parent)
         with replacement(path) as file:
-            file.write(to_json([*_kept(path), made][-MOST_KEPT:]))
+            file.write(to_json(_most([*_kept(path), made])))
+
+
+def _most(known: Sequence[Measurement]) -> list[Measurement]:
+    """Return the measurements that a file keeps: of many the older ones go, but for the worst of each setting."""
+    rows = list({one.subject: one for one in known}.values())
+    worst = {one.setting: one for one in sorted(rows, key=lambda one: one.kld_mean)}
+    spare = [one.subject for one in rows[:-1] if one is not worst[one.setting]]
+    gone = set(spare[: max(len(rows) - MOST_KEPT, 0)])
+    return [one for one in rows if one.subject not in gone]
 
 
 def to_json(known: Iterable[Measurement]) -> bytes:
@@ -233,6 +276,7 @@ _KINDS: Mapping[str, type] = {"str": str, "int": int, "float": float}
 
 def _measurement(row: Any) -> Measurement:
     names = {field.name: field.type for field in fields(Measurement)}
+    row = {"text": "", **row} if isinstance(row, dict) else row
     if not isinstance(row, dict) or set(row) != set(names) or not isinstance(row["setting"], dict):
         raise ValueError("a measurement has not the fields that it should have")
     values = row["setting"]

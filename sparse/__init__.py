@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from .ffn import Ffn, ffns, parts
     from .fitting import PRICES, Fitted, choose, fit
     from .head import make_screen
-    from .making import MOST_TOKENS, Sparsified, sparsify
+    from .making import MEASURED_TOKENS, MOST_TOKENS, Sparsified, sparsify
     from .predictors import low_rank, scorer, thresholds
     from .screened import Screened, screen_head
     from .simulate import Tally, predicted, read_bytes_share
 
-__all__ = ["MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose", "ffns", "fit",
-           "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head", "sparsify",
-           "thresholds"]
+__all__ = ["MEASURED_TOKENS", "MOST_TOKENS", "PRICES", "Ffn", "Fitted", "Screened", "Sparsified", "Tally", "choose",
+           "ffns", "fit", "low_rank", "make_screen", "parts", "predicted", "read_bytes_share", "scorer", "screen_head",
+           "sparsify", "thresholds"]
 __getattr__ = lazily(__name__, {
     "ffn": "Ffn ffns parts", "fitting": "PRICES Fitted choose fit",
     "predictors": "low_rank scorer thresholds", "simulate": "Tally predicted read_bytes_share",
-    "making": "MOST_TOKENS Sparsified sparsify", "head": "make_screen", "screened": "Screened screen_head",
+    "making": "MEASURED_TOKENS MOST_TOKENS Sparsified sparsify", "head": "make_screen",
+    "screened": "Screened screen_head",
 })

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity,
 from edgeinfer.runtime import Session, everywhere
 
 from .head import make_screen
-from .making import OUTPUTS, cut, kld_of, open_source
+from .making import OUTPUTS, cut, cut_held_out, kld_of, open_source
 from .neurons import copy_weights
 
 PROTOCOL = "windows of 512, tokens decoded together"
@@ -33,7 +34,8 @@ class Screened:
     read_share: float
     """Bytes that a drawn token reads of head and screen, over those of the head."""
     results: tuple[tuple[Setting, Evaluation], ...]
-    """The screen alone, and together with the bundle's predictor where it has one, against the bundle without both."""
+    """The screen alone, and together with the bundle's predictor where it has one, against the bundle without both;
+    of several texts the worst."""
     max_kld: float
 
     @property
@@ -47,7 +49,7 @@ class Screened:
 
 def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_kld: float = MAX_KLD,
                 rank: int | None = None, threads: int | None = None, overwrite: bool = False,
-                told: Progress = lambda *_: None) -> Screened:
+                told: Progress = lambda *_: None, held_out: Sequence[Stream] = ()) -> Screened:
     """Write a bundle with everything that a bundle has, a screen of its head, and measurements of it.
 
     Parameters and exceptions are those of `sparsify` and `make_screen`.
@@ -65,20 +67,23 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
         work = writer.folder / "work"
         with BundleWriter(work, source.config, source.header.quantisation, source=source.header.source) as copy:
             _write(copy, source, screen)
-        results = _measure(work, measuring, session, told)
+        measured = [(text, _measure(work, text, session, told))
+                    for text in (measuring, *(cut_held_out(one)[1] for one in held_out))]
         stack.close()
         with Bundle.open(work) as made:
             weights = measured_identity(made)
         before = measured_identity(source)
         known = [replace(one, weights=weights) for one in read_quality(source) if one.weights == before]
-        known += [measurement(setting, result, weights, protocol=PROTOCOL, ids=measuring.ids, isa=session.isa)
-                  for setting, result in results]
+        known += [measurement(setting, result, weights, protocol=PROTOCOL, stream=text, isa=session.isa)
+                  for text, results in measured for setting, result in results]
         _write(writer, source, screen)
         writer.add_file(QUALITY_FILE, to_json(known), "quality")
         shutil.rmtree(work)
     head = place_of_head(session.graph).head.weight
     nbytes = session.graph.types[head.name].nbytes(head.shape)
-    return Screened(Path(destination), screen, screen.share + screen.nbytes / nbytes, tuple(results), max_kld)
+    return Screened(Path(destination), screen, screen.share + screen.nbytes / nbytes,
+                    tuple(max(of_setting, key=lambda one: kld_of(one[1])) for of_setting in zip(
+                        *(results for _, results in measured), strict=True)), max_kld)
 
 
 def _write(writer: BundleWriter, source: Bundle, screen: HeadScreen) -> None:

@@ -12,7 +12,8 @@ from edgeinfer import LLM
 from edgeinfer.bundle import Bundle
 from edgeinfer.choice import Choice, choose, learn
 from edgeinfer.config import Recipe, RuntimeConfig
-from edgeinfer.devices import MASKED_SHARE, Curve, load_profile
+from edgeinfer.describe import describe
+from edgeinfer.devices import MASKED_SHARE, Curve, estimate, load_profile
 from edgeinfer.errors import BudgetError
 from edgeinfer.offload import placer
 from edgeinfer.quality import Measurement, Setting, measured_identity, of_run, remember
@@ -41,10 +42,10 @@ def bundle(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield opened
 
 
-def measure(bundle: Bundle, kld: float = 0.001, n_tokens: int = 100) -> None:
+def measure(bundle: Bundle, kld: float = 0.001, n_tokens: int = 100, text: str = "") -> None:
     """Let the cache say what the predictor costs."""
-    remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, n_tokens, "decode", "0" * 64,
-                                 measured_identity(bundle), "generic"))
+    remember(bundle, Measurement(Setting.of_run(PREDICT), kld, 0.01, 0.99, 12.0, 12.0, n_tokens, "decode",
+                                 f"{text:0>64}", measured_identity(bundle), "generic", text=text))
 
 
 def needed(bundle: Bundle, config: RuntimeConfig = PREDICT) -> int:
@@ -68,12 +69,24 @@ def test_a_measurement_of_a_few_tokens_enables_nothing(bundle: Bundle) -> None:
     measure(bundle, n_tokens=99)
     assert choose(bundle, LOOSE).way.name == "resident"
     measure(bundle, kld=0.5)
-    measure(bundle, n_tokens=3)  # and does not take the place of one that says something
-    assert choose(bundle, LOOSE).way.name == "resident"
+    measure(bundle, n_tokens=3, text="few.txt")  # and does not take the place of one that says something
+    measure(bundle, text="other.txt")  # nor does a better one of another text
+    found = choose(bundle, LOOSE)
+    assert found.way.name == "resident"
+    assert "Not taken: --sparse predict (KLD 0.5000 over 100 tokens is above --max-kld 0.02)" in found.sentence()
     said = of_run(bundle, PREDICT)
     assert said and said["kld_mean"] == 0.5
-    measure(bundle)
+    measure(bundle)  # the same text again
     assert choose(bundle, LOOSE).way.name == "sparse"
+
+
+def test_the_default_run_is_predicted_with_the_statistics_of_the_bundle(bundle: Bundle, path: Path) -> None:
+    """It is the program of --sparse exact."""
+    own, exact = (describe(path, recipe=recipe) for recipe in (Recipe(), Recipe().sparse("exact")))
+    assert own.sparse and exact.sparse and own.sparse.densities == exact.sparse.densities != ()
+    assert own.sparse.layers() == exact.sparse.layers() and own.recipe == Recipe()
+    speeds = [estimate(load_profile("rpi5"), one.traffic()).decode_tok_per_s for one in (own, exact)]
+    assert speeds[0] == speeds[1]
 
 
 def test_by_budget(bundle: Bundle) -> None:
@@ -225,7 +238,7 @@ def test_what_reads_from_storage_is_remembered_with_its_budget(bundle: Bundle) -
     tight = replace(LOOSE, budget_bytes=full - 400_000)
     assert learn(bundle, choose(bundle, tight)._replace(probed=True), 1e-9, 16)
     assert choose(bundle, tight).way.name == "streamed"
-    assert choose(bundle, replace(tight, budget_bytes=full - 300_000)).way.name == "sparse from flash"
+    assert choose(bundle, replace(tight, budget_bytes=full - 410_000)).way.name == "sparse from flash"
 
 
 def test_what_was_slow_runs_where_nothing_else_fits(bundle: Bundle) -> None:

@@ -56,6 +56,7 @@ def test_what_takes_more_than_a_glance_is_left_to_typer() -> None:
 
 @pytest.mark.parametrize("arguments", [
     ["run", "demo", "x", "-n", "2", "--temp", "0.5", "--stop", "a", "--json"], ["plan", "demo", "--ctx", "64"],
+    ["eval", "demo", "--text", "LICENSE", "-n", "2"],
 ])
 def test_plain_values_need_no_library_of_validators(arguments: list[str]) -> None:
     """Those of typer's newer versions; and no command but the one that was asked for is imported."""

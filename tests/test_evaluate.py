@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
-from edgeinfer.errors import RequestError, UsageError
+from edgeinfer.corpus import Text, read_stream
+from edgeinfer.errors import EdgeInferError, RequestError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate, token_stream
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
@@ -168,3 +170,56 @@ def test_no_more_of_a_text_is_read_than_is_needed(tmp_path: Path) -> None:
     assert refused.code == 1 and "is longer than 64 MiB" in refused.err.splitlines()[-1]
     if Path("/dev/zero").exists():
         assert edgeinfer("eval", "demo", "--text", "/dev/zero", *asked).code == 0
+
+
+@pytest.mark.parametrize("separator", ["\f", "\n\n", "king"])
+def test_a_text_file_gives_the_tokens_of_its_text(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    """However it is cut into pieces, and whatever its line ends."""
+    text = "\n\n" + f"A king said: hé!\nHe had 3 daughters.\n\n\n{separator}{separator}\n\nThe youngest was wise." * 20
+    want = token_stream(tokenizer, text, separator)
+    monkeypatch.setattr("edgeinfer.text.cuts.PART", 37)
+    monkeypatch.setattr("edgeinfer.text.fast.PART", 37)
+    for ends, changed in (("\n", ""), ("\r\n", "line ends CR LF were read as LF"),
+                          ("\r", "line ends CR were read as LF")):
+        (tmp_path / "text.txt").write_bytes(text.replace("\n", ends).encode())
+        for size in (1, 7, 1 << 16):
+            monkeypatch.setattr("edgeinfer.corpus.READ_BYTES", size)
+            with ExitStack() as stack:
+                source = Text(stack, tmp_path / "text.txt")
+                found = read_stream(stack, tokenizer, source, separator)
+                assert (tuple(found.ids), tuple(found.counted)) == (want.ids, want.counted)
+                assert found.text_bytes == want.text_bytes and found.sha256() == want.sha256()
+                assert source.changed == changed and found.ids[3:5] == list(want.ids[3:5]) and found.name == "text.txt"
+    with ExitStack() as stack:
+        some = read_stream(stack, tokenizer, Text(stack, tmp_path / "text.txt"), separator, 30)
+        assert tuple(some.ids) == token_stream(tokenizer, text, separator, 30).ids
+
+
+def test_texts_that_cannot_be_read(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"hen " * 9 + b"\xff")
+    monkeypatch.setattr("edgeinfer.corpus.READ_BYTES", 5)
+    with ExitStack() as stack, pytest.raises(EdgeInferError, match=r"is not UTF-8 \(byte 36\)"):
+        read_stream(stack, tokenizer, Text(stack, path))
+    with ExitStack() as stack, pytest.raises(EdgeInferError, match=r"none\.txt cannot be read: No such file"):
+        Text(stack, tmp_path / "none.txt")
+    path.write_bytes(b"hen " * 9)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("edgeinfer.corpus.tempfile.TemporaryFile", full)
+    with ExitStack() as stack, pytest.raises(EdgeInferError, match=r"temporary file \(No space left on device\); set"):
+        read_stream(stack, tokenizer, Text(stack, path))
+
+
+def test_eval_says_that_it_changed_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "lf.txt").write_bytes(TEXT.encode() * 4)
+    (tmp_path / "crlf.txt").write_bytes((TEXT * 4).replace("\n", "\r\n").encode())
+    unix, windows = (edgeinfer("eval", "demo", "--text", tmp_path / name, "--json") for name in ("lf.txt", "crlf.txt"))
+    assert unix.json["perplexity"] == windows.json["perplexity"]
+    assert unix.json["text_changed"] is None and "CR LF" in windows.json["text_changed"]
+    assert "crlf.txt: line ends CR LF were read as LF." in windows.err and "LF" not in unix.err
+    assert windows.json["peak_rss_bytes"] > 0

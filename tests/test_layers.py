@@ -21,7 +21,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["graph"], "2a"),
     **dict.fromkeys(["bundle", "devices"], "2b"),
     **dict.fromkeys(["text"], "2c"),
-    **dict.fromkeys(["memory_planner"], "3"),
+    **dict.fromkeys(["memory_planner", "corpus"], "3"),
     **dict.fromkeys(["runner"], "4"),
     **dict.fromkeys(["block_tables", "recent_blocks", "evaluate"], "4a"),
     **dict.fromkeys(["quality"], "4b"),

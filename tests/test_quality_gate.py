@@ -12,17 +12,17 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import BundleError, RequestError, UsageError
-from edgeinfer.evaluate import Evaluation, evaluate, token_stream
+from edgeinfer.evaluate import Evaluation, Stream, evaluate, token_stream
 from edgeinfer.graph import approximates, without_approximations
 from edgeinfer.models import demo_path
 from edgeinfer.quality import (
     Measurement,
     Setting,
-    allowed,
     find,
     from_json,
     measured_identity,
     measurement,
+    objection,
     read_quality,
     remember,
     to_json,
@@ -49,17 +49,46 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measurement:
 def test_a_setting_is_all_techniques_together(made: Measurement) -> None:
     with Bundle.open(demo_path()) as bundle:
         known = [made]
-        assert allowed(known, made.setting, bundle) and not allowed(known, made.setting, bundle, 0.009)
+        assert not objection(known, made.setting, bundle)
+        assert objection(known, made.setting, bundle, 0.009) == "KLD 0.0100 over 100 tokens is above --max-kld 0.009"
+        assert objection(known, made.setting, bundle, 0) == "--max-kld 0 allows none"
         for other in (Setting.of(kv="f16", passes="x:n=1"), Setting.of(kv="int8", passes="x:n=1+y"),
                       Setting.of(kv="int8", passes="x:n=2")):
-            assert not allowed(known, other, bundle) and find(known, other, bundle) is None
+            assert objection(known, other, bundle) == f"not measured with {other}"
+            assert find(known, other, bundle) is None
         exact = Setting.of(kv="int8", passes="none")
-        assert exact.exact and allowed([], exact, bundle)
+        assert exact.exact and not objection([], exact, bundle)
         assert str(made).startswith("KLD 0.01000 mean, 0.1000 for the worst 1 %")
         assert str(made.setting) == "kv=int8 passes=x:n=1"
-        worse = replace(made, kld_mean=0.5)
-        assert find([made, worse], made.setting, bundle) == worse and not allowed([made, worse], made.setting, bundle)
-        assert not allowed([replace(made, weights="0" * 64)], made.setting, bundle)
+        assert objection([replace(made, weights="0" * 64)], made.setting, bundle)
+
+
+def test_the_worst_measurement_decides(made: Measurement) -> None:
+    """Whatever text was measured last; the same text measured again takes the place of what it gave before."""
+    worse = replace(made, kld_mean=0.5, text="verse.txt", text_sha256="1" * 64)
+    few = replace(made, kld_mean=0.9, tokens=99, text_sha256="2" * 64)
+    again = replace(worse, kld_mean=0.015, version="later")
+    with Bundle.open(demo_path()) as bundle:
+        for known in ([made, worse], [worse, made], [worse, made, few]):
+            assert find(known, made.setting, bundle) == worse
+            assert objection(known, made.setting, bundle) == \
+                "KLD 0.5000 over 100 tokens of verse.txt is above --max-kld 0.02"
+        assert find([worse, made, again], made.setting, bundle) == again
+        assert objection([few], made.setting, bundle) == "measured on 99 tokens only; 100 are the least that count"
+
+
+def test_a_full_cache_keeps_the_worst(made: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.quality.MOST_KEPT", 3)
+    with Bundle.open(demo_path()) as bundle:
+        for i, kld in enumerate((0.01, 0.5, 0.02, 0.03, 0.01)):
+            remember(bundle, replace(made, kld_mean=kld, text_sha256=str(i)))
+        assert [one.kld_mean for one in read_quality(bundle)] == [0.5, 0.03, 0.01]
+
+
+def test_files_of_measurements_without_names_of_texts_are_read(made: Measurement) -> None:
+    rows = json.loads(to_json([made]))
+    del rows["measurements"][0]["text"]
+    assert from_json(json.dumps(rows).encode()) == [made]
 
 
 def test_what_was_measured_is_kept_in_the_cache(made: Measurement, tmp_path: Path,
@@ -67,7 +96,7 @@ def test_what_was_measured_is_kept_in_the_cache(made: Measurement, tmp_path: Pat
     with Bundle.open(demo_path()) as bundle:
         assert read_quality(bundle) == []
         remember(bundle, made)
-        remember(bundle, replace(made, kld_mean=0.002))
+        remember(bundle, replace(made, kld_mean=0.002, text_sha256="1" * 64))
         assert [one.kld_mean for one in read_quality(bundle)] == [0.01, 0.002]
         (file,) = (tmp_path / "cache" / "quality").rglob("*.json")
         file.write_bytes(b"{")
@@ -107,7 +136,7 @@ def test_names_in_a_setting_are_free(made: Measurement) -> None:
 
 def test_a_measurement_needs_a_reference() -> None:
     with pytest.raises(BundleError, match="needs a reference"):
-        measurement(Setting(), Evaluation(1, 1, 1.0), "", protocol="", ids=[], isa="")
+        measurement(Setting(), Evaluation(1, 1, 1.0), "", protocol="", stream=Stream((), (), 0), isa="")
 
 
 def test_recipes_know_what_approximates() -> None:

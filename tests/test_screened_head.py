@@ -20,7 +20,7 @@ from edgeinfer.evaluate import Stream
 from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.kernels import reference
 from edgeinfer.models import demo_path
-from edgeinfer.quality import MAX_KLD, Setting, enabled, find, read_quality
+from edgeinfer.quality import MAX_KLD, Setting, find, judge, read_quality
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.sparse import screen_head
@@ -200,9 +200,10 @@ def test_a_run_uses_what_was_measured_within_the_bound(made: tuple[Path, dict[st
 def test_all_techniques_together_need_a_measurement_of_their_own(path: Path, own_cache: None) -> None:
     with Bundle.open(path) as bundle:
         config = RuntimeConfig()
-        assert [one.recipe for one in enabled(bundle, config)] == [SCREENED] and not enabled(bundle, config, 0)
+        assert [one.recipe for one in judge(bundle, config).enabled] == [SCREENED]
+        assert not judge(bundle, config, 0).enabled
         narrow = replace(config, recipe=Recipe.parse("fuse_input+tests.narrow.narrow:window=6"))
-        assert not enabled(bundle, narrow)
+        assert not judge(bundle, narrow).enabled
         (known,) = read_quality(bundle)
         assert find([known], known.setting, bundle) == known and known.weights != ""
 
@@ -225,11 +226,12 @@ def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cac
     with Bundle.open(tmp_path / "both") as bundle:
         bundle.verify()
         together = Recipe().sparse("predict").head("screened")
-        assert [one.recipe for one in enabled(bundle, RuntimeConfig(), both)] == [together, SCREENED]
-        assert [one.recipe for one in enabled(bundle, RuntimeConfig(), (alone + both) / 2)] == [SCREENED]
+        assert [one.recipe for one in judge(bundle, RuntimeConfig(), both).enabled] == [together, SCREENED]
+        assert [one.recipe for one in judge(bundle, RuntimeConfig(), (alone + both) / 2).enabled] == [SCREENED]
         asked = Recipe().sparse("exact")
-        assert [one.recipe for one in enabled(bundle, RuntimeConfig(recipe=asked), both)] == [asked.head("screened")]
-        (other,) = enabled(bundle, RuntimeConfig(recipe=SCREENED), both)  # the order of naming them is none
+        (found,) = judge(bundle, RuntimeConfig(recipe=asked), both).enabled
+        assert found.recipe == asked.head("screened")
+        (other,) = judge(bundle, RuntimeConfig(recipe=SCREENED), both).enabled  # the order of naming them is none
         assert Setting.of_run(other) == Setting.of_run(RuntimeConfig(recipe=together))
         assert [way.config.recipe for way in ways_of(bundle, both)] == [together, Recipe(), SCREENED]
 

@@ -15,7 +15,7 @@ from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import CancelledError, RequestError
 from edgeinfer.evaluate import Stream, token_stream
 from edgeinfer.models import demo_path
-from edgeinfer.quality import allowed, find, read_quality
+from edgeinfer.quality import find, objection, read_quality
 from edgeinfer.runner import Segment
 from edgeinfer.runtime import open_plain
 from edgeinfer.sparse import PRICES, Tally, choose, ffns, parts, predicted, sparsify
@@ -78,8 +78,8 @@ def test_the_report_says_what_it_costs_and_the_gate_knows(sparse: tuple[Path, di
     with Bundle.open(path) as bundle:
         (known,) = read_quality(bundle)
         assert known.kld_mean == report["kld_mean"] and find([known], known.setting, bundle) == known
-        assert allowed([known], known.setting, bundle, known.kld_mean)
-        assert not allowed([known], known.setting, bundle, known.kld_mean / 2)
+        assert not objection([known], known.setting, bundle, known.kld_mean)
+        assert objection([known], known.setting, bundle, known.kld_mean / 2)
 
 
 def test_by_neuron_no_weight_is_rounded_again(bundles: Path, tmp_path: Path) -> None:
@@ -233,3 +233,21 @@ def test_a_full_disk_is_told_before_any_work(bundles: Path, monkeypatch: pytest.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     sentence = refused(bundles, "--text", bundles / "text.txt")
     assert " kB, but its disk has only 10 kB free" in sentence
+
+
+def test_held_out_texts_are_measured_and_the_worst_decides(bundles: Path, tmp_path: Path) -> None:
+    n = len(STREAM.ids)
+    other = Stream(STREAM.ids[n // 2 :][:900], STREAM.counted[n // 2 :][:900], 900, "other.txt")
+    with Bundle.open(bundles / "neuron") as source:
+        made = sparsify(source, tmp_path / "made", STREAM, threads=1, held_out=[other], kind="sign")
+        with pytest.raises(RequestError, match=r"The held-out text few\.txt has 10 tokens, too few to measure"):
+            sparsify(source, tmp_path / "few", STREAM, held_out=[Stream(STREAM.ids[:10], (True,) * 10, 10, "few.txt")])
+    assert [name for name, _ in made.held_out] == ["other.txt"] and not made.warning
+    klds = [one.divergence.kld_mean for one in (made.result, made.held_out[0][1]) if one.divergence]
+    assert made.worst == max(klds) and made.enabled == (max(klds) <= made.max_kld)
+    with Bundle.open(tmp_path / "made") as bundle:
+        assert [(one.text, one.kld_mean) for one in read_quality(bundle)][1] == ("other.txt", klds[1])
+    alone = replace(made, held_out=())
+    assert "--held-out FILE" in alone.warning and alone.worst == klds[0]
+    over = replace(made, held_out=(("verse.txt", made.result),), max_kld=klds[0] / 2, enabled=False)
+    assert f"KLD {klds[0]:.5f} on verse.txt is 2.00 times the bound" in over.reason

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..checks import NATS, checked
 from ..config import CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
-from ..errors import EdgeInferError, UsageError
+from ..errors import UsageError
 from ..process import peak_rss_bytes
 from ..pruning import LEAST_PROMPT, Schedule, calibrated
 from ..sizes import parse_size
@@ -38,7 +37,7 @@ from .options import (
     kv_on,
     pruned,
 )
-from .output import print_json, print_table
+from .output import print_json, print_table, say
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from ..models import Storage
     from ..runner import Runner
 
-MOST_BYTES, SPARE_BYTES = 64 << 20, 1 << 16
-"""Longest text, and what is read beyond the bytes that surely hold the tokens, so that none is cut."""
 JSON_FIELDS = {
     "eval": {
         "perplexity": "exp of `nll_per_token`",
@@ -62,6 +59,7 @@ JSON_FIELDS = {
         "text_bytes": "UTF-8 bytes of their text",
         "setting": "with --decode: what is approximated, and what that is added to",
         "protocol": "with --decode: how the text was fed",
+        "text_changed": "what was changed in reading the text, such as line ends; null for nothing",
         "planned_bytes": "the memory plan's total, both models together",
         "peak_rss_bytes": "as for run",
     },
@@ -140,7 +138,8 @@ def evaluate(
       edgeinfer eval ./my-bundle --text held_out.txt --reference ./my-f32-bundle --json
     """
     from .. import opening
-    from ..evaluate import OUTPUT_ROWS, SEPARATOR, token_stream
+    from ..corpus import SEPARATOR, Text, read_stream
+    from ..evaluate import OUTPUT_ROWS
     from ..evaluate import evaluate as measure
     from ..graph import without_approximations
     from ..models import AS_IT_IS, Storage
@@ -168,7 +167,7 @@ def evaluate(
         of_reference = stored
         kept = setting
     with ExitStack() as stack, ProgressLine() as progress:
-        file = stack.enter_context(open_text(text))
+        source = Text(stack, text)
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
         session, tokenizer = open_runner(stack, model, every, progress, provider, stored)
         if setting:
@@ -182,8 +181,7 @@ def evaluate(
                                 of_reference)[0]
             planned = more + other.plan.total_bytes
         between = SEPARATOR if separator is None else separator.replace("\\n", "\n").replace("\\f", "\f")
-        most = None if max_tokens is None else max(max_tokens, 1) * tokenizer.bytes_per_token()
-        stream = token_stream(tokenizer, read_text(file, text, most), between, max_tokens)
+        stream = read_stream(stack, tokenizer, source, between, max_tokens)
         measured = partial(measure, session, stream, reference=other, window=window, prompt=decode,
                            progress=partial(progress, "evaluate"))
         if lazy_target is None:
@@ -195,10 +193,12 @@ def evaluate(
         protocol = None if decode is None else f"windows of {window}, prompts of {decode}, the others one by one"
         if kept and protocol:
             made = measurement(kept, result, measured_identity(session.bundle), protocol=protocol,
-                               ids=stream.ids, isa=session.isa)
+                               stream=stream, isa=session.isa)
             remember(session.bundle, made)
     report = {**report_object(result, planned), "setting": None if setting is None else dict(setting.values),
-              "protocol": protocol}
+              "protocol": protocol, "text_changed": source.changed or None}
+    if source.changed:
+        say(f"{text.name}: {source.changed}.")
     if json:
         print_json(report)
         return
@@ -247,34 +247,6 @@ def open_runner(stack: ExitStack, model: str, config: RuntimeConfig, progress: P
         runner = opening.session(bundle, config, progress, None)
         stack.callback(runner.close)
     return runner, Tokenizer.open(path, {"bos_token_id": runner.model.bos_token_id})
-
-
-def open_text(path: Path) -> BinaryIO:
-    """Open a text, which may be a pipe; raises `EdgeInferError` where it cannot be read."""
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise EdgeInferError(f"The text {path} cannot be read: {error.strerror or error}.") from error
-
-
-def read_text(file: BinaryIO, path: Path, most: int | None = None) -> str:
-    """Return a text, of which the first `most` bytes are enough; by default all of it, if it is not too long.
-
-    Raises `EdgeInferError` where it cannot be read, is no UTF-8, or is longer than `MOST_BYTES`.
-    """
-    limit = MOST_BYTES if most is None else min(most + SPARE_BYTES, MOST_BYTES)
-    try:
-        data = file.read(limit + 1)
-    except OSError as error:
-        raise EdgeInferError(f"The text {path} cannot be read: {error.strerror or error}.") from error
-    if len(data) > MOST_BYTES:
-        raise EdgeInferError(f"The text {path} is longer than {MOST_BYTES >> 20} MiB; give a part of it, or "
-                             "--max-tokens, for which its beginning is enough.")
-    cut = len(data) > limit
-    try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data[:limit] if cut else data, final=not cut)
-    except UnicodeDecodeError as error:
-        raise EdgeInferError(f"The text {path} is not UTF-8 (byte {error.start}).") from error
 
 
 def report_object(result: Evaluation, planned_bytes: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import typer
 
 from ..config import MAX_KLD
 from ..errors import UsageError
-from .eval import open_text, read_text
 from .options import Json, Threads
 from .output import print_json, print_table, say
 from .progress import ProgressLine
@@ -40,6 +39,8 @@ JSON_FIELDS = {
         "source_kld": "mean KL(source, bundle without predictor): other orders of sums, down matrices rounded anew",
         "down_error": "squared error that rounding the down matrices anew has added / their squared norm; 0 where not",
         "max_kld": "the bound",
+        "held_out": "per text of --held-out its name, `kld_mean`, `kld_p99`, `perplexity`, `tokens`",
+        "warning": "what is not known of the predictor without --held-out, else null",
         "enabled": "whether `run` may use the predictor by itself",
         "reason": "why, or by how much the bound was missed",
         "relative_time": "predicted time of a decoded token's FFNs in memory over that of the model in tiles, dense",
@@ -65,6 +66,11 @@ def sparsify(
         Path, typer.Option("--text", metavar="FILE", help="The text to learn from and to measure on (UTF-8).",
                            show_default=False)
     ],
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option("--held-out", metavar="FILE", show_default=False,
+                     help="Other text to measure on; may be given several times. The worst measurement decides."),
+    ] = None,
     predictor: Annotated[
         str | None,
         typer.Option(metavar="|".join(PREDICTORS), help="What decides which neurons are computed.  [default: lowrank, "
@@ -90,9 +96,10 @@ def sparsify(
 
     Runs the text through the model, orders the neurons of each layer by how often they fire, fits a predictor that
     tells from a layer's input which of them are worth computing, and measures what that costs, on the end of the text,
-    which nothing was fitted on. Layers of which so many neurons fire that dense is faster stay dense. A
-    predictor over --max-kld is stored and not enabled. A checkpoint or GGUF file is converted to 4 bits first; convert
-    it yourself for other types.
+    which nothing was fitted on. A text of one author or subject says little of others: --held-out measures on these
+    too, their beginnings help to choose how much is left out, and the worst measurement decides. Layers of which so
+    many neurons fire that dense is faster stay dense. A predictor over --max-kld is stored and not enabled. A
+    checkpoint or GGUF file is converted to 4 bits first; convert it yourself for other types.
 
     --head adds what estimates all logits in few bytes, so that a token computes the rows of the output head that can
     hold its largest logit and leaves the others at their estimates. SRC may be sparse already.
@@ -110,23 +117,28 @@ def sparsify(
         raise UsageError(f"--head leaves the FFNs as they are, and --epochs {epochs} is about these; give one.")
     if not 0 < max_kld < float("inf"):
         raise UsageError(f"--max-kld is {max_kld:g}; it must be above 0.")
-    from ..evaluate import token_stream
-    from ..sparse import MOST_TOKENS, screen_head
+    from ..corpus import Text, read_stream
+    from ..sparse import MEASURED_TOKENS, MOST_TOKENS, screen_head
     from ..sparse import sparsify as make
     from ..text import Tokenizer
 
     with ExitStack() as stack, ProgressLine() as progress:
-        file = stack.enter_context(open_text(text))
+        texts = [Text(stack, path) for path in (text, *(held_out or ()))]
         bundle, in_tiles = _open(stack, source, destination, "tile16" if head else "neuron", progress)
         tokenizer = Tokenizer.open(bundle.path, {"bos_token_id": bundle.config.bos_token_id})
-        content = read_text(file, text, MOST_TOKENS * tokenizer.bytes_per_token())
-        stream = token_stream(tokenizer, content, max_tokens=MOST_TOKENS)
-        asked: dict[str, Any] = {"max_kld": max_kld, "rank": rank, "threads": threads, "overwrite": overwrite,
-                                 "told": progress}
+        stream, *others = (read_stream(stack, tokenizer, one, max_tokens=MOST_TOKENS if one is texts[0] else
+                                       2 * MEASURED_TOKENS) for one in texts)
+        for one in texts:
+            if one.changed:
+                say(f"{one.path.name}: {one.changed}.")
+        asked: dict[str, Any] = {"held_out": others, "max_kld": max_kld, "rank": rank, "threads": threads,
+                                 "overwrite": overwrite, "told": progress}
         if head:
             _report_screen(screen_head(bundle, destination, stream, **asked), json)
             return
         made = make(bundle, destination, stream, kind=predictor, epochs=epochs, in_tiles=in_tiles, **asked)
+    if made.warning:
+        say(made.warning)
     if json:
         print_json(report_object(made))
     else:
@@ -192,7 +204,10 @@ def report_object(made: Sparsified) -> dict[str, Any]:
         "perplexity": made.result.perplexity, "perplexity_dense": divergence.reference_perplexity,
         "tokens": made.result.tokens, "source_kld": before.kld_mean, "down_error": made.down_error,
         "max_kld": made.max_kld, "enabled": made.enabled, "reason": made.reason, "dense_layers": list(made.dense),
-        "relative_time": made.time[0],
+        "relative_time": made.time[0], "warning": made.warning or None,
+        "held_out": [{"text": name, "kld_mean": one.divergence.kld_mean, "kld_p99": one.divergence.kld_p99,
+                      "perplexity": one.perplexity, "tokens": one.tokens}
+                     for name, one in made.held_out if one.divergence],
     }
 
 
@@ -212,6 +227,8 @@ def _print(made: Sparsified) -> None:
               f"{', '.join(map(str, made.dense))}.")
     print(f"KLD {report['kld_mean']:.5f}, perplexity {report['perplexity']:.3f}, dense "
           f"{report['perplexity_dense']:.3f}, over {made.result.tokens} tokens.")
+    for one in report["held_out"]:
+        print(f"On {one['text']}: KLD {one['kld_mean']:.5f} over {one['tokens']} tokens.")
     again = f"; rounding the down matrices anew added an error of {made.down_error:.2e}" if made.down_error else ""
     print(f"Without the predictor the bundle is KLD {report['source_kld']:.6f} from its source{again}.")
     print(f"{'Enabled' if made.enabled else 'Not enabled'}: {made.reason}.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -35,9 +36,11 @@ def read_plainly(command: Any) -> None:
 
 
 def plain(kind: Any, value: Any) -> Any:
-    """Return the value of an option as bool, str, int or float; None where that takes more than a glance."""
+    """Return the value of an option as bool, str, int, float or path; None where that takes more than a glance."""
     if kind in (bool, str) and isinstance(value, kind):
         return value
+    if kind is Path and isinstance(value, str):  # no parameter asks for more of one than its name
+        return Path(value)
     if kind is int and isinstance(value, str) and _WHOLE.fullmatch(value):
         return int(value)
     if kind is float and isinstance(value, str) and _DECIMAL.fullmatch(value):

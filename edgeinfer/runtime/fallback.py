@@ -84,7 +84,8 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
     """Return the recipe with the bundle's predictor and the layers that fall back, and how the FFNs run.
 
     The latter is None where all FFNs are in tiles. A step `sparse` that names such layers itself (or none) is left as
-    it is, and so is one of a bundle without statistics.
+    it is, and so are one of a bundle without statistics and a recipe without the step; the densities are known in all
+    of them but the second.
 
     Parameters
     ----------
@@ -110,12 +111,13 @@ def decide(recipe: Recipe, bundle: Bundle, profile: DeviceProfile | None = None,
     step = next((step for step in recipe.steps if step.name == "sparse"), Step("sparse"))
     settings = dict(step.settings)
     mode = str(settings.get("mode", "exact" if relu else "off"))
-    statistics = read_statistics(bundle) if mode != "off" and step in recipe.steps else None
+    statistics = read_statistics(bundle) if mode != "off" else None
     predictor = read_predictor(bundle, contents) if mode == "predict" else None
     share, kind = (predictor.nbytes / ffn_bytes, predictor.kind) if predictor else (0.0, "")
     gates = 1 / next(iter(by_neuron.values())).shape[1]
     densities = tuple(zip(statistics.densities(False), statistics.densities(True), strict=True)) if statistics else ()
-    if not densities or FALLBACKS.keys() & settings or not (relu or mode == "predict"):
+    as_named = step not in recipe.steps or FALLBACKS.keys() & settings
+    if not densities or as_named or not (relu or mode == "predict"):
         named_runs = tuple(own if i in by_neuron else "tiles" for i, own in enumerate(_named(settings, mode, n)))
         return recipe, SparseFfn(mode, named_runs, densities, share, "the recipe", kind, gates)
     profile = profile or _local()

@@ -36,13 +36,20 @@ _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
 _Result = TypeVar("_Result")
 
 
-def parts(text: str, skipped: int) -> Iterator[str]:
-    """Yield the parts of a text; `skipped` characters are left out at each cut."""
-    start = 0
-    while len(text) - start > PART and (found := _CUT.search(text, start + PART)):
-        yield text[start : found.end()]
-        start = found.end() + skipped
-    yield text[start:]
+def parts(pieces: Iterable[str], skipped: int) -> Iterator[str]:
+    """Yield the parts of a text that comes in pieces; `skipped` characters are left out at each cut.
+
+    The parts are the same however the text comes, and no more of it is held than a part and a piece.
+    """
+    text, seen = "", 0
+    for piece in pieces:
+        text, start = text + piece, 0
+        while len(text) - start > PART and (found := _CUT.search(text, max(start + PART, seen))):
+            yield text[start : found.end()]
+            start = found.end() + skipped
+        seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters behind it
+        text = text[start:]
+    yield text
 
 
 def skipped_at_cuts(tokenizer: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,14 +69,9 @@ class FastTokenizer:
             return self._encode_continuation(text, parse_special, most, stopped)
         if len(text) <= PART:
             return self._encode(text, parse_special, stopped)
-        if self._skipped == _UNKNOWN:
-            self._skipped = skipped_at_cuts(self._tokenizer)
         ids: list[int] = []
-        for part in [text] if self._skipped is None else parts(text, self._skipped):
-            long = len(part) > 2 * PART
-            ids += interruptible(partial(self._encode, part, parse_special, stopped), stopped) if long else \
-                self._encode(part, parse_special, stopped)
-            check_wanted(stopped)
+        for some in self.encode_pieces([text], parse_special, stopped):
+            ids += some
             if most is not None and len(ids) > most:
                 break
         return ids
@@ -93,6 +88,17 @@ class FastTokenizer:
         end = min((at for content in specials if (at := text.find(content)) >= 0), default=len(text))
         ids = self._continuing.encode(text[:end], parse_special, most, stopped)
         return ids + self.encode(text[end:], parse_special, most, stopped) if end < len(text) else ids
+
+    def encode_pieces(self, pieces: Iterable[str], parse_special: bool = False,
+                      stopped: Callable[[], bool] | None = None) -> Iterator[list[int]]:
+        """Yield the ids of a text that comes in pieces, part by part; where it cannot be cut, all at once."""
+        if self._skipped == _UNKNOWN:
+            self._skipped = skipped_at_cuts(self._tokenizer)
+        for part in ["".join(pieces)] if self._skipped is None else parts(pieces, self._skipped):
+            long = len(part) > 2 * PART
+            yield interruptible(partial(self._encode, part, parse_special, stopped), stopped) if long else \
+                self._encode(part, parse_special, stopped)
+            check_wanted(stopped)
 
     def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
         with self._set_to(parse_special, stopped), library_errors(self._source):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,10 @@ class SentencePieceTokenizer:
                     prefixed = not continues if i == 0 else begins or self._prefix_behind_special
                     ids += self._with_prefix(prefixed).encode(part)
         return ids
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the ids of a text that comes in pieces, all at once: it cannot be cut."""
+        yield self.encode("".join(pieces), False)
 
     def _with_prefix(self, prefixed: bool) -> Any:
         if prefixed or not self.rules.n_leading_spaces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,6 +51,9 @@ class Backend(Protocol):
 
         Where the text `continues` another one, it gets none of the spaces that a tokenizer puts before a text.
         """
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the ids of a text that comes in pieces, of which special tokens in it are ordinary text."""
 
     def token_id(self, content: str) -> int | None:
         """Return the id of the token with this text, or None."""
@@ -216,6 +219,13 @@ class Tokenizer:
         ids = self._backend.encode(text, parse_special, most, stopped, continues)
         prefix = self._prefix if add_bos is None else self._wanted_prefix(add_bos)
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the ids of a text that comes in pieces, in runs: together those of `encode` without anything in front.
+
+        Where the text can be cut without changing its ids, no more of it is held than a few pieces.
+        """
+        return self._backend.encode_pieces(pieces)
 
     def _wanted_prefix(self, add_bos: bool) -> list[int]:
         if not add_bos:
