@@ -30,7 +30,7 @@ def groups() -> dict[str, estimator_fit.Group]:
     return {group.name: group for group in estimator_fit.judge(ROWS)}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bound", "one_constant"), [
     ("apple", 0.06, 0.12), ("cuda-2024", 0.10, 0.30), ("cuda-2025", 0.10, 0.10), ("radeon", 0.10, 0.05),
     ("edge", 0.20, 0.20),
