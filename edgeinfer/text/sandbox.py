@@ -6,7 +6,8 @@ Jinja's immutable sandbox keeps templates away from Python's internals and from 
 
 * bytes of all values that it makes, living or not: `MADE_BYTES`, and `MADE_SHARE` for each character of its input;
 * steps (turns of loops, calls, filters, comparisons, slices): `MAX_STEPS`; loops are counted when they start;
-* integers: `MAX_BITS` bits; nesting: `growth.MAX_LEVELS` levels; the template itself: `MAX_TOKENS`;
+* integers: `MAX_BITS` bits; keys with the same hash: `MOST_COLLISIONS`; nesting: `growth.MAX_LEVELS` levels; the
+  template itself: `MAX_TOKENS`;
 * wall time: `MAX_SECONDS`, looked at before each step, as is the wish to end it.
 
 What an operation makes is estimated before it runs and charged afterwards. As no value is larger than the budget, no
@@ -34,6 +35,8 @@ from .sandbox_functions import (
     BoundedNamespace,
     RefusedError,
     WorkLimitError,
+    bounded_dict,
+    check_hashes,
     raise_exception,
     round_number,
     strftime_now,
@@ -46,6 +49,9 @@ MADE_BYTES, MADE_SHARE = 8 << 20, 64
 MAX_BITS = 4096
 MAX_SECONDS = 10.0
 MAX_TOKENS = 20_000
+MAX_LITERAL, MAX_DIGITS = 65_536, 1233
+"""Of a text in quotes, and of a number: as many as `MAX_BITS` have."""
+_LONG_NUMBER = re.compile(rf"[0-9][0-9_]{{{MAX_DIGITS}}}")
 
 _LOOP_NAMES = frozenset(
     "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed".split())
@@ -71,7 +77,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for work in (self._count_loop, self._made, self._concat, self._step):
             self.filters[work.__name__] = work
         self.tests = {name: self.tests[name] for name in TESTS}
-        self._functions = (raise_exception, strftime_now, self.globals["range"], dict, BoundedNamespace)
+        self._functions = (raise_exception, strftime_now, self.globals["range"], bounded_dict, BoundedNamespace)
         names = ("raise_exception", "strftime_now", "range", "dict", "namespace")
         self.globals = dict(zip(names, self._functions, strict=True))
 
@@ -96,8 +102,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise CancelledError("The request was cancelled while its chat template was rendered.")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        if any(number > MAX_TOKENS for number, _token in enumerate(self.lex(source))):
-            raise TemplateSyntaxError(f"it has more than {MAX_TOKENS} words and signs", 1)
+        if _LONG_NUMBER.search(source):  # the lexer itself would take 280 MB for a megabyte of digits
+            raise TemplateSyntaxError(f"it has a number of more than {MAX_DIGITS} digits", 1)
+        if source.count("\\") > MAX_TOKENS:
+            raise TemplateSyntaxError(f"it has more than {MAX_TOKENS} backslashes", 1)
+        for number, (line, kind, text) in enumerate(self.lex(source)):
+            if number > MAX_TOKENS:
+                raise TemplateSyntaxError(f"it has more than {MAX_TOKENS} words and signs", 1)
+            if kind == "string" and len(text) > MAX_LITERAL:
+                raise TemplateSyntaxError(f"it has a text in quotes of more than {MAX_LITERAL} characters", line)
         return CountWork().visit(super()._parse(source, name, filename))
 
     @staticmethod
@@ -136,6 +149,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         def guarded(*args: Any, **options: Any) -> Any:
             values = [self._counted_list(value) for value in args[n_passed:]]
             self.spend(1, estimate_filter(name, values[0], [*values[1:], *options.values()]))
+            if name == "unique" and isinstance(values[0], (list, tuple)):
+                check_hashes(values[0])
             return self._made(function(*args[:n_passed], *values, **options))
 
         if passed is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +15,10 @@ from jinja2.sandbox import SecurityError
 from jinja2.utils import Namespace
 
 _STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,200}")
+
+
+MOST_COLLISIONS = 256
+"""Keys of one dictionary or set that may have the same hash: n of them take n^2 / 2 comparisons, in one step."""
 
 
 class WorkLimitError(TemplateError):
@@ -42,6 +48,21 @@ class BoundedNamespace(Namespace):
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
+
+
+def check_hashes(keys: Iterable[Any]) -> None:
+    """Refuse keys of which too many have the same hash, as integers have that differ by multiples of 2^61 - 1."""
+    counts = Counter(hash(key) for key in keys if isinstance(key, Hashable))
+    if counts and max(counts.values()) > MOST_COLLISIONS:
+        raise WorkLimitError(f"it puts more than {MOST_COLLISIONS} keys with the same hash into a dictionary")
+
+
+def bounded_dict(*args: Any, **values: Any) -> dict[Any, Any]:
+    """Return a dictionary of a mapping or of pairs, as ``dict`` does."""
+    for pairs in args[:1]:
+        if not isinstance(pairs, Mapping):
+            check_hashes(pair[0] for pair in pairs if isinstance(pair, (tuple, list)) and pair)
+    return dict(*args, **values)
 
 
 def round_number(value: Any, precision: int = 0, method: str = "common") -> Any:
