@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer import LLM
-from edgeinfer.cli.chat import Conversation, _command
+from edgeinfer.cli.chat import Chat, Conversation
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError, UsageError
@@ -178,7 +178,7 @@ def test_a_chat_says_what_was_pruned(model: Path, capsys) -> None:
     with LLM(model, lazy=TEXT, ctx=256, speculate="off") as llm:
         conversation = Conversation(llm, None, True, {"max_tokens": 4})
         conversation.keep("a word", llm.complete(tokens(140), max_tokens=4))
-        _command("/stats", conversation, llm)
+        Chat(llm, conversation).take("/stats")
         assert str(llm.session.stages.last) in capsys.readouterr().err
         assert llm.session.stages.last.share < 1
 
