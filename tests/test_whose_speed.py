@@ -44,7 +44,7 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
     shown = " ".join(edgeinfer("plan", "demo", "--device", "m2-pro").out.split())
     assert "which --device m2-pro-cpu estimates" in shown
     here = edgeinfer("plan", "llama-2-7b", "--device", "rpi5", "--budget", "1GB")
-    assert here.out.startswith("It does not fit: 5.17 GB of 1.00 GB; ") and "not of edgeinfer" not in here.out
+    assert here.out.startswith("It does not fit: 5.18 GB of 1.00 GB; ") and "not of edgeinfer" not in here.out
     probed = replace(load_profile("rpi5"), device_class="local", effective_gbs=None, programs={})
     assert estimate(probed, LLAMA).program == "edgeinfer" and estimate(probed, LLAMA).unit_words == "the CPU"
 
