@@ -38,7 +38,7 @@ from .gguf_import import moved
 from .gguf_names import SHARED_GATE, with_gguf_names
 from .gguf_tensors import GgufFile
 from .gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
-from .gguf_types import ANEW, EXACT, INEXACT, smallest
+from .gguf_types import ANEW, ERROR_ANEW, EXACT, INEXACT, smallest
 from .parts_by_type import name_of_part, parts_by_type
 from .safetensors_file import SourceTensor
 
@@ -201,8 +201,14 @@ def kept(kinds: Kinds) -> str:
     """What becomes of the tensors of a file where nothing is asked for; the end of a sentence."""
     anew = [kind for kind in INEXACT if kind in kinds.values()]
     but = (f", but for {', '.join(anew)}, which {'have' if anew[1:] else 'has'} levels of no type here: quantised anew "
-           f"to {ANEW.dtype}, which adds less than the file has lost") if anew else ""
+           f"to {ANEW.dtype} (squared error, measured on small models: {_errors_anew(anew)})") if anew else ""
     return f"taken as it is, codes and scales kept{but}"
+
+
+def _errors_anew(kinds: list[str]) -> str:
+    """Return the squared errors of types quantised anew beside those of the types themselves, for a sentence."""
+    return "; ".join(f"{kind} itself {own:.1e}, as {ANEW.dtype} {both:.1e}, {both / own - 1:+.0%}"
+                     for kind, (own, both) in ((kind, ERROR_ANEW[kind]) for kind in kinds))
 
 
 def storage_of_file(config: ModelConfig, kinds: Kinds) -> tuple[TypeOf, Quantisation]:

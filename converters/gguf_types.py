@@ -64,8 +64,14 @@ dequantisation gives."""
 INEXACT = ("NVFP4", "IQ3_S", "Q3_K", "IQ3_XXS", "IQ2_S", "Q2_K", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
 """Types whose levels and groups none of ours has: their values are quantised anew, to `ANEW`."""
 ANEW = _Q4
-"""The smallest type that floats can be quantised to. What it adds to each of `INEXACT` is less than what that has lost
-(docs/gguf.md has both)."""
+"""The smallest type that floats can be quantised to."""
+ERROR_ANEW = {
+    "NVFP4": (9.1e-3, 1.5e-2), "IQ3_S": (1.9e-2, 2.6e-2), "Q3_K": (2.1e-2, 2.4e-2), "IQ3_XXS": (3.3e-2, 4.1e-2),
+    "IQ2_S": (6.2e-2, 6.6e-2), "Q2_K": (7.2e-2, 7.7e-2), "IQ2_XS": (9.0e-2, 9.4e-2), "IQ2_XXS": (1.2e-1, 1.2e-1),
+    "IQ1_M": (2.0e-1, 2.1e-1), "IQ1_S": (2.4e-1, 2.4e-1),
+}
+"""Squared error / squared norm of each of `INEXACT` in its file and once it is stored as `ANEW`, both measured on the
+same matrices (docs/gguf.md)."""
 OWN_ERROR = {
     "Q8_0": 3.0e-5, "Q6_K": 3.4e-4, "Q5_K": 1.3e-3, "Q5_1": 1.4e-3, "Q5_0": 1.7e-3, "Q4_K": 5.1e-3, "IQ4_NL": 5.6e-3,
     "Q4_1": 5.8e-3, "IQ4_XS": 6.0e-3, "Q4_0": 7.5e-3, "NVFP4": 9.1e-3, "MXFP4": 1.3e-2, "IQ3_S": 1.9e-2, "Q3_K": 2.3e-2,

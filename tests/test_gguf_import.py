@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.converters import convert
 from edgeinfer.converters.gguf_blocks import pack_blocks, restated
-from edgeinfer.converters.gguf_types import ANEW, BY_NAME, EXACT, INEXACT, OWN_ERROR, TERNARY
+from edgeinfer.converters.gguf_types import ANEW, BY_NAME, ERROR_ANEW, EXACT, INEXACT, OWN_ERROR, TERNARY
 from edgeinfer.converters.gguf_values import dequantise
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
@@ -218,6 +218,9 @@ def test_types_of_which_none_has_the_levels_are_quantised_anew_and_it_is_said(tm
     path = tmp_path / "m.gguf"
     tensors = write_gguf(path, source, {"ffn_down": kind, "attn_v": "Q4_0", "attn_": kind, "": "Q8_0"})
     assert f"but for {kind}, which has levels of no type here: quantised anew to q4" in describe(path).file_note
+    own, both = ERROR_ANEW[kind]
+    assert f"{kind} itself {own:.1e}, as q4 {both:.1e}, +" in describe(path).file_note
+    assert ERROR_ANEW.keys() == set(INEXACT)
     done = edgeinfer("convert", path, tmp_path / "out")
     assert f"were quantised anew, since no type here has the levels of {kind}: " in " ".join(done.err.split())
     with Bundle.open(tmp_path / "out") as bundle:
