@@ -100,6 +100,7 @@ def convert(
         type_of, asked = checkpoint.storage(weights, group_size, embedding, head, ffn_layout)
         graph = checkpoint.graph(type_of)
         remarks = [*checkpoint.check(graph), *checkpoint.remarks]
+        checkpoint.check_travelling_files()
         files, made = checkpoint.travelling_files, checkpoint.made_files
         reading = _Reading(checkpoint, graph, progress)
         tensors: list[TensorReport] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -46,8 +47,9 @@ class Found:
 def models_below(root: Path, store: str) -> Iterator[Found]:
     """Find what looks like a model in a folder and those within it, each folder once, in the order of names.
 
-    Links are followed; what cannot be read is given with its problem.
+    Links to folders are followed within `root` alone; what cannot be read is given with its problem.
     """
+    top = os.path.realpath(root)
     seen: set[tuple[int, int]] = set()
     waiting = [(root, 0)]
     while waiting:
@@ -64,7 +66,20 @@ def models_below(root: Path, store: str) -> Iterator[Found]:
         yield from files_of(folder, names, store)
         if HEADER_FILE not in names and CONFIG_FILE not in names and level < MOST_LEVELS:
             inner = [folder / name for name in names if not name.startswith(".")]
-            waiting += [(path, level + 1) for path in reversed(inner) if path.is_dir()]
+            waiting += [(path, level + 1) for path in reversed(inner) if is_folder(path) and _is_within(path, top)]
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder, or may be one that cannot be looked at: whoever lists it says why."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EPERM, errno.EIO)
+
+
+def _is_within(path: Path, top: str) -> bool:
+    """Whether a folder lies below another one, links resolved; only links can lead out."""
+    return not os.path.islink(path) or os.path.commonpath((os.path.realpath(path), top)) == top
 
 
 def files_of(folder: Path, names: list[str], store: str, name: str = "") -> Iterator[Found]:

@@ -135,8 +135,8 @@ class HeaderReader:
         if swapped in (1, *VERSIONS):
             raise CheckpointError(f"{self._path} is a big-endian GGUF file (version {swapped}); convert it to "
                                   "little-endian, which is what can be read.")
-        raise CheckpointError(f"{self._path} has GGUF version {version}; versions 2 and 3 can be read: download a "
-                              "newer conversion.")
+        remedy = "download a newer conversion" if version < min(VERSIONS) else "update edgeinfer"
+        raise CheckpointError(f"{self._path} has GGUF version {version}; versions 2 and 3 can be read: {remedy}.")
 
     def _alignment(self, fields: Mapping[str, Any]) -> int:
         value = fields.get("general.alignment", 32)
@@ -155,7 +155,9 @@ class HeaderReader:
         if not all(sizes) or prod(sizes) > MAX_ELEMENTS:
             raise self._bad(f"the tensor {name:.60} has the dimensions {list(sizes)}, which no tensor has")
         if number not in GGUF_TYPES:
-            raise self._bad(f"the tensor {name:.60} has the type {number}, which is not known")
+            raise CheckpointError(f"The tensor {name:.60} of {self._path} has GGUF type {number}, which this version of "
+                                  f"edgeinfer does not know (it knows types up to {max(GGUF_TYPES)}); take a file of "
+                                  "another type, such as Q4_K_M, or update edgeinfer.")
         kind = GGUF_TYPES[number]
         if sizes[0] % kind.elements:
             raise self._bad(f"the tensor {name:.60} has rows of {sizes[0]} elements, which are no blocks of "
@@ -186,7 +188,9 @@ class HeaderReader:
 
     def _form(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise self._bad(f"there is no type {kind}")
+            raise CheckpointError(f"A field of {self._path} has the type {kind}, which this version of edgeinfer does "
+                                  f"not know (it knows types up to {max(_SCALARS)}); update edgeinfer, or download the "
+                                  "file again if others read it neither.")
         return _SCALARS[kind]
 
     def _texts(self, count: int) -> list[str]:

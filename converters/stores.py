@@ -14,7 +14,7 @@ from edgeinfer.errors import EdgeInferError, ModelNotFoundError
 from edgeinfer.files import open_plain
 from edgeinfer.json_text import parse_json
 
-from .folders import Found, files_of, models_below, special
+from .folders import Found, files_of, is_folder, models_below, special
 from .hub_files import chosen, gguf_type, snapshots
 from .ollama import OLLAMA, ollama_file, pulled, store
 
@@ -27,7 +27,7 @@ def find_models() -> Iterator[Found]:
     yield from ollama_models()
     for folder in lm_studio_folders():
         yield from models_below(folder, "lmstudio")
-    if (folder := llama_cpp_folder()).is_dir():
+    if is_folder(folder := llama_cpp_folder()):
         yield from models_below(folder, "llama.cpp")
     yield from hub_models()
 
@@ -35,7 +35,7 @@ def find_models() -> Iterator[Found]:
 def ollama_models() -> Iterator[Found]:
     """Find the models that ollama has pulled, by the names that it gives them."""
     root = store()
-    if not root.is_dir():
+    if not is_folder(root):
         return
     for name in pulled(root):
         called = f"{OLLAMA}{name}"
@@ -56,7 +56,7 @@ def ollama_models() -> Iterator[Found]:
             continue
         for name in sorted(names):
             if name.endswith("-partial"):
-                yield Found("ollama", "", folder / name, str(folder / name), (folder / name).lstat().st_size,
+                yield Found("ollama", "", folder / name, str(folder / name), os.path.getsize(folder / name),
                             "A download of ollama is not complete; pull the model again.")
 
 
@@ -68,7 +68,7 @@ def lm_studio_folders() -> list[Path]:
     settings = [*homes, _application_data() / "LM Studio"]
     named = [Path(folder) for place in settings if (folder := _downloads(place / "settings.json"))]
     found = {os.path.realpath(folder): folder for folder in [*named, *(home / "models" for home in homes)]
-             if folder.is_absolute() and folder.is_dir()}
+             if folder.is_absolute() and is_folder(folder)}
     return list(found.values())
 
 
@@ -97,7 +97,7 @@ def hub_models() -> Iterator[Found]:
         yield Found("hub", "", root, str(root), 0, f"Cannot read {root}: {error.strerror or error}.")
         return
     for name in names:
-        if name.startswith("models--") and (root / name).is_dir():
+        if name.startswith("models--") and is_folder(root / name):
             owner, dashes, rest = name[len("models--"):].partition("--")
             try:
                 yield from _repository(root / name, f"{owner}/{rest}" if dashes else owner)

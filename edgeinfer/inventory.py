@@ -108,7 +108,7 @@ def own_models() -> Iterator[Found]:
     with suppress(OSError):  # there are none, or the cache is cleared just now
         bundles = sorted((cache_root() / "bundles").iterdir())
     for path in bundles:
-        if path.is_dir() and not path.name.startswith("."):
+        if os.path.isdir(path) and not path.name.startswith("."):
             yield from models_below(path, OWN)
 
 

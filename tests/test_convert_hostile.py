@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.converters import convert
-from edgeinfer.errors import UnsupportedModelError, UsageError
+from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from tests.checkpoints import make_checkpoint, read_tensors, refused, save_tensors, tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,3 +146,25 @@ def test_weights_that_are_too_large(source: Path, weights: str, value: float, se
 def test_doubles_beyond_float32(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "hf", dtype="F64", tensors={"model.norm.weight": np.full(48, 1e300)})
     assert "The tensor model.norm.weight has the value inf" in refused(source)
+
+
+def test_files_that_travel_are_bounded(tmp_path: Path) -> None:
+    """Of sizes that no disk has here: the files are holes."""
+    source = make_checkpoint(tmp_path / "hf")
+    for name in ("README.md", "LICENSE"):
+        with open(source / name, "wb") as file:
+            file.truncate(10 << 30)
+    report = convert(source, tmp_path / "out")
+    assert [remark for remark in report.remarks if "README.md has 10737418240 bytes, over the 8388608" in remark]
+    assert not (tmp_path / "out" / "README.md").exists() and not (tmp_path / "out" / "LICENSE").exists()
+    for name in ("merges.txt", "chat_template.jinja"):
+        with open(source / name, "wb") as file:
+            file.truncate(10 << 30)
+        with pytest.raises(CheckpointError, match=rf"{name} has 10737418240 bytes, and {name} may have 134217728 at"):
+            convert(source, tmp_path / "other")
+        (source / name).unlink()
+        assert not (tmp_path / "other").exists()
+    for number in range(70):
+        (source / f"LICENSE.{number}").write_text("yes")
+    with pytest.raises(CheckpointError, match=r"has 7\d files for its texts and licences, and a"):
+        convert(source, tmp_path / "other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -127,10 +128,17 @@ def test_what_does_not_run_says_what_run_would(home: Path, source: Path, tmp_pat
     assert "6 models, of which 0 run" in table
 
 
+def denied(path: object) -> os.stat_result:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 @linked
-def test_links_fifos_and_folders_that_cannot_be_read(home: Path, source: Path, tmp_path: Path) -> None:
+def test_links_fifos_and_folders_that_cannot_be_read(
+    home: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "models"
     (folder / "a/b").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
     write_gguf(folder / "a/m.gguf", source, "Q8_0")
     (folder / "a/b/up").symlink_to(folder)  # a circle of folders
     (folder / "again.gguf").symlink_to(folder / "a/m.gguf")
@@ -138,11 +146,18 @@ def test_links_fifos_and_folders_that_cannot_be_read(home: Path, source: Path, t
     (folder / "gone.gguf").symlink_to(folder / "nothing")
     os.mkfifo(folder / "pipe.gguf")
     (folder / "is.gguf").mkdir()
+    write_gguf(tmp_path / "outside" / "o.gguf", source, "Q8_0")
+    (folder / "out").symlink_to(tmp_path / "outside")  # not followed, as none to / is
     found = {Path(name).name: model["reason"] for name, model in by_name(folder, "--only").items()}
     assert found.pop("again.gguf") == "" and "m.gguf" not in found, "one file under two names"
     assert "is a fifo, not a plain file" in found.pop("pipe.gguf") and "is not there" in found.pop("gone.gguf")
     assert "is a folder, not a plain file" in found.pop("is.gguf") and "Cannot read" in found.pop("loop.gguf")
     assert not found
+    plain = os.stat
+    with monkeypatch.context() as patch:  # as a folder that this user may not look into
+        patch.setattr(os, "stat", lambda path, *more, **options: denied(path) if str(path).endswith("a/b") else plain(
+            path, *more, **options))
+        assert "Permission denied" in str(listed(folder, "--only"))
     if os.geteuid():  # root may read everything
         (folder / "a").chmod(0)
         assert "Permission denied" in str(listed(folder, "--only"))

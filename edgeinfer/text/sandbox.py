@@ -51,7 +51,7 @@ MAX_SECONDS = 10.0
 MAX_TOKENS = 20_000
 MAX_LITERAL, MAX_DIGITS = 65_536, 1233
 """Of a text in quotes, and of a number: as many as `MAX_BITS` have."""
-_LONG_NUMBER = re.compile(rf"[0-9][0-9_]{{{MAX_DIGITS}}}")
+_LONG_NUMBER = re.compile(rf"[0-9][0-9a-fA-FoxX_]{{{MAX_DIGITS}}}")
 
 _LOOP_NAMES = frozenset(
     "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed".split())

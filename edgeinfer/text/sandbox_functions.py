@@ -33,9 +33,10 @@ class BoundedNamespace(Namespace):
     """Jinja's namespace without underscored names, which could be taken for Python's internals."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        for name in dict(*args[1:], **values):
+        values = bounded_dict(*args[1:], **values)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(*args, **values)
+        Namespace.__init__(args[0], values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
