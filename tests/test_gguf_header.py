@@ -260,7 +260,7 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
         (GOOD[:8] + struct.pack("<Q", 2**60) + GOOD[16:], "it has 1152921504606846976 tensors, above the limit"),
         (GOOD[:16] + struct.pack("<Q", 2**63) + GOOD[24:], "it has 9223372036854775808 fields, above the limit"),
         (GOOD[:24] + struct.pack("<Q", 2**40) + GOOD[32:], "damaged: it has 1099511627776 bytes of a text, above"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "has the type 99, which this version"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "has the type 99, which"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1), "an array holds arrays"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 99, 5000), "the type 99, which"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 4, 2**30), "items of an array"),
