@@ -156,8 +156,8 @@ class HeaderReader:
             raise self._bad(f"the tensor {name:.60} has the dimensions {list(sizes)}, which no tensor has")
         if number not in GGUF_TYPES:
             raise CheckpointError(f"The tensor {name:.60} of {self._path} has GGUF type {number}, which this version "
-                                  f"of edgeinfer does not know (it knows types up to {max(GGUF_TYPES)}); take a file of "
-                                  "another type, such as Q4_K_M, or update edgeinfer.")
+                                  f"of edgeinfer does not know (it knows types up to {max(GGUF_TYPES)}); take a "
+                                  "file of another type, such as Q4_K_M, or update edgeinfer.")
         kind = GGUF_TYPES[number]
         if sizes[0] % kind.elements:
             raise self._bad(f"the tensor {name:.60} has rows of {sizes[0]} elements, which are no blocks of "
