@@ -7,6 +7,7 @@ from edgeinfer.lazy import lazily
 if TYPE_CHECKING:
     from .beams import BeamSearch
     from .completion import Choice, Completion, Score, SpeculationReport, TokenLogprob, TopLogprob
+    from .costs import Times
     from .draft_model import DraftModel
     from .drafting import Drafter
     from .generation import Generation, too_long
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from .sampling import Sampled, Sampler
     from .scoring import Scoring
     from .self_draft import SelfDraft
-    from .speculation import Speculation, Times
+    from .speculation import Speculation
 
 __all__ = ["BeamSearch", "Choice", "Completion", "DraftModel", "Drafter", "Generation", "PromptLookup", "Request",
            "RequestQueue", "Sampled", "Sampler", "Score", "Scoring", "SelfDraft", "Speculation", "SpeculationReport",
            "Stream", "Times", "TokenLogprob", "TopLogprob", "too_long"]
 __getattr__ = lazily(__name__, {
     "beams": "BeamSearch", "completion": "Choice Completion Score SpeculationReport TokenLogprob TopLogprob",
-    "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long", "lookup": "PromptLookup",
-    "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler", "scoring": "Scoring",
-    "self_draft": "SelfDraft", "speculation": "Speculation Times",
+    "costs": "Times", "draft_model": "DraftModel", "drafting": "Drafter", "generation": "Generation too_long",
+    "lookup": "PromptLookup", "requests": "Request RequestQueue Stream", "sampling": "Sampled Sampler",
+    "scoring": "Scoring", "self_draft": "SelfDraft", "speculation": "Speculation",
 })

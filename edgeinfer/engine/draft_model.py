@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..runner import DECODE, Segment
 from .drafting import Drafter, Text
+from .requests import shared
 
 if TYPE_CHECKING:
     from ..runner import Cancellation, Runner, Sequence
@@ -40,6 +41,15 @@ class DraftModel(Drafter):
         self._runner, self._vocab_size = runner, min(vocab_size, runner.model.vocab_size)
         self._held: dict[int, _Held] = {}
         self._kept = [] if kept is None else kept
+
+    def unread(self, texts: Items[Text]) -> int:
+        """Return how many tokens the draft has not seen: of a prompt once for all its samples."""
+        new = [text for text in texts if text.index not in self._held]
+        seen = sum(len(text.tokens) - len(self._held[text.index].sequence) for text in texts if text not in new)
+        if not new or self._held:
+            return max(0, seen)
+        kept = shared(self._kept[0].tokens, new[0].tokens, len(new[0].tokens)) if self._kept else 0
+        return max(0, seen) + len(new[0].tokens) - kept
 
     def catch_up(self, texts: Items[Text], cancel: Cancellation | None = None) -> None:
         """Walk over all but the last few tokens of each text."""

@@ -55,6 +55,10 @@ class Drafter(abc.ABC):
         """Return the share of guesses of a level that are expected to be right before any was checked."""
         return 0.65
 
+    def unread(self, texts: Items[Text]) -> int:
+        """Return how many tokens of the texts `catch_up` would read."""
+        return 0
+
     def catch_up(self, texts: Items[Text], cancel: Cancellation | None = None) -> None:  # noqa: B027
         """Read what is new in the texts before `guess`, which does it otherwise; raises as `guess`."""
 

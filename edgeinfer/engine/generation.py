@@ -136,13 +136,13 @@ class Generation:
         room = self.room - max(sample.n_tokens for sample in live) - 1
         speculation = self._speculation
         if speculation:
-            walked = self._runner.room(sequences, min(room + 1, self._runner.config.outputs))
-            if guesses := speculation.guesses(live, walked - 1, self._cancellation):
+            most = min(room + 1, self._runner.config.outputs)
+            if guesses := speculation.guesses(live, room, self._cancellation,
+                                              lambda: self._runner.room(sequences, most) - 1):
                 return self._check(live, sequences, guesses)
         ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
         before = [len(sequence) for sequence in sequences]
         further = 0 if any(sample.sampler.needs_each for sample in live) else room
-        further = speculation.further(further) if speculation else further
         logits = self._runner.decode(sequences, ids, self._cancellation, draws, further)
         chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
         text = self._choose(live, logits, chosen)

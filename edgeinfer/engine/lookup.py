@@ -1,11 +1,12 @@
 """Prompt lookup: what followed the last tokens where they stood before follows again (Saxena, 2023; arXiv 2304.04487).
 
-It costs nothing but microseconds, and is right where a text repeats its prompt or itself: summaries, code that is
+It costs microseconds and no memory to speak of, and is right where a text repeats its prompt or itself: summaries, code that is
 edited, lists, tables.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
@@ -22,10 +23,12 @@ LENGTHS = (2, 3, 5, 9)
 PRIORS = (0.35, 0.45, 0.6, 0.9)
 """Share of guesses of each level that were right in real texts (docs/speculative.md)."""
 _NOWHERE = -1
+MOST_ID = 0x10FFFF
+"""Highest number of a character."""
 
 
 class PromptLookup(Drafter):
-    """Guesses what followed the last tokens of a text at their latest occurrence before, in constant time a token."""
+    """Guesses what followed the last tokens of a text at their latest occurrence before."""
 
     name = "lookup"
     free = True
@@ -54,7 +57,9 @@ class PromptLookup(Drafter):
 
 
 class Index:
-    """Where each n-gram of a growing text stood last.
+    """A growing text as a string with a character for each token, in which Python finds an n-gram within microseconds.
+
+    Nothing is done for a token until somebody asks, so a text at which nobody looks costs nothing.
 
     Parameters
     ----------
@@ -63,13 +68,15 @@ class Index:
 
     def __init__(self, tokens: list[int]):
         self._tokens = tokens
-        self._read = 0
-        self._places = {size: array("i", [_NOWHERE]) for size in SIZES}
+        self._text = ""
         self._found = _NOWHERE
 
     def level(self) -> int:
         """Read what is new and look for the last tokens; see `PromptLookup.level`."""
-        self._read_on()
+        new = self._tokens[len(self._text) :]
+        if new:
+            self._text += _characters(new)
+            self._found = self._latest()
         return sum(self._in_common() >= length for length in LENGTHS) if self._found != _NOWHERE else 0
 
     def continuation(self, n: int) -> list[int]:
@@ -79,35 +86,31 @@ class Index:
             following.extend(following[: n - len(following)])
         return following
 
-    def _read_on(self) -> None:
-        tokens = self._tokens
-        if self._read == len(tokens):
-            return
-        for size, places in self._places.items():
-            if len(places) < 2 * len(tokens):  # places of n-grams whose numbers agree overwrite each other
-                self._places[size] = places = array("i", [_NOWHERE]) * (1 << (4 * len(tokens)).bit_length())
-                self._note(size, places, size - 1, len(tokens) - 1)
-            else:
-                self._note(size, places, max(self._read, size - 1), len(tokens) - 1)
-        self._found = _NOWHERE
-        last = len(tokens) - 1
-        for size, places in self._places.items():
-            if last < size - 1:
-                continue
-            gram, mask = tuple(tokens[last - size + 1 : last + 1]), len(places) - 1
-            place = places[hash(gram) & mask]
-            places[hash(gram) & mask] = last
-            if self._found == _NOWHERE and place != _NOWHERE and tokens[place - size + 1 : place + 1] == list(gram):
-                self._found = place
-        self._read = len(tokens)
+    def _latest(self) -> int:
+        """Return the last token of the latest place before the end that has the longest of `SIZES` in common with it.
 
-    def _note(self, size: int, places: array[int], first: int, stop: int) -> None:
-        tokens, mask = self._tokens, len(places) - 1
-        for last in range(first, stop):
-            places[hash(tuple(tokens[last - size + 1 : last + 1])) & mask] = last
+        A longer n-gram ends where a shorter one does, so each search goes on where the one before found something.
+        """
+        found, stop = _NOWHERE, len(self._text) - 1
+        for size in reversed(SIZES):
+            place = self._text.rfind(self._text[-size:], 0, stop) if size <= stop else _NOWHERE
+            if place == _NOWHERE:
+                break
+            found = place + size - 1
+            stop = found + 1
+        return found
 
     def _in_common(self) -> int:
         """Tokens before the place found that are those at the end, at most the most that a level asks for."""
         tokens, last = self._tokens, len(self._tokens) - 1
         most = min(LENGTHS[-1], self._found + 1)
         return next((i for i in range(most) if tokens[self._found - i] != tokens[last - i]), most)
+
+
+def _characters(tokens: list[int]) -> str:
+    """Return a character for each token. Where a vocabulary has more tokens than there are characters, two may share
+    one: the guess is then wrong, and the text stays what it is.
+    """
+    if max(tokens) > MOST_ID:
+        tokens = [token % MOST_ID for token in tokens]
+    return array("I", tokens).tobytes().decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")

@@ -1,0 +1,229 @@
+"""What decoding costs on this machine: a token without speculation, and all else as a multiple of that.
+
+Without speculation a pass may take several steps by itself (`Runner.decode`), and a token costs a share of it. Verifying
+and drafting are kept as multiples of that cost at the same depth and in the same minute: a deeper context, or a
+machine that somebody else uses too, changes both alike. All are medians of a few recent measurements, and of one or two
+the least, because what disturbs a measurement makes it longer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+KEPT = 7
+"""Recent measurements of each kind whose median counts."""
+DEPTH_STEP = 128
+"""Tokens of context of a bucket of measurements."""
+MOST_BUCKETS = 64
+"""Buckets that are kept, the latest."""
+ENOUGH = 2
+"""Passes without speculation before anything is compared with them: the first of a process finds cold caches."""
+WHOLE, LONGER = 0.75, 1.34
+"""A pass of less than the first share of the most tokens of a pass was cut short. From the second one on, what was
+measured before was."""
+SHORT_IN_TURN = 8
+"""Passes in turn that were all shorter: they are as long as they get now."""
+SLOPE, PYTHON_SECONDS = 0.12, 2e-4
+"""What a further token in a pass costs, as a share of one, and what Python does around a pass, before either was
+measured."""
+DRAFT, READ = 0.3, 0.03
+"""What a drafted token costs of one of the model, and reading a token of the prompt, before either was measured."""
+RETRY_SLOPE = 1.5
+"""A cost above so many times what is assumed is doubted when verifying is tried again."""
+
+
+class Costs:
+    """Of passes over some number of texts together."""
+
+    def __init__(self, texts: int = 1):
+        self._texts = texts
+        self._buckets: dict[int, deque[tuple[int, float]]] = {}
+        self._recent: deque[tuple[int, float]] = deque(maxlen=5)
+        self._line: tuple[float, float] | None = None
+        self._most = self._shorter = 0
+        self._ratios: dict[str, dict[int, deque[float]]] = {}
+        self.plain_passes = 0
+        """Whole passes without speculation that this process has measured."""
+
+    # -- without speculation -----------------------------------------------------------------------------------------
+
+    def plain(self, depth: int, tokens: int, seconds: float) -> bool:
+        """Take note of a pass that gave each text so many tokens; return whether it was a whole one."""
+        if tokens > LONGER * self._most:
+            self._most, self._shorter, self.plain_passes = tokens, 0, 0
+            self._buckets.clear()
+            self._recent.clear()
+        elif tokens < WHOLE * self._most:
+            self._shorter += 1
+            if self._shorter < SHORT_IN_TURN:
+                return False
+            self._most = tokens
+        self._shorter = 0
+        self.plain_passes += 1
+        measured = depth + tokens // 2, seconds / tokens
+        self._bucket(depth).append(measured)
+        self._recent.append(measured)
+        self._line = None
+        return True
+
+    def _bucket(self, depth: int) -> deque[tuple[int, float]]:
+        key = depth // DEPTH_STEP
+        bucket = self._buckets.pop(key, None) or deque(maxlen=KEPT)
+        self._buckets[key] = bucket  # the latest is the last
+        if len(self._buckets) > MOST_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
+        return bucket
+
+    @property
+    def known(self) -> bool:
+        """Whether a token's cost is known well enough to compare with."""
+        return self.plain_passes >= ENOUGH
+
+    def reaches(self, depth: int) -> bool:
+        """Whether a token's cost was measured at about such a depth."""
+        deepest = max((points[-1][0] for points in self._buckets.values()), default=0)
+        return depth <= 1.5 * deepest + 64
+
+    def token(self, depth: int) -> float:
+        """Return the seconds that a step takes at a depth, by a line through the medians of all depths, which is
+        raised or lowered to the latest passes."""
+        if self._line is None:
+            points = [tuple(map(statistics.median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
+            line = _line(points)
+            latest = statistics.median(seconds / (line[0] + line[1] * at) for at, seconds in self._recent or points)
+            self._line = line[0] * latest, line[1] * latest
+        return self._line[0] + self._line[1] * depth
+
+    # -- verifying and drafting --------------------------------------------------------------------------------------
+
+    def took(self, what: str, n: int, ratio: float) -> None:
+        """Take note of what `what` over n tokens cost, in steps without speculation."""
+        self._ratios.setdefault(what, {}).setdefault(n, deque(maxlen=KEPT)).append(ratio)
+
+    def verify(self, n: int, depth: int, doubting: bool = False) -> float:
+        """Return what a pass over n tokens costs, between the nearest numbers known, in steps without speculation.
+
+        Parameters
+        ----------
+        n, depth : tokens of the pass, and before it
+        doubting : count nothing for much more than would be assumed without measurements
+        """
+        assumed = self._assumed(n, depth)
+        known = self._ratios.get("verify", {})
+        found = _value(known[n]) if n in known else assumed
+        if known and n not in known:
+            below, above = max((m for m in known if m < n), default=None), min((m for m in known if m > n), default=None)
+            if below is not None and above is not None:
+                low, high = _value(known[below]), _value(known[above])
+                found = low + (n - below) / (above - below) * (high - low)
+            else:
+                nearest = below if above is None else above
+                assert nearest is not None
+                found = assumed * _value(known[nearest]) / self._assumed(nearest, depth)
+        return min(found, RETRY_SLOPE * assumed) if doubting else found
+
+    def _assumed(self, n: int, depth: int) -> float:
+        more = (1 + SLOPE * (n - 1)) / (1 + SLOPE * (self._texts - 1))
+        return more + (PYTHON_SECONDS / self.token(depth) if self._most > 1 else 0.0)
+
+    def draft(self, name: str, n: int, depth: int, free: bool) -> float:
+        """Return what drafting n tokens of each text costs, in steps without speculation."""
+        known = self._ratios.get(name, {})
+        if not known:
+            return 0.0 if free else DRAFT * n + PYTHON_SECONDS / self.token(depth)
+        nearest = min(known, key=lambda m: abs(m - n))
+        return _value(known[nearest]) * (1.0 if n == nearest or free else n / nearest)
+
+    def read(self, name: str) -> float:
+        """Return what a drafter's reading of a token of the prompt costs, in steps without speculation."""
+        known = self._ratios.get(f"{name}, reading", {}).get(1)
+        return _value(known) if known else READ
+
+    # -- on disk -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the medians."""
+        return {"most": self._most,
+                "plain": [[depth, seconds] for depth, seconds in (
+                    map(statistics.median_low, zip(*bucket, strict=True)) for bucket in self._buckets.values())],
+                "ratios": {what: {str(n): _value(found) for n, found in by_n.items()}
+                           for what, by_n in self._ratios.items()}}
+
+    @classmethod
+    def from_json(cls, texts: int, data: Mapping[str, Any]) -> Costs:
+        """Return what `to_json` wrote; raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        found = cls(texts)
+        found._most = int(data["most"])
+        for depth, seconds in data["plain"][-MOST_BUCKETS:]:
+            found._bucket(int(depth)).append((int(depth), _positive(seconds)))
+        for what, by_n in data["ratios"].items():
+            for n, ratio in by_n.items():
+                found.took(str(what), int(n), _positive(ratio))
+        found.plain_passes = ENOUGH - 1 if found._buckets else 0  # the machine may be slower than it was then
+        return found
+
+
+class Times:
+    """The costs of one model, which all its requests share, and how many of a drafter's tokens were right."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, Costs] = {}
+        self.right: dict[str, list[float]] = {}
+        """By drafter: the share of right tokens at each place, given that those before were right."""
+        self.changed = False
+        """Whether anything was measured that was not read from a file."""
+
+    def of(self, texts: int) -> Costs:
+        """Return the costs of passes over some number of texts."""
+        found = self._costs.get(texts)
+        if found is None:
+            found = self._costs[texts] = Costs(texts)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what another process may begin with."""
+        return {"texts": {str(texts): costs.to_json() for texts, costs in self._costs.items()}, "right": self.right}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Times:
+        """Return what `to_json` wrote, or nothing known if it is anything else."""
+        found = cls()
+        try:
+            costs = {int(texts): Costs.from_json(int(texts), one) for texts, one in data["texts"].items()}
+            right = {str(name): [_share(value) for value in shares] for name, shares in data["right"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return found
+        found._costs, found.right = costs, right
+        return found
+
+
+def _value(measured: Iterable[float]) -> float:
+    known = sorted(measured)
+    return known[0] if len(known) < 3 else known[(len(known) - 1) // 2]
+
+
+def _line(points: list[Any]) -> tuple[float, float]:
+    """Return the line of least squares through points; one that falls is laid flat."""
+    n = len(points)
+    x, y = (sum(column) / n for column in zip(*points, strict=True))
+    spread = sum((at - x) ** 2 for at, _ in points)
+    slope = max(0.0, sum((at - x) * (value - y) for at, value in points) / spread) if spread else 0.0
+    if y - slope * x <= 0:
+        return y, 0.0
+    return y - slope * x, slope
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9 or math.isnan(value):
+        raise ValueError(f"{value!r} is no cost")
+    return float(value)
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{value!r} is no share")
+    return float(value)
