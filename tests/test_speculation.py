@@ -257,10 +257,12 @@ class Clock:
     """A runner and a drafter of given speeds and accuracy, as the controller sees them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, walk: Callable[[int], float], right: float, free: bool = False,
-                 draft: float = 0.0, samples: int = 1):
+                 draft: float = 0.0, samples: int = 1, steps: int = 1, noise: float = 0.0, seed: int = 1,
+                 asked: bool | None = None, times: Times | None = None):
         self.now, self.walk, self.right, self.draft = 0.0, walk, right, draft
+        self.steps, self.noise, self.instead = steps, noise, 0.0
         self.texts = [_Text(index) for index in range(samples)]
-        self.random = random.Random(1)
+        self.random = random.Random(seed)
         monkeypatch.setattr(controller.time, "perf_counter", lambda: self.now)
         clock = self
 
@@ -276,7 +278,12 @@ class Clock:
                 pass
 
         Guesser.free = free
-        self.speculation = Speculation(Guesser(), Times(), 7, 64)
+        self.speculation = Speculation(Guesser(), times or Times(), 7, 64,
+                                       asked=not free if asked is None else asked)
+
+    def passed(self, seconds: float) -> None:
+        """Let a pass take so long, and now and then longer: others disturb it."""
+        self.now += seconds * (1 + self.noise * self.random.expovariate(1.0))
 
     def run(self, steps: int) -> list[int]:
         """Decode; returns how many guesses each walk checked."""
@@ -285,12 +292,13 @@ class Clock:
             guesses = self.speculation.guesses(self.texts, 1000)
             counts.append(max(map(len, guesses), default=0))
             if not guesses:
-                self.now += self.walk(len(self.texts))
+                self.passed(self.steps * self.walk(len(self.texts)))
                 for text in self.texts:
-                    text.tokens.append(_next(text.tokens))
-                self.speculation.plain(1)
+                    for _ in range(self.steps):
+                        text.tokens.append(_next(text.tokens))
+                self.speculation.plain(self.steps)
                 continue
-            self.now += self.walk(len(self.texts) + sum(map(len, guesses)))
+            self.passed(self.walk(len(self.texts) + sum(map(len, guesses))))
             accepted = [next((i for i, token in enumerate(guess) if token != _next(text.tokens, i)), len(guess))
                         for text, guess in zip(self.texts, guesses, strict=True)]
             for text, right in zip(self.texts, accepted, strict=True):
@@ -357,11 +365,66 @@ def test_reading_a_prompt_is_no_part_of_what_guesses_cost(monkeypatch: pytest.Mo
     assert report.gain and report.gain < 3  # but the text was as much later
 
 
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize(("right", "python"), [(0.0, 0.5), (0.3, 0.5), (0.6, 1.0), (0.5, 3.0), (0.95, 3.0)])
+def test_tries_that_fail_cost_two_hundredths_at_most(monkeypatch: pytest.MonkeyPatch, right: float, python: float,
+                                                     free: bool, steps: int) -> None:
+    """Runs of 20 to 256 tokens of a model of 2 ms a token, each in a process of its own."""
+    for length in (20, 64, 256):
+        lost = []
+        for seed in range(12):
+            clock = Clock(monkeypatch, lambda n: 2e-3 * (1 if n == 1 else python + 0.3 * n), right, free,
+                          0.0 if free else 5e-4, steps=steps, noise=0.05, seed=seed, asked=False)
+            while len(clock.texts[0].tokens) <= length:
+                clock.run(1)
+            lost.append(clock.now / (2e-3 * 1.05 * (len(clock.texts[0].tokens) - 1)) - 1)
+        assert np.mean(lost) < 0.02 + 0.05 / np.sqrt(12 * length / steps)  # the noise of a mean
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_several_steps_in_a_pass_are_what_it_is_compared_with(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """A pass that verifies gives 2.4 times the tokens of a single step with Python's part, and fewer than 16 steps."""
+    times, step, stated, measured = Times(), 1e-3, [], []
+    for seed in range(6):
+        clock = Clock(monkeypatch, lambda n: step if n == 1 else 6 * step, 0.8, True, steps=16, noise=0.02, seed=seed,
+                      asked=asked, times=times)
+        counts = clock.run(60)
+        report = clock.speculation.report()
+        measured.append(step * 1.02 * (len(clock.texts[0].tokens) - 1) / clock.now)
+        stated.append(1.0 if report.gain is None else report.gain)
+        assert np.count_nonzero(counts[20:]) < 4
+    assert min(measured) > 0.97 and stated == pytest.approx(measured, rel=0.05)
+
+
+def test_models_whose_tokens_take_next_to_nothing_do_not_draft_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times()
+    for asked, drafts in ((False, False), (True, True)):
+        clock = Clock(monkeypatch, lambda n: 2e-4 if n == 1 else 3e-4, 1.0, True, steps=16, asked=asked, times=times)
+        assert any(clock.run(40)) == drafts
+        assert clock.speculation.report().state == ("on" if drafts else "idle")
+
+
+@pytest.mark.parametrize("right", [0.5, 0.75, 0.95])
+@pytest.mark.parametrize("deep", [0.0, 2e-7])
+def test_the_stated_gain_is_the_measured_one(monkeypatch: pytest.MonkeyPatch, right: float, deep: float) -> None:
+    """Also where a token takes longer the more there are before it, and others disturb."""
+    times = Times()
+    for seed in range(4):
+        clock = Clock(monkeypatch, lambda n: 2e-3, right, noise=0.03, seed=seed, draft=1e-4, times=times)
+        clock.walk = lambda n, own=clock: (2e-3 + deep * len(own.texts[0].tokens)) * (1 + 0.1 * (n - 1))
+        clock.run(150)
+        tokens = len(clock.texts[0].tokens) - 1
+        instead = sum(2e-3 + deep * depth for depth in range(1, tokens + 1)) * 1.03
+        assert clock.speculation.report().gain == pytest.approx(instead / clock.now, rel=0.05)
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_clocks_that_stand_still_or_go_back(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     clock = Clock(monkeypatch, lambda n: seconds, right=0.9)
     clock.run(100)
-    assert clock.speculation.report().drafted
+    report = clock.speculation.report()
+    assert report.walks <= 100 and not (report.gain and report.gain <= 0)
 
 
 def test_guesses_retire_where_sequences_fill_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,9 +112,9 @@ def speculated(found: SpeculationReport | None) -> str:
     """Return what guessing tokens did, for the line of statistics; empty where there was nothing to guess."""
     if not found or found.state == "idle" or (found.state == "on" and not found.walks):
         return ""
-    if found.state == "off":
-        return f"{found.drafter} off: slower here"
     gain = "" if found.gain is None else f", {found.gain:.2f}x"
+    if found.state == "off":
+        return f"{found.drafter} off: slower here{gain}"
     return f"{found.drafter} {found.tokens_per_walk:.1f} tokens a walk{gain}"
 
 

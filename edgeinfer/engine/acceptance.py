@@ -1,4 +1,4 @@
-"""How many drafted tokens were right: by drafter and level, for each place in a draft, with the latest counting most."""
+"""Acceptance of drafted tokens: by drafter and level, for each place in a draft, with the latest counting most."""
 
 from __future__ import annotations
 

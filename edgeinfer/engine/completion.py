@@ -91,8 +91,8 @@ class SpeculationReport:
     tokens_per_walk: float | None
     """Tokens that each text got from a walk with guesses, on the average; None without one."""
     gain: float | None
-    """Speed of the whole decoding over that of walks without guesses, which this request and those before it measured;
-    None without a walk with guesses."""
+    """Speed of the whole decoding over that of the same tokens without speculation, by what passes of this request and
+    those before it cost; None where no pass verified a draft."""
 
 
 @dataclass(frozen=True)

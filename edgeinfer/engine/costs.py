@@ -1,17 +1,16 @@
-"""What decoding costs on this machine: a token without speculation, and all else as a multiple of that.
+"""Costs of decoding on this machine: of a token without speculation, and of all else as a multiple of that.
 
-Without speculation a pass may take several steps by itself (`Runner.decode`), and a token costs a share of it. Verifying
-and drafting are kept as multiples of that cost at the same depth and in the same minute: a deeper context, or a
-machine that somebody else uses too, changes both alike. All are medians of a few recent measurements, and of one or two
-the least, because what disturbs a measurement makes it longer.
+Without speculation a pass may take several steps by itself (`Runner.decode`), and a token costs a share of it.
+Verifying and drafting are kept as multiples of that cost at the same depth and in the same minute: a deeper context, or
+a machine that somebody else uses too, changes both alike. All are medians of a few recent measurements, and of one or
+two the least, because what disturbs a measurement makes it longer.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 KEPT = 7
@@ -20,7 +19,7 @@ DEPTH_STEP = 128
 """Tokens of context of a bucket of measurements."""
 MOST_BUCKETS = 64
 """Buckets that are kept, the latest."""
-ENOUGH = 2
+ENOUGH = 3
 """Passes without speculation before anything is compared with them: the first of a process finds cold caches."""
 WHOLE, LONGER = 0.75, 1.34
 """A pass of less than the first share of the most tokens of a pass was cut short. From the second one on, what was
@@ -32,8 +31,16 @@ SLOPE, PYTHON_SECONDS = 0.12, 2e-4
 measured."""
 DRAFT, READ = 0.3, 0.03
 """What a drafted token costs of one of the model, and reading a token of the prompt, before either was measured."""
+DOUBT = 2.5
+"""How many times as much as assumed it may turn out to be."""
 RETRY_SLOPE = 1.5
 """A cost above so many times what is assumed is doubted when verifying is tried again."""
+REFIT = 16
+"""Passes after which the line through all depths is drawn anew; the latest passes raise or lower it before."""
+NOISE = 0.05
+"""Share by which medians of measurements differ without a reason."""
+SHORTEST = 5e-4
+"""Seconds of a token below which Python's part of a pass that verifies is too large a share of it."""
 
 
 class Costs:
@@ -44,6 +51,7 @@ class Costs:
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=5)
         self._line: tuple[float, float] | None = None
+        self._raised: float | None = None
         self._most = self._shorter = 0
         self._ratios: dict[str, dict[int, deque[float]]] = {}
         self.plain_passes = 0
@@ -57,6 +65,7 @@ class Costs:
             self._most, self._shorter, self.plain_passes = tokens, 0, 0
             self._buckets.clear()
             self._recent.clear()
+            self._line = None
         elif tokens < WHOLE * self._most:
             self._shorter += 1
             if self._shorter < SHORT_IN_TURN:
@@ -67,7 +76,9 @@ class Costs:
         measured = depth + tokens // 2, seconds / tokens
         self._bucket(depth).append(measured)
         self._recent.append(measured)
-        self._line = None
+        self._raised = None
+        if self.plain_passes % REFIT == 0 or len(self._bucket(depth)) == 1:
+            self._line = None
         return True
 
     def _bucket(self, depth: int) -> deque[tuple[int, float]]:
@@ -93,16 +104,25 @@ class Costs:
         raised or lowered to the latest passes."""
         if self._line is None:
             points = [tuple(map(statistics.median_low, zip(*bucket, strict=True))) for bucket in self._buckets.values()]
-            line = _line(points)
-            latest = statistics.median(seconds / (line[0] + line[1] * at) for at, seconds in self._recent or points)
-            self._line = line[0] * latest, line[1] * latest
-        return self._line[0] + self._line[1] * depth
+            self._line, self._raised = _line(points), None
+        first, each = self._line
+        if self._raised is None:
+            self._raised = statistics.median(seconds / (first + each * at) for at, seconds in self._recent)
+        return (first + each * depth) * self._raised
+
+    def short(self, depth: int) -> bool:
+        """Whether a token takes so little that verifying drafts is no use: Python's part of it dominates."""
+        return self.known and self._most > 1 and self.token(depth) < SHORTEST
 
     # -- verifying and drafting --------------------------------------------------------------------------------------
 
     def took(self, what: str, n: int, ratio: float) -> None:
         """Take note of what `what` over n tokens cost, in steps without speculation."""
         self._ratios.setdefault(what, {}).setdefault(n, deque(maxlen=KEPT)).append(ratio)
+
+    def doubt(self, drafter: str, free: bool) -> float:
+        """Return how many times as much as assumed verifying and drafting may turn out to cost."""
+        return 1.0 if "verify" in self._ratios and (free or drafter in self._ratios) else DOUBT
 
     def verify(self, n: int, depth: int, doubting: bool = False) -> float:
         """Return what a pass over n tokens costs, between the nearest numbers known, in steps without speculation.
@@ -116,7 +136,8 @@ class Costs:
         known = self._ratios.get("verify", {})
         found = _value(known[n]) if n in known else assumed
         if known and n not in known:
-            below, above = max((m for m in known if m < n), default=None), min((m for m in known if m > n), default=None)
+            below = max((m for m in known if m < n), default=None)
+            above = min((m for m in known if m > n), default=None)
             if below is not None and above is not None:
                 low, high = _value(known[below]), _value(known[above])
                 found = low + (n - below) / (above - below) * (high - low)
@@ -143,61 +164,20 @@ class Costs:
         known = self._ratios.get(f"{name}, reading", {}).get(1)
         return _value(known) if known else READ
 
-    # -- on disk -----------------------------------------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the medians."""
-        return {"most": self._most,
-                "plain": [[depth, seconds] for depth, seconds in (
-                    map(statistics.median_low, zip(*bucket, strict=True)) for bucket in self._buckets.values())],
-                "ratios": {what: {str(n): _value(found) for n, found in by_n.items()}
-                           for what, by_n in self._ratios.items()}}
-
-    @classmethod
-    def from_json(cls, texts: int, data: Mapping[str, Any]) -> Costs:
-        """Return what `to_json` wrote; raises ValueError, TypeError, KeyError or AttributeError for anything else."""
-        found = cls(texts)
-        found._most = int(data["most"])
-        for depth, seconds in data["plain"][-MOST_BUCKETS:]:
-            found._bucket(int(depth)).append((int(depth), _positive(seconds)))
-        for what, by_n in data["ratios"].items():
-            for n, ratio in by_n.items():
-                found.took(str(what), int(n), _positive(ratio))
-        found.plain_passes = ENOUGH - 1 if found._buckets else 0  # the machine may be slower than it was then
-        return found
-
 
 class Times:
     """The costs of one model, which all its requests share, and how many of a drafter's tokens were right."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, Costs] = {}
+        self._costs: dict[tuple[int, bool], Costs] = {}
         self.right: dict[str, list[float]] = {}
         """By drafter: the share of right tokens at each place, given that those before were right."""
-        self.changed = False
-        """Whether anything was measured that was not read from a file."""
 
-    def of(self, texts: int) -> Costs:
-        """Return the costs of passes over some number of texts."""
-        found = self._costs.get(texts)
+    def of(self, texts: int, each: bool = False) -> Costs:
+        """Return the costs of passes over some number of texts; each: where none may take several steps."""
+        found = self._costs.get((texts, each))
         if found is None:
-            found = self._costs[texts] = Costs(texts)
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what another process may begin with."""
-        return {"texts": {str(texts): costs.to_json() for texts, costs in self._costs.items()}, "right": self.right}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Times:
-        """Return what `to_json` wrote, or nothing known if it is anything else."""
-        found = cls()
-        try:
-            costs = {int(texts): Costs.from_json(int(texts), one) for texts, one in data["texts"].items()}
-            right = {str(name): [_share(value) for value in shares] for name, shares in data["right"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return found
-        found._costs, found.right = costs, right
+            found = self._costs[texts, each] = Costs(texts)
         return found
 
 
@@ -207,23 +187,14 @@ def _value(measured: Iterable[float]) -> float:
 
 
 def _line(points: list[Any]) -> tuple[float, float]:
-    """Return the line of least squares through points; one that falls is laid flat."""
+    """Return the line of least squares through points, the flatter the less its slope is beyond noise; one that falls
+    is laid flat."""
     n = len(points)
     x, y = (sum(column) / n for column in zip(*points, strict=True))
     spread = sum((at - x) ** 2 for at, _ in points)
     slope = max(0.0, sum((at - x) * (value - y) for at, value in points) / spread) if spread else 0.0
+    if slope:
+        slope *= max(0.0, 1 - (NOISE * y / slope) ** 2 / spread)
     if y - slope * x <= 0:
         return y, 0.0
     return y - slope * x, slope
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9 or math.isnan(value):
-        raise ValueError(f"{value!r} is no cost")
-    return float(value)
-
-
-def _share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{value!r} is no share")
-    return float(value)

@@ -134,15 +134,15 @@ class Generation:
     def _advance(self, live: list[Sample], sequences: list[Sequence]) -> str:
         """Walk over the last token of each sample, and over guesses behind it, if there are any."""
         room = self.room - max(sample.n_tokens for sample in live) - 1
-        speculation = self._speculation
+        speculation, each = self._speculation, any(sample.sampler.needs_each for sample in live)
         if speculation:
             most = min(room + 1, self._runner.config.outputs)
             if guesses := speculation.guesses(live, room, self._cancellation,
-                                              lambda: self._runner.room(sequences, most) - 1):
+                                              lambda: self._runner.room(sequences, most) - 1, each):
                 return self._check(live, sequences, guesses)
         ids, draws = [sample.last_id for sample in live], [sample.sampler.address for sample in live]
         before = [len(sequence) for sequence in sequences]
-        further = 0 if any(sample.sampler.needs_each for sample in live) else room
+        further = 0 if each else room
         logits = self._runner.decode(sequences, ids, self._cancellation, draws, further)
         chosen = [sequence.tokens[length + 1 :] for sequence, length in zip(sequences, before, strict=True)]
         text = self._choose(live, logits, chosen)

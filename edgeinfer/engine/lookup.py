@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last tokens where they stood before follows again (Saxena, 2023; arXiv 2304.04487).
 
-It costs microseconds and no memory to speak of, and is right where a text repeats its prompt or itself: summaries, code that is
-edited, lists, tables.
+It costs microseconds and no memory to speak of, and is right where a text repeats its prompt or itself: summaries,
+code that is edited, lists, tables.
 """
 
 from __future__ import annotations

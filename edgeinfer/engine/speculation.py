@@ -1,4 +1,4 @@
-"""How many drafted tokens a pass verifies: by what passes have taken, and by how many drafted tokens were right.
+"""The number of drafted tokens that a pass verifies: by what passes have taken, and by how many tokens were right.
 
 With a drafted tokens right on the average, verifying g of them gives E(g) tokens: 1, and for each drafted token the
 probability that it and all before it are right (arXiv 2211.17192, section 3.1, which has one probability for all of
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ..config import DEFAULT_DRAFT_TOKENS
 from .acceptance import LONGEST_WAIT, WAIT, Level, Shadow
 from .completion import SpeculationReport
-from .costs import Costs, Times
+from .costs import Times
 from .drafting import Drafter, Text
 
 if TYPE_CHECKING:
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 CHOICES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
 """Drafted tokens that are tried: with the last token of the text they fill register blocks."""
 START, STAY = 1.08, 1.03
-"""Expected gain from which verifying begins, and from which it goes on: the best of several noisy estimates is too good.
-"""
+"""Expected gain from which verifying begins, and goes on: the best of several noisy estimates is too good."""
 LOSS, FIRST_LOSS = 0.01, 20
 """Share of a request's time that tries may lose, and the tokens whose time counts as passed at the beginning."""
 ASKED_LOSS = 4
 """How many times as much may be lost by a drafter that the user has chosen."""
 SAVED = 8
 """Tokens whose time may be lost again of what speculation has gained."""
-REFRESH = 64
+REFRESH = 32
 """Passes that verify, after which one goes without: what a token costs changes with the context and the machine."""
 INVESTED = 0.5
 """Share of what a draft model is expected to gain that reading the prompt may cost."""
@@ -62,7 +61,7 @@ class Speculation:
     """
 
     def __init__(self, drafter: Drafter, times: Times, most: int, rows: int, fixed: bool = False, asked: bool = False):
-        self.drafter, self._times, self._rows, self._fixed = drafter, times, rows, fixed
+        self.drafter, self._times, self._rows, self._fixed, self._asked = drafter, times, rows, fixed, asked
         self._choices = (*(n for n in CHOICES if n < most), most)
         self._loss = LOSS * (ASKED_LOSS if asked else 1)
         self._levels: dict[int, Level] = {}
@@ -72,6 +71,7 @@ class Speculation:
         self._costs, self._depth = times.of(1), 0
         self._began = self._ended = self._reading = self._drafting = 0.0
         self._rest, self._resting = 0, WAIT
+        self._measuring = False
         self._plain_passes = self._unrefreshed = self._walks = self._texts = self._tokens = self._drafted = 0
         self._accepted: list[int] = []
         self._seconds = self._instead = self._lost = 0.0
@@ -79,7 +79,7 @@ class Speculation:
     # -- before a pass -----------------------------------------------------------------------------------------------
 
     def guesses(self, texts: Items[Text], left: int, cancel: Cancellation | None = None,
-                room: Callable[[], int] | None = None) -> list[list[int]]:
+                room: Callable[[], int] | None = None, each: bool = False) -> list[list[int]]:
         """Return the drafts that the next pass is to verify; none at all: it verifies nothing.
 
         Parameters
@@ -88,18 +88,29 @@ class Speculation:
         left : tokens that each may be given at most, besides one
         cancel : ends drafting
         room : returns how many of them the next pass can take
+        each : without drafts a pass takes one step, because every row is wanted
         """
         now = time.perf_counter()
         self._began = max(self._ended, now - LONGEST_GAP) if self._ended else now
         self._reading = self._drafting = 0.0  # what looking at the text took counts as drafting
-        self._costs, self._depth = self._times.of(len(texts)), len(texts[0].tokens)
-        if self._rest > 0:
+        self._measuring = self._rest <= 0
+        if not self._measuring:
+            return []
+        self._costs, self._depth = self._times.of(len(texts), each), len(texts[0].tokens)
+        if not (self._fixed or self._ready()):
             self._now = []
             return []
         found = self._guesses(texts, left, cancel, room)
         if not found:
             self._drafting = max(0.0, time.perf_counter() - now)
         return found
+
+    def _ready(self) -> bool:
+        """Whether there is something to compare with, and a chance to be faster."""
+        if not self._asked and self._costs.short(self._depth):
+            self._rest = LONGEST_WAIT
+            return False
+        return bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
 
     def _guesses(self, texts: Items[Text], left: int, cancel: Cancellation | None,
                  room: Callable[[], int] | None) -> list[list[int]]:
@@ -125,11 +136,11 @@ class Speculation:
         self._reading, self._drafting = max(0.0, ready - began), max(0.0, ended - ready)
         step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
         if step and unread > n:
-            self._took(f"{self.drafter.name}, reading", 1, self._reading / unread / step)
+            self._costs.took(f"{self.drafter.name}, reading", 1, self._reading / unread / step)
         if not any(guesses):
             return []
         if step and not self.drafter.free:
-            self._took(self.drafter.name, n, self._drafting / step)
+            self._costs.took(self.drafter.name, n, self._drafting / step)
         return guesses
 
     def _choose(self, texts: Items[Text], left: int, room: Callable[[], int] | None) -> int:
@@ -139,8 +150,7 @@ class Speculation:
         choices = [n for n in self._choices if n <= most]
         if self._fixed or not choices:
             return choices[-1] if choices else 0
-        costs = self._costs
-        if not (costs.known and self._plain_passes and costs.reaches(self._depth)) or self._unrefreshed >= REFRESH:
+        if self._unrefreshed >= REFRESH:
             return 0
         gains = {n: self._gain(levels, n) for n in choices}
         margin = STAY if any(level.on for level in levels) else START
@@ -172,6 +182,7 @@ class Speculation:
     def _pause(self) -> None:
         """Do not look at the text for a while, and for longer the next time."""
         self._rest, self._resting = self._resting, min(2 * self._resting, LONGEST_WAIT)
+        self._plain_passes = 0  # what was measured before a rest may be another depth's, or another minute's
         self._shadows.clear()
 
     def _gain(self, levels: list[Level], n: int, perfect: bool = False, doubting: bool = False) -> float:
@@ -186,9 +197,11 @@ class Speculation:
 
     def _risk(self, levels: list[Level], n: int) -> float:
         """Return the steps without speculation that are lost where the first drafted token is wrong, times the
-        probability of that."""
-        wrong = 1 - sum(level.first for level in levels) / len(levels)
-        return wrong * (self._cost(levels, n) - 1)
+        probability of that; and until costs are measured, what is lost where they are far above what is assumed."""
+        doubt = 1.0 if self._asked else self._costs.doubt(self.drafter.name, self.drafter.free)
+        wrong, cost = 1 - sum(level.first for level in levels) / len(levels), doubt * self._cost(levels, n)
+        tokens = sum(level.expected(n) for level in levels) / len(levels)
+        return wrong * (cost - 1) + (max(0.0, cost - tokens) if doubt > 1 else 0.0)
 
     def _allowed(self) -> float:
         """Return how many steps without speculation may be lost now."""
@@ -226,11 +239,13 @@ class Speculation:
     def plain(self, n_tokens: int) -> None:
         """Take note of a pass without drafts, which gave each text so many tokens."""
         seconds = self._elapsed()
+        if not self._measuring:
+            self._passed(n_tokens, seconds, seconds)
+            return
         alone = max(LEAST_SECONDS, seconds - self._drafting - self._reading)
         if self._costs.plain(self._depth, n_tokens, alone):
             self._plain_passes += 1
             self._unrefreshed = 0
-            self._times.changed = True
         self._passed(n_tokens, seconds, alone)
         if self._rest <= 0 and self._now and self._costs.plain_passes and self._allowed() < 0:
             self._pause()  # looking at the text costs too much of such short steps
@@ -241,7 +256,7 @@ class Speculation:
         step = self._costs.token(self._depth) if self._costs.plain_passes else 0.0
         verifying = seconds - self._reading - (0.0 if self.drafter.free else self._drafting)
         if step:
-            self._took("verify", texts + drafted, max(LEAST_SECONDS, verifying) / step)
+            self._costs.took("verify", texts + drafted, max(LEAST_SECONDS, verifying) / step)
         for level, guess, right in zip(self._now, guesses, accepted, strict=True):
             if level and guess:
                 level.learn(len(guess), right)
@@ -267,10 +282,6 @@ class Speculation:
             step = instead / n_tokens
             self._lost = max(-SAVED * step, self._lost + seconds - self._reading - instead)
         self._ended = time.perf_counter()
-
-    def _took(self, what: str, n: int, ratio: float) -> None:
-        self._costs.took(what, n, ratio)
-        self._times.changed = True
 
     def _elapsed(self) -> float:
         return max(LEAST_SECONDS, time.perf_counter() - self._began)

@@ -112,8 +112,9 @@ class Requests(Prompts):
                                f"{rows.draft_tokens}; open it with draft_tokens={config.draft_tokens}.")
         from ..engine import Speculation
 
-        return Speculation(self._drafter(kind), self._times, config.draft_tokens or rows.draft_tokens, rows.outputs,
-                           asked=kind != "auto")
+        drafter = self._drafter(kind)
+        return Speculation(drafter, self._times, config.draft_tokens or rows.draft_tokens, rows.outputs,
+                           asked=kind != "auto" or not drafter.free)
 
     def _drafter(self, kind: str) -> Drafter:
         """Make who guesses; raises `RequestError` where that was not opened."""

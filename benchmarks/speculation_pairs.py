@@ -1,0 +1,93 @@
+"""Compare `--speculate auto` with `off` in interleaved pairs, and the stated gain with the measured one.
+
+    python benchmarks/speculation_pairs.py demo PATH --output docs/speculative.md
+
+Each model runs 4 prompts with 3 settings. A pair is one request with speculation and one without, in either order by
+turns; the ratio is that of their decoding speeds, and of a case the median of its pairs. "First" pairs forget what
+earlier requests have measured, as the only request of a process does; "later" pairs keep it. Both texts of a pair must
+be equal. The stated gain is the median of `Completion.speculation.gain`, 1 where it is None: no pass verified a draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.peers.machine import describe
+from benchmarks.sections import replace_section
+from edgeinfer import LLM, __version__
+from edgeinfer.engine import Times
+
+PROMPTS = {
+    "a tale": "Once upon a time there was a fox who",
+    "a list": "1. The fox ran. 2. The fox ran. 3. The fox ran. 4. The fox ran. 5.",
+    "a refrain": "The crow sang to the lion. The lion said: sing again. The crow sang to the lion. The lion said:",
+    "a copy": ("A wolf met a lamb by the river and looked for a reason to eat him. "
+               "A wolf met a lamb by the river and looked"),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy, 256": {"temperature": 0.0, "max_tokens": 256},
+    "T 0.8, 128": {"temperature": 0.8, "max_tokens": 128},
+    "greedy, 20": {"temperature": 0.0, "max_tokens": 20},
+}
+
+
+def pairs(llm: LLM, prompt: str, options: dict[str, Any], mode: str, first: bool, count: int) -> tuple[float, float]:
+    """Return the measured ratio of `mode` to off, and the stated one: medians."""
+    measured, stated = [], []
+    for i in range(count):
+        if first:
+            llm._times = Times()
+        done = {}
+        for kind in ("off", mode) if i % 2 else (mode, "off"):
+            done[kind] = llm.complete(prompt, speculate=kind, seed=i, ignore_eos=True, **options)
+        if done[mode].token_ids != done["off"].token_ids:
+            raise SystemExit(f"{prompt!r}, seed {i}: the text depends on speculation.")
+        report = done[mode].speculation
+        assert report
+        measured.append((done[mode].tok_per_s or 0.0) / (done["off"].tok_per_s or 1.0))
+        stated.append(1.0 if report.gain is None else report.gain)
+    return statistics.median(measured), statistics.median(stated)
+
+
+def main() -> None:
+    """Measure and print, or write a section of a document."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("models", nargs="+", help="names or paths")
+    parser.add_argument("--mode", default="auto", help="auto, lookup or self")
+    parser.add_argument("--pairs", type=int, default=20, help="of each case")
+    parser.add_argument("--output", type=Path, help="a Markdown file whose section is replaced")
+    options = parser.parse_args()
+    lines, found = [], []
+    for model in options.models:
+        with LLM(model, speculate=options.mode, ctx=512) as llm:
+            for prompt in PROMPTS.values():  # the first pages and calls of a process
+                llm.complete(prompt, max_tokens=32, speculate="off")
+            for name, prompt in PROMPTS.items():
+                for setting, given in SETTINGS.items():
+                    case = [pairs(llm, prompt, given, options.mode, first, options.pairs) for first in (True, False)]
+                    found += case
+                    cells = " | ".join(f"{value:.3f}" for pair in case for value in pair)
+                    lines.append(f"| {Path(model).stem} | {name} | {setting} | {cells} |")
+                    print(lines[-1], flush=True)
+    off = max(abs(stated / measured - 1) for measured, stated in found)
+    command = f"python benchmarks/speculation_pairs.py {' '.join(Path(model).name for model in options.models)}"
+    page = "\n".join([
+        f"{', '.join(describe().values())}, {date.today()}, edgeinfer {__version__}, "
+        f"`{command} --pairs {options.pairs} --mode {options.mode}`; least measured ratio "
+        f"{min(pair[0] for pair in found):.3f}, largest difference between stated and measured {100 * off:.1f} %.", "",
+        "| model | prompt | setting, tokens | first: measured | stated | later: measured | stated |",
+        "|---|---|---|---|---|---|---|", *lines])
+    if options.output:
+        replace_section(options.output, f"speculation-pairs-{options.mode}", page)
+    print(page.split("\n")[0])
+
+
+if __name__ == "__main__":
+    main()
