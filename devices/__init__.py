@@ -10,7 +10,7 @@ from edgeinfer.lazy import lazily
 
 if TYPE_CHECKING:
     from .calibration import DecodeRun, PromptRun, believable, contradictions, solve_constants
-    from .device_classes import NO_CONSTANTS, Constants, classes, constants_of
+    from .device_classes import NO_CONSTANTS, WIDEST, Constants, classes, constants_of
     from .estimator import DRAFT_SHARE, Estimate, crossover, decode_terms, estimate
     from .gpus import SERVED, gpu_profile, served
     from .learning import fit_errors, learn, may_learn, with_runs
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASSES", "CONSTANTS", "DEFAULT_CURVES", "DEFAULT_DENSE", "DENSE_SHARE", "DRAFT_SHARE", "GATES_SHARE",
-    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "SERVED", "BreakEven", "Constants", "Curve", "DecodeRun",
+    "MASKED_SHARE", "NO_CONSTANTS", "PER_MILLE", "SERVED", "WIDEST", "BreakEven", "Constants", "Curve", "DecodeRun",
     "DeviceProfile", "Estimate", "PromptRun", "Traffic", "believable", "break_even", "break_even_density", "classes",
     "constants_of", "contradictions", "crossover", "decode_terms", "estimate", "fastest", "fit_errors", "gpu_profile",
     "learn", "load_profile", "local_path", "local_profile", "machine_name",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 __getattr__ = lazily(__name__, {
     "calibration": "DecodeRun PromptRun believable contradictions solve_constants",
-    "device_classes": "NO_CONSTANTS Constants classes constants_of",
+    "device_classes": "NO_CONSTANTS WIDEST Constants classes constants_of",
     "estimator": "DRAFT_SHARE Estimate crossover decode_terms estimate",
     "learning": "fit_errors learn may_learn with_runs",
     "neurons": "DEFAULT_CURVES DEFAULT_DENSE DENSE_SHARE GATES_SHARE MASKED_SHARE PER_MILLE break_even_density fastest "

@@ -102,7 +102,9 @@ def constants_of(profile: DeviceProfile, table: Mapping[str, Any] | None = None)
     else:
         error, basis = table["error"], f"class {profile.device_class}" if known else UNKNOWN
         source = profile.sources.get(NO_CONSTANTS, table["error_source"])
-        if known and (profile.effective_gbs is not None or "f_w" in profile.constants):
+        if NO_CONSTANTS in profile.sources:
+            error, prefill_error = max(error, WIDEST), max(prefill_error, WIDEST)
+        elif known and (profile.effective_gbs is not None or "f_w" in profile.constants):
             error, source = min(error, OWN_ERROR), "decoding was seen on this device, with other models and programs"
     program = next((name for name, gbs in profile.programs.items() if gbs == profile.effective_gbs),
                    table.get("program", Constants.program))

@@ -53,6 +53,8 @@ class Estimate:
     ceiling_tok_per_s: float | None
     """Pure bandwidth: the bits of the weights' type and of the KV cache's without scales, with no other time; None if
     the traffic does not say how many there are."""
+    peak_tok_per_s: float | None
+    """The same at the vendor's peak of the memory, or of its fastest version: no speed and no band is above."""
     prefill_tok_per_s: float | None
     """None where the device's peak is not known."""
     prefill_low: float | None
@@ -136,13 +138,16 @@ def estimate(
     others = {name: yielded / math.fsum(passing(other).values()) for name, other in _others(profile)}
     low = min([speed * (1 - constants.error), *others.values()])
     high = max([speed * (1 + constants.error), *others.values()])
+    peak = ceiling(profile, traffic, depth, sequences, max(profile.bandwidth_gbs, *profile.versions.values(), 0.0))
+    if peak is not None and accepted == 1:
+        high = max(speed, min(high, peak))
     prefill = prefill_terms(profile, traffic, constants, depth, prompt, computed)
     ttft = math.fsum(prefill.values()) if prefill else None
     prefill_speed = 1000 * prompt / ttft if ttft else None
     off = constants.prefill_error
     return Estimate(
         decode_tok_per_s=speed, low=low, high=high,
-        ceiling_tok_per_s=ceiling(profile, traffic, depth, sequences),
+        ceiling_tok_per_s=ceiling(profile, traffic, depth, sequences), peak_tok_per_s=peak,
         prefill_tok_per_s=prefill_speed, prefill_low=prefill_speed * (1 - off) if prefill_speed else None,
         prefill_high=prefill_speed * (1 + off) if prefill_speed else None, ttft_ms=ttft,
         bytes_per_token=read_bytes(traffic, depth, sequences), terms={**terms, **prefill}, basis=constants.basis,
@@ -251,14 +256,17 @@ def prefill_terms(
     }
 
 
-def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int, sequences: int = 1) -> float | None:
+def ceiling(profile: DeviceProfile, traffic: Traffic, depth: int, sequences: int = 1,
+            gbs: float | None = None) -> float | None:
     """Tokens per second of pure bandwidth: the bits of their types for weights, keys and values, no scales.
 
-    The bandwidth is what decoding was seen to draw from the device, else its peak.
+    The bandwidth is `gbs`; by default what decoding was seen to draw from the device, else its peak. Neurons that are
+    left out count for nothing.
     """
     if not traffic.parameters:
         return None
     seen = traffic.kv_bytes_at(depth) / traffic.kv_bytes_at(1) if depth and traffic.kv_bytes_at(1) else 0.0
     weights = min(traffic.parameters * traffic.pure_bits / 8, traffic.weight_bytes)  # rows of an embedding stay unread
+    weights *= 1 - traffic.skipped_bytes / traffic.weight_bytes
     nbytes = weights / sequences + traffic.kv_values * traffic.pure_kv_bits / 8 * seen
-    return (profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes
+    return (gbs or profile.effective_gbs or profile.bandwidth_gbs) * 1e9 / nbytes

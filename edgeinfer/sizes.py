@@ -10,8 +10,11 @@ _FACTORS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }
+_PLAIN = re.compile(r"\d{1,30}", re.ASCII)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]+)", re.ASCII)
 MAX_BYTES = 2**63 - 1
+LEAST_PLAIN = 10**6
+"""A number without a unit is bytes from here on; a smaller one lacks the unit that its writer had in mind."""
 
 
 def round_up(n: int, step: int) -> int:
@@ -26,20 +29,22 @@ def parse_size(text: str | int) -> int:
     ----------
     text : str or int
         A number with a unit (B, kB, MB, GB, TB: powers of 1000; KiB, MiB, GiB, TiB: powers of 1024; capitals do not
-        matter), or an int, which is a number of bytes.
+        matter), or a number of bytes: an int, or digits alone from 1000000 on.
 
     Raises
     ------
     UsageError
-        The text is no size, has no unit, or is not from 1 to 2^63 - 1 bytes.
+        The text is no size, is a small number without a unit, or is not from 1 to 2^63 - 1 bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _in_range(text, f"{text} bytes")
     if not isinstance(text, str):
         raise UsageError(f"Size {text!r} is a {type(text).__name__}; write it as '4GiB' or '500MB'.")
-    match = _SIZE.fullmatch(text.strip())
+    match, plain = _SIZE.fullmatch(text.strip()), _PLAIN.fullmatch(text.strip())
+    if plain and (nbytes := int(plain[0])) >= LEAST_PLAIN:
+        return _in_range(nbytes, repr(text))
     if not match:
-        hint = f"; did you mean {text.strip()}GiB or {text.strip()}MB?" if text.strip().isdecimal() else \
+        hint = f"; did you mean {text.strip()}GiB or {text.strip()}MB?" if plain else \
             "; write a number and a unit, as in 4GiB or 500MB."
         raise UsageError(f"Size {text!r} cannot be read{hint}")
     number, unit = match[1], match[2].lower()

@@ -13,6 +13,7 @@ from edgeinfer.sizes import format_size, parse_size
     [
         ("4GiB", 4 << 30), ("500MB", 500_000_000), ("1.5 GiB", 3 << 29), ("2kB", 2000), ("2KiB", 2048), ("1TB", 10**12),
         ("17B", 17), ("4gib", 4 << 30), (" 3 MiB ", 3 << 20), ("0.1GB", 100_000_000), (12345, 12345), ("1TiB", 1 << 40),
+        ("766335297", 766335297), ("150000000", 150_000_000), ("1000000", 10**6),
     ],
 )
 def test_a_size_is_read(text: str | int, nbytes: int) -> None:
@@ -23,6 +24,8 @@ def test_a_size_is_read(text: str | int, nbytes: int) -> None:
     ("text", "sentence"),
     [
         ("4", r"Size '4' cannot be read; did you mean 4GiB or 4MB\?"),
+        ("999999", r"Size '999999' cannot be read; did you mean 999999GiB or 999999MB\?"),
+        ("99999999999999999999", "Size '99999999999999999999' is out of range; it must be from 1 byte to"),
         ("", "Size '' cannot be read; write a number and a unit, as in 4GiB or 500MB."),
         ("GiB", "cannot be read"),
         ("-1GiB", "cannot be read"),

@@ -102,8 +102,14 @@ def test_rows_that_were_wrong() -> None:
 
 
 @pytest.mark.parametrize("weights", ["q4", "f32"])
-def test_nothing_is_faster_than_its_ceiling(weights: str) -> None:
-    report = edgeinfer("estimate", "llama-2-7b", "--all-devices", "--weights", weights, "--json").json
+@pytest.mark.parametrize("ctx", [1, 4096])
+def test_nothing_is_faster_than_its_ceiling(weights: str, ctx: int) -> None:
+    asked = ("estimate", "llama-2-7b", "--all-devices", "--weights", weights, "-c", ctx)
+    report = edgeinfer(*asked, "--json").json
     found = [item for item in report["devices"] if item["decode_tok_per_s"] and item["ceiling_tok_per_s"]]
     assert len(found) > 20
-    assert [item["device"] for item in found if item["decode_tok_per_s"] > 1.000001 * item["ceiling_tok_per_s"]] == []
+    assert [item["device"] for item in found if max(item["high"], item["decode_empty_tok_per_s"])
+            > 1.000001 * item["ceiling_tok_per_s"]] == []
+    for line in edgeinfer(*asked).out.splitlines()[4:]:
+        empty, full, _, _, high, top = (word if word == "to" else float(word) for word in line.split()[1:7])
+        assert max(empty, full, high) <= top, line

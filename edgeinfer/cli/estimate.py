@@ -53,7 +53,8 @@ JSON_FIELDS = {
         "decode_empty_tok_per_s": "tokens per second in an empty context, as published speeds are mostly measured",
         "low": "with `high` the band that holds 80 % of measurements",
         "ceiling_tok_per_s": "pure bandwidth: the bits of their types, without scales, for every weight that a token "
-        "uses and every key and value that it sees, no other time",
+        "uses and every key and value that it sees, no other time; with --all-devices in an empty context and at the "
+        "vendor's peak of the memory, so that no speed of the row is above",
         "program": "whose speed it is; with `unit` (cpu, gpu, npu) and `unit_words`; edgeinfer itself uses processors",
         "others": "per other program, or version of the device, of the sources: `name`, `decode_tok_per_s`; the band "
         "reaches to them",

@@ -60,7 +60,8 @@ def all_devices_object(
     for profile in profiles:
         full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences)
                        for depth in (ctx, 0))
-        found.append(_device_object(profile, shared["total_bytes"], full, empty))
+        row = _device_object(profile, shared["total_bytes"], full, empty)
+        found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s})  # of all speeds of the row
     return {**shared, "devices": found}
 
 

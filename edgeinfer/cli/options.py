@@ -60,7 +60,8 @@ Threads = Annotated[int | None, option(
 Kv = Annotated[str, option("--kv", metavar="|".join(KV_TYPES), help="Type of the KV cache.")]
 Budget = Annotated[str | None, option(
     "--budget", metavar="SIZE",
-    help="Most memory of the whole process, such as 4GiB or 500MB.  [default: what the system can give now]")]
+    help="Most memory of the whole process, such as 4GiB, 500MB or a number of bytes.  [default: what the system can "
+         "give now]")]
 Device = Annotated[str | None, option(
     "--device", metavar="NAME",
     help="Known device, or a profile's TOML file; 'edgeinfer devices' lists them.  [default: this machine, probed]")]
