@@ -24,6 +24,10 @@ ISAS = (
     "npu",
 )
 """edgeinfer's instruction sets, and what other devices are programmed with."""
+OWN_MEMORY = ("cuda-consumer", "cuda-datacentre", "cuda-onnxruntime")
+"""Classes of cards, on whose memory no system runs."""
+SYSTEM_BYTES = 1 << 30
+"""Of other devices' memory, at most a quarter: what the system and its services keep, an assumption."""
 MOST_GBS = 1e6
 LEAST = 1e-6
 """Of what cannot be zero: rates in their units, and shares."""
@@ -112,6 +116,25 @@ class DeviceProfile:
     them."""
     versions: Mapping[str, float] = field(default_factory=dict)
     """Vendor's peak of the memory, in GB/s, of versions that share its name, by what is different."""
+
+
+    @property
+    def own_memory(self) -> bool:
+        """Whether it is a card with memory of its own, on which no system runs."""
+        return self.device_class in OWN_MEMORY
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a run can have: of a card of its own all, else what the system leaves."""
+        if self.own_memory:
+            return self.memory_bytes
+        return self.memory_bytes - min(SYSTEM_BYTES, self.memory_bytes // 4)
+
+    @property
+    def titled(self) -> str:
+        """Its name for people, with the memory of this version where it exists with several amounts."""
+        stated = f"{self.memory_bytes >> 30} GB"
+        return self.title if len(self.memory_gib) < 2 or stated in self.title else f"{self.title}, {stated}"
 
 
 TABLE_KEYS = tuple(key for key in DeviceProfile.__dataclass_fields__ if key != "name")

@@ -23,16 +23,17 @@ from .quality import MAX_KLD, Judged, Setting, judge, measured_identity
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .bundle import Bundle, Statistics
+    from .bundle import Bundle
     from .config import RuntimeConfig
     from .devices import DeviceProfile
-    from .memory_planner import Beside, ColdPlan, MemoryPlan
+    from .memory_planner import Beside, MemoryPlan
     from .runtime import SparseFfn
 
 ASSUMED_GBS, ASSUMED_STORAGE_GBS, ASSUMED_READS_GBS = 20.0, 1.0, 0.3
 """Of memory, of long reads from storage and of scattered ones, on a machine that was not probed."""
 MAX_BYTES = 1 << 16
-RESIDENT, SPARSE, FLASH, EXPERTS, STREAMED = "resident", "sparse", "sparse from flash", "experts from flash", "streamed"
+SPARSE = "sparse"
+"""With an approximation, and all weights in memory."""
 REFUSED = "refused"
 
 
@@ -169,36 +170,28 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: 
 
     from .describe import describe
     from .devices import estimate
-    from .offload import from_flash, placer, predict
+    from .memory_planner import RESIDENT
+    from .offload import from_flash, placer, predict, statistics_of
     from .runtime import plan_run
 
     planned = plan_run(bundle, config, placer(bundle), beside)
     plan, reads = planned.plan, profile.storage_random
     traffic = replace(describe(bundle.path, recipe=planned.recipe).traffic(config.kv),
                       streamed_bytes=plan.streamed_bytes)
-    name = STREAMED if plan.parts else RESIDENT if Setting.of_run(config).exact else SPARSE
+    name = SPARSE if plan.mode == RESIDENT and not Setting.of_run(config).exact else plan.mode
     waiting, read_bytes = 0.0, float(plan.streamed_bytes)
     if plan.cold and reads:
-        cost = predict(plan.cold, _statistics(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
-        name, waiting, read_bytes = FLASH, cost.seconds, cost.flash_bytes
+        cost = predict(plan.cold, statistics_of(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
+        waiting, read_bytes = cost.seconds, cost.flash_bytes
     if plan.experts and profile.storage_sequential_gbs:
         found = from_flash(plan.experts)
-        name, read_bytes = EXPERTS, found.nbytes
+        read_bytes = found.nbytes
         waiting = read_bytes / (reads.at(round(found.read_bytes)) if reads else profile.storage_sequential_gbs) / 1e9
 
     def at_depth(depth: int) -> float:
         return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)
 
     return Way(name, config, plan, at_depth(0), read_bytes, at_depth, planned.sparse)
-
-
-def _statistics(bundle: Bundle, cold: ColdPlan) -> Statistics:
-    """Those of the bundle; without any each token wants all neurons, for all that is known."""
-    import numpy as np
-
-    from .bundle import Statistics, read_statistics
-
-    return read_statistics(bundle) or Statistics(1, (np.ones(cold.neurons, np.int64),) * len(cold.hot), (), ())
 
 
 # -- what was slower than the dense program ----------------------------------------------------------------------------

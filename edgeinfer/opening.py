@@ -48,6 +48,27 @@ def provider(device: str | None) -> Provider | None:
     return provider_of(checked("device", device, TEXT))
 
 
+def settled(device: str | None, provider: Provider | None, bundle: Bundle, config: RuntimeConfig,
+            kv: str | None) -> tuple[Provider | None, RuntimeConfig]:
+    """Return who runs a bundle, and the settings of the run as that takes them; see `executors.settled`."""
+    if provider is None:  # as nearly always: nothing is imported for it
+        return None, config
+    from . import executors
+
+    return executors.settled(device, provider, bundle, config, kv)
+
+
+def taken(device: str, provider: Provider | None, path: Path, config: RuntimeConfig,
+          kv: str | None) -> tuple[Provider | None, RuntimeConfig]:
+    """As `settled`, of a bundle that is not open."""
+    if provider is None:
+        return None, config
+    from .bundle import Bundle
+
+    with Bundle.open(path) as bundle:
+        return settled(device, provider, bundle, config, kv)
+
+
 def session(bundle: Bundle, config: RuntimeConfig, progress: Progress | None, beside: Beside | None) -> Session:
     """Open a model for our own kernels."""
     from .offload import placer

@@ -7,9 +7,11 @@ from .alternatives import (
     cold,
     fit,
     fits,
+    fitting,
     kept_experts,
     largest_ctx,
     refusal,
+    streamed,
     streaming,
     without,
 )
@@ -18,17 +20,18 @@ from .budget import available_bytes, default_threads, process_budget
 from .cold import ColdPlan, masked
 from .expert_slots import LEAST_READ_BYTES, MOST_READ_BYTES, PAGE_BYTES, READ_BYTES, READERS, ExpertsPlan, mixtures
 from .lifetimes import Placement, place_activations
-from .plan import DEVICE, STREAM_BUFFERS, MemoryPlan, Region, Request
+from .plan import DEVICE, EXPERTS, FLASH, RESIDENT, STREAM_BUFFERS, STREAMED, MemoryPlan, Region, Request
 from .planner import PYTHON_RESERVE_BYTES, VOCABULARY_RESERVE_BYTES, Beside, Planner, scratch, sizes_of
 from .request import beside_draft, default_ctx, draft_config, in_memory, resolve, to_request
 from .shared_places import extents
 from .stream_layers import stream
 from .windows import MARGIN_TOKENS, Windowed
 
-__all__ = ["DEVICE", "LEAST_READ_BYTES", "MARGIN_TOKENS", "MOST_READ_BYTES", "PAGE_BYTES", "PYTHON_RESERVE_BYTES",
-           "READERS", "READ_BYTES", "STREAM_BUFFERS", "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool",
-           "ColdPlan", "ExpertsPlan", "MemoryPlan", "Place", "Placement", "Planner", "Region", "Request", "Windowed",
-           "alternatives", "available_bytes", "beside_draft", "cold", "default_ctx", "default_threads", "draft_config",
-           "extents", "fit", "fits", "in_memory", "kept_experts", "largest_ctx", "masked", "mixtures",
-           "place_activations", "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of",
-           "stream", "streaming", "to_request", "without"]
+__all__ = ["DEVICE", "EXPERTS", "FLASH", "LEAST_READ_BYTES", "MARGIN_TOKENS", "MOST_READ_BYTES", "PAGE_BYTES",
+           "PYTHON_RESERVE_BYTES", "READERS", "READ_BYTES", "RESIDENT", "STREAMED", "STREAM_BUFFERS",
+           "VOCABULARY_RESERVE_BYTES", "Alternative", "Beside", "BlockPool", "ColdPlan", "ExpertsPlan", "MemoryPlan",
+           "Place", "Placement", "Planner", "Region", "Request", "Windowed", "alternatives", "available_bytes",
+           "beside_draft", "cold", "default_ctx", "default_threads", "draft_config", "extents", "fit", "fits",
+           "fitting", "in_memory", "kept_experts", "largest_ctx", "masked", "mixtures", "place_activations",
+           "process_budget", "refusal", "resolve", "scratch", "shared_blocks", "sizes_of", "stream", "streamed",
+           "streaming", "to_request", "without"]

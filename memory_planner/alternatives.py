@@ -107,18 +107,24 @@ def fit(planner: Planner, config: RuntimeConfig, rebuild: Rebuild,
         With alternatives that were checked to fit; it carries the plan.
     """
     budget = _budget(config)
+    if found := fitting(planner, config, budget, place):
+        return found, budget
     plan = planner.plan(to_request(config))
-    if plan.total_bytes <= budget:
-        return plan, budget
     if fewer := without(planner, config, budget):
         options = [fewer, *alternatives(planner, config, budget, rebuild)]
         raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
-    if place and (placed := place(planner, plan.request, budget)):
-        return placed, budget
-    if streamed := stream(planner, plan.request, budget):
-        return streamed, budget
     options = [*alternatives(planner, config, budget, rebuild), *filter(None, [streaming(planner, config, budget)])]
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
+
+
+def fitting(planner: Planner, config: RuntimeConfig, budget: int, place: Place | None = None) -> MemoryPlan | None:
+    """Return the plan of a run within a budget, as `fit` does; None where there is none."""
+    plan = planner.plan(to_request(config))
+    if plan.total_bytes <= budget:
+        return plan
+    if without(planner, config, budget):  # rather than to read weights from storage
+        return None
+    return (place(planner, plan.request, budget) if place else None) or stream(planner, plan.request, budget)
 
 
 def without(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:
@@ -138,6 +144,11 @@ def cold(plan: MemoryPlan, read_bytes: float) -> Alternative:
 def kept_experts(plan: MemoryPlan, read_bytes: float) -> Alternative:
     """The same request as a plan with slots for experts has it, of which a token reads so many bytes."""
     return Alternative({EXPERTS: plan.experts.slots if plan.experts else 0}, plan.total_bytes, round(read_bytes))
+
+
+def streamed(plan: MemoryPlan) -> Alternative:
+    """The same request as a plan with streamed layers has it."""
+    return Alternative({STREAMED: len(plan.parts)}, plan.total_bytes, plan.streamed_bytes)
 
 
 def streaming(planner: Planner, config: RuntimeConfig, budget: int) -> Alternative | None:

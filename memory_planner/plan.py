@@ -73,6 +73,8 @@ class Request:
 PRIVATE, MAPPED, LOCKED, RESERVE, DEVICE = "private", "mapped", "locked", "reserve", "device"
 """How a region is kept: taken up front and never given back; pages of a file, which the system may drop and read again;
 such pages locked into memory; set aside for what others allocate; in the memory of another device than this process."""
+RESIDENT, FLASH, EXPERTS, STREAMED = "resident", "sparse from flash", "experts from flash", "streamed"
+"""Where weights are while a run goes on (`MemoryPlan.mode`)."""
 STREAM_BUFFERS = 2
 """Parts of streamed weights (layers) that are in memory at once: the one in work and the one that is read ahead."""
 
@@ -125,6 +127,12 @@ class MemoryPlan:
     """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
     windowed: Windowed | None = None
     """Layers whose blocks are of a smaller pool, where there are any: they keep what their window sees."""
+
+    @property
+    def mode(self) -> str:
+        """Where weights are while the run goes on: ``resident``, or ``sparse from flash``, ``experts from flash`` or
+        ``streamed`` where some are read from storage."""
+        return STREAMED if self.parts else FLASH if self.cold else EXPERTS if self.experts else RESIDENT
 
     @property
     def streamed_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Statistics
+from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.memory_planner import ColdPlan
 
 Floats = NDArray[np.float64]
@@ -55,6 +55,16 @@ def predict(plan: ColdPlan, statistics: Statistics, seconds_in_memory: float,
     nbytes = missed * plan.cluster_bytes
     seconds = seconds_in_memory + (nbytes / storage_gbs(plan.cluster_bytes) / 1e9 if nbytes else 0.0)
     return Prediction(wanted, 1 - missed / wanted if wanted else 1.0, nbytes, seconds)
+
+
+def cold_reads(bundle: Bundle, plan: ColdPlan) -> float:
+    """Return the bytes that a token is expected to read of a bundle's cold neurons."""
+    return predict(plan, statistics_of(bundle, plan), 0.0, lambda nbytes: 1.0).flash_bytes
+
+
+def statistics_of(bundle: Bundle, plan: ColdPlan) -> Statistics:
+    """Return those of the bundle; without any each token wants all neurons, for all that is known."""
+    return read_statistics(bundle) or Statistics(1, (np.ones(plan.neurons, np.int64),) * len(plan.hot), (), ())
 
 
 def _missed(rates: Floats, slots: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,19 @@ GPT_OSS = {
 def test_what_people_see(tmp_path: Path) -> None:
     done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
-    assert done.code == 3
-    assert lines[0].startswith("It does not fit: 5.80 GB of 5.00 GB; ") and lines[0].endswith("s (llama.cpp, CPU)")
+    assert done.code == 0
+    assert lines[0].startswith("It fits, with 9 layers read from storage: 4.93 GB of 5.00 GB; ")
+    assert lines[0].endswith("s (llama.cpp, CPU)")
     assert lines[1].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
-    assert any(line.startswith("W  weights") and "5.05 GB" in line and "mapped" in line for line in lines)
+    assert any(line.startswith("r  resident") and "private" in line for line in lines)
     bar = next(line for line in lines if line.startswith("["))
-    assert len(bar) == 64 and bar.count("W") > 40 and "K" in bar
+    assert len(bar) == 64 and bar.count("r") > 40 and "K" in bar
     assert any(line.strip().startswith("=") and line.endswith("budget 5.00 GB") for line in lines)
-    assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("too much") for line in lines)
+    assert any(line.startswith("budget   5.00 GB (--budget): ") and line.endswith("remain") for line in lines)
     assert any(line.startswith("fits: weights q4, group size 64, ctx ") for line in lines)
-    assert done.sentence.startswith("The run needs 5.80 GB and the budget is 5.00 GB. Fits: --weights q4 --group-size")
+    done = edgeinfer("plan", "llama-3.1-8b", "--device", "rtx4060-ti", "--ctx", 131072, "--kv", "int8")
+    assert done.code == 3 and done.out.startswith("It does not fit: 14.") and " of 8.59 GB; " in done.out
+    assert done.sentence.startswith("The run needs 14.") and "GB and the budget is 8.59 GB. Fits: --ctx " in done.sentence
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     shape = edgeinfer("plan", tmp_path, "--device", "m1-max", "--budget", "64GiB", "--ctx", 32768)
     assert shape.code == 0
@@ -43,7 +47,7 @@ def test_lines_fit_a_terminal(model: str) -> None:
     for budget in ("1MB", "40GB"):
         out = edgeinfer("plan", model, "--device", "rpi5", "--budget", budget, "--ctx", 1024).out
         first, _, *rest = out.splitlines()
-        assert len(first) <= 100
+        assert len(first) <= 130
         assert not [line for line in rest if len(line) > 80 and not line.startswith("[")]
         assert out.isascii()
     out = edgeinfer("estimate", model, "--device", "rpi5", "--ctx", 1024).out
@@ -51,8 +55,8 @@ def test_lines_fit_a_terminal(model: str) -> None:
 
 
 def test_slow_speeds_keep_their_digits() -> None:
-    shown = edgeinfer("plan", "llama-3.1-405b", "--device", "rpi5").out
-    assert "speed    0.046 tok/s at 4096 tokens (0.034 to 0.057)" in shown and "were there memory enough" in shown
+    shown = edgeinfer("estimate", "llama-3.1-405b", "--device", "rpi5").out
+    assert re.search(r"decode     0\.00\d\d tokens/s at 4096 tokens", shown)
 
 
 def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
@@ -60,7 +64,7 @@ def test_a_devices_memory_is_a_budget_with_a_remark() -> None:
     def notes(*options: str) -> list[str]:
         return list(edgeinfer("plan", "demo", "--json", *options).json["notes"])
 
-    remark = "The budget is all the memory of the device's largest common version"
+    remark = "The budget is the memory of Raspberry Pi 5, 16 GB, less 1.07 GB for the system: --budget says what yours"
     assert any(note.startswith(remark) for note in notes("--device", "rpi5"))
     assert not any(note.startswith(remark) for note in notes("--device", "rpi5", "--budget", "1GB"))
     assert not any(note.startswith(remark) for note in notes())

@@ -34,7 +34,7 @@ def refused(device: str = "cuda") -> str:
 
 def test_a_gpu_that_works(gpu_wheel: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert provider_of("cuda") == provider_of("auto") == PROVIDERS["cuda"]
-    assert capsys.readouterr().err == "edgeinfer: Device auto took cuda.\n"
+    assert capsys.readouterr().err == ""  # what auto takes depends on the model, too
     assert driver.read_gpu() == ("NVIDIA Test", (9, 0), 12_000_000_000, 13000)
     assert provider_of("cpu") is None
 

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from edgeinfer import demo
+from edgeinfer.backends import PROVIDERS
 from edgeinfer.bench import Measurement
 from edgeinfer.cli import on_gpu, plan_device, prediction
 from edgeinfer.cli.plan_report import JSON_FIELDS
 from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.describe import describe
 from edgeinfer.devices import SERVED, Traffic, classes, estimate, gpu_profile, load_profile, profiles, served
 from edgeinfer.errors import UsageError
+from edgeinfer.executors import executor_on
 from tests.command_line import edgeinfer
 from tests.test_cli_prediction import completion, row
 
@@ -77,7 +80,7 @@ def test_the_shapes_that_are_to_be_measured() -> None:
     assert many["low"] > 3000 and many["sequences"] == 32 and many["basis"] == "class cuda-onnxruntime"
     assert (one["kv"], one["program"], one["unit"]) == ("f16", "edgeinfer with onnxruntime", "gpu")
     assert "no run of edgeinfer on a GPU has measured these yet" in one["remark"]
-    assert many["total_bytes"] > one["total_bytes"] > one["weight_bytes"] and one["fits"]
+    assert many["device_bytes"] > one["device_bytes"] > one["weight_bytes"] and one["fits"]
     full = ("--samples", 64, "-c", 4096)
     assert edgeinfer(*SEVEN, *full).json["fits"] and not edgeinfer(*SEVEN, *full, "--device", "h100").json["fits"]
 
@@ -85,7 +88,7 @@ def test_the_shapes_that_are_to_be_measured() -> None:
 @pytest.mark.parametrize("more", [("--kv", "int8"), ("--attention", "top:64"), ("--lazy", "keep=0.5")])
 def test_what_a_gpu_refuses_is_another_programs_speed(more: tuple[str, ...]) -> None:
     out = edgeinfer(*SEVEN, *more).json
-    assert out["program"] == "llama.cpp" and "runs models there exactly and with f16 KV alone" in out["remark"]
+    assert out["program"] == "llama.cpp" and "not of edgeinfer, which does not run this there: " in out["remark"]
 
 
 def test_samples_of_an_estimate() -> None:
@@ -107,12 +110,17 @@ def test_plans_say_the_same() -> None:
 def test_the_plan_of_a_run_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
     config = RuntimeConfig(ctx=64, max_sequences=4, recipe=Recipe(()))
-    assert plan_device.planned_on("cuda", "demo", (None, None), config, None)["estimate"] is None
+    model = describe("demo", recipe=Recipe(()))
+
+    def on(device: str) -> Any:
+        return plan_device.planned_on(executor_on(PROVIDERS[device], model.graph, config), model)
+
+    assert on("cuda")["estimate"] is on("cuda")["fits"] is None
     monkeypatch.setattr(plan_device, "gpu_here", lambda: gpu_profile("NVIDIA H200"))
-    found = plan_device.planned_on("cuda", "demo", (None, None), config, None)
+    found = on("cuda")
     assert found["estimate"]["device"] == "h200" and found["estimate"]["sequences"] == 4
     assert "no run of edgeinfer on a GPU has measured these yet" in found["notes"][-1]
-    there = plan_device.planned_on("onnx-cpu", "demo", (None, None), config, None)
+    there = on("onnx-cpu")
     assert there["estimate"] is None and not set(JSON_FIELDS["plan"]) - {"models", "error"} - set(there)
 
 

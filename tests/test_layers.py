@@ -28,7 +28,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["runtime", "models", "backends"], "5"),
     **dict.fromkeys(["sparse", "offload"], "5a"),
     **dict.fromkeys(["describe", "engine"], "5b"),
-    **dict.fromkeys(["choice", "draft", "inventory"], "5c"),
+    **dict.fromkeys(["choice", "draft", "executors", "inventory"], "5c"),
     **dict.fromkeys(["opening"], "5d"),
     **dict.fromkeys(["llm", "bench"], "6"),
     **dict.fromkeys(["cli", "server"], "7"),

@@ -15,21 +15,29 @@ if TYPE_CHECKING:
     from .onnx.export import ExportReport, export
     from .onnx.flavour import ATTENTIONS, DTYPES, QK_NORMS, TARGETS, Flavour
     from .onnx.packages import check_wheels, import_onnxruntime
-    from .onnx.planning import DevicePlanner, device_config, fit_device, longest_ctx, memory_of, most_sequences
+    from .onnx.planning import (
+        DevicePlanner,
+        device_fits,
+        device_planner,
+        fit_device,
+        longest_ctx,
+        memory_of,
+        most_sequences,
+    )
     from .onnx.runner import OnnxRunner
     from .onnx.verify import Verified, is_export, verify_export
 
 __all__ = ["ATTENTIONS", "DTYPES", "PROVIDERS", "QK_NORMS", "TARGETS", "DevicePlanner", "ExportReport", "Flavour",
-           "OnnxRunner", "Provider", "Verified", "check_wheels", "device_config", "export", "fit_device",
-           "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences",
-           "provider_of", "read_gpu", "verify_export"]
+           "OnnxRunner", "Provider", "Verified", "check_wheels", "device_fits", "device_planner", "export",
+           "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of",
+           "most_sequences", "provider_of", "read_gpu", "verify_export"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "ATTENTIONS DTYPES QK_NORMS TARGETS Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
-    "onnx.planning": "DevicePlanner device_config fit_device longest_ctx memory_of most_sequences",
+    "onnx.planning": "DevicePlanner device_fits device_planner fit_device longest_ctx memory_of most_sequences",
     "onnx.runner": "OnnxRunner",
     "onnx.verify": "Verified is_export verify_export",
 })

@@ -157,13 +157,13 @@ def bench(
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     provider = opening.provider(device)
     check_device(device, profile, speculate)
-    kv = kv_on(command, device, kv) or (provider.kv[0] if provider else kv)
-    no_startup = no_startup or provider is not None
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                            recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
                            lazy=pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, limit)
+        provider, config = opening.taken(device, provider, path, config, kv_on(command, device, kv))
+        no_startup = no_startup or provider is not None
         config, report, measured = run_tests(path, config, bound, tests, repetitions, profile, progress, provider)
         report["model"] = model or shape
         report["ttft_process_ms"] = None if no_startup else first_token(path, config, report["threads"])

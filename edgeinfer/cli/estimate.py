@@ -13,7 +13,7 @@ from ..config import CUDA, DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, Runt
 from ..errors import UsageError
 from . import decision, neurons, windows
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
-from .on_gpu import served_as_asked
+from .on_gpu import Cards
 from .options import (
     DEFAULT_RECIPE,
     LAZY_FIELDS,
@@ -77,7 +77,10 @@ JSON_FIELDS = {
         "basis": "'this machine, calibrated', 'class NAME' or 'unknown'; `error` and `error_source` of the band",
         "file_types": "of a GGUF file or a quantised checkpoint: bytes by type, else null; `file_note` says what the "
         "figures mean",
-        "fits": "whether `total_bytes`, all that a run takes, are within the device's memory, `memory_bytes`",
+        "fits": "as in `plan`: whether a run fits the device's memory, `memory_bytes`, of which the system keeps a "
+        "part, "
+        "on cards `device_bytes`, with weights read from storage where `run` does so by itself, as `mode` says; "
+        "`total_bytes` is all that it takes (`unstreamed_bytes` with all weights in memory), of the process beside a card, and `run_kv` its type of the KV cache",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
@@ -162,20 +165,21 @@ def estimate(
     one = None if all_devices else load_profile("local" if device is None else device)
     passes, bound = Recipe.parse(recipe).sparse(sparse).head(head).attention(attention), \
         checked("max_kld", max_kld, NATS)
-    gpu = one and served_as_asked(one, RuntimeConfig(recipe=passes, lazy=schedule), kv_on(command, CUDA, kv))
-    described, decided = describe(model, weights, group_size, Recipe(()) if gpu else passes, one), None
-    if gpu:
-        one, kv = gpu, "f16"
+    asked = RuntimeConfig(ctx, kv, recipe=passes, lazy=schedule, max_sequences=samples,
+                          draft_tokens=DEFAULT_DRAFT_TOKENS)
+    described, decided = describe(model, weights, group_size, passes, one), None
+    cards = Cards(lambda: describe(model, weights, group_size, Recipe(())), asked, kv_on(command, CUDA, kv))
     if device in (None, "local") and one is not None:
         described, _, decided = decision.described_as_run(described, RuntimeConfig(
             ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes, lazy=schedule), bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
     length, schedule = prompt or min(DEFAULT_PROMPT, ctx), schedule and schedule.placed(described.layers)
     if one is not None:
-        out = estimate_object(described, one, ctx, length, kv, drafting, schedule, samples)
+        out = estimate_object(described, one, ctx, length, kv, drafting, schedule, samples, cards)
         _report({**out, "decision": decided}, plot, json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule, samples)
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule, samples,
+                             cards)
     if json:
         print_json(out)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..choosing import SHARED, SKEW
@@ -10,13 +11,14 @@ from ..config import DEFAULT_DRAFT_TOKENS
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
 from .neurons import neurons_line, neurons_object
-from .output import by, folded, not_ours, print_table, speed, whose, whose_object
+from .output import REFUSED, by, folded, not_ours, print_table, speed, whose, whose_object
 from .windows import windows_object
 
 if TYPE_CHECKING:
     from ..describe import ModelDescription
-    from ..devices import DeviceProfile, Estimate
+    from ..devices import DeviceProfile, Estimate, Traffic
     from ..pruning import Schedule
+    from .on_gpu import Cards
     from .plot import Chart
 
 ASSUMPTION = (f"assumed: normal scores with a standard deviation of {SKEW:g}, {SHARED:.0%} of whose variance the rows "
@@ -30,19 +32,20 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None, sequences: int = 1,
+    lazy: Schedule | None = None, sequences: int = 1, cards: Cards | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
-    traffic = model.traffic(kv)
+    run = _run_on(model, profile, ctx, kv, lazy, sequences, cards)
+    model, profile, kv = run.model, run.profile, run.kv
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    shared = _model_object(model, ctx, prompt, kv, _planned(model, ctx, kv, lazy, sequences, profile), lazy)
-    curve = [estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences) for depth in depths]
+    shared = _model_object(run, ctx, prompt, lazy)
+    curve = [estimate(profile, run.traffic, depth, prompt, *drafting, _computed(shared), sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
     return {
-        **shared, **_device_object(profile, shared["total_bytes"], curve[-1], curve[0]), **_drafting_object(drafting),
+        **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
         "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
     }
@@ -50,19 +53,22 @@ def estimate_object(
 
 def all_devices_object(
     model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None, sequences: int = 1,
+    lazy: Schedule | None = None, sequences: int = 1, cards: Cards | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from ..devices import estimate
 
-    traffic = model.traffic(kv)
-    shared, found = _model_object(model, ctx, prompt, kv, _planned(model, ctx, kv, lazy, sequences), lazy), []
+    found, shared = [], None
     for profile in profiles:
-        full, empty = (estimate(profile, traffic, depth, prompt, *drafting, _computed(shared), sequences)
+        run = _run_on(model, profile, ctx, kv, lazy, sequences, cards)
+        if shared is None and not run.refused and run.device_bytes is None:
+            shared = _model_object(run, ctx, prompt, lazy)
+        computed = _computed(_model_object(run, ctx, prompt, lazy))
+        full, empty = (estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
                        for depth in (ctx, 0))
-        row = _device_object(profile, shared["total_bytes"], full, empty)
+        row = _device_object(run, full, empty)
         found.append({**row, "ceiling_tok_per_s": empty.peak_tok_per_s})  # of all speeds of the row
-    return {**shared, "devices": found}
+    return {**(shared or {}), "devices": found}
 
 
 def _computed(shared: dict[str, Any]) -> float:
@@ -78,19 +84,17 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
             "draft_cost_assumed": cost is None and accepted > 1}
 
 
-def _model_object(
-    model: ModelDescription, ctx: int, prompt: int, kv: str, planned: _Planned, lazy: Schedule | None
-) -> dict[str, Any]:
-    """Return what does not depend on the device."""
-    quantisation, kept = model.quantisation, planned.windows
-    share = kept["kv_bytes"] / kept["whole_bytes"] if kept else 1
+def _model_object(run: _Run, ctx: int, prompt: int, lazy: Schedule | None) -> dict[str, Any]:
+    """Return what does not depend on the device's speed."""
+    model, kept, kv = run.model, run.windows, run.kv
+    share, quantisation = (kept["kv_bytes"] / kept["whole_bytes"] if kept else 1), model.quantisation
     return {
         "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
         "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
         "weight_bytes_read": round(model.bytes_per_token), "windows": kept,
         "kv_bytes": kept["kv_bytes"] if kept else ctx * model.kv_bytes_per_position[kv],
-        "total_bytes": planned.total_bytes,
+        "total_bytes": run.total_bytes, "unstreamed_bytes": run.unstreamed_bytes,
         "lazy": lazy and lazy.outlook(prompt, model.layers),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()),
                  "kv_bytes": round(ctx * model.kv_values_per_position * share), "parameters": model.parameters},
@@ -99,28 +103,53 @@ def _model_object(
     }
 
 
-class _Planned(NamedTuple):
-    """What an estimate says of memory."""
+class _Run(NamedTuple):
+    """A run on a device, as `plan` has it."""
 
+    model: ModelDescription
+    profile: DeviceProfile
+    """As edgeinfer uses the device, where it does."""
+    kv: str
     total_bytes: int
+    """Of the process."""
+    unstreamed_bytes: int
+    """The same with all weights in memory."""
+    device_bytes: int | None
+    """Of a card; None for other devices."""
+    mode: str
+    """Where weights are, or refused."""
     windows: dict[str, Any] | None
+    traffic: Traffic
+    counted: bool = True
+    """Whether that has what is read from storage."""
+    refused: str = ""
+    """Why CUDA does not run the model on the card."""
 
 
-def _planned(model: ModelDescription, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
-             profile: DeviceProfile | None = None) -> _Planned:
-    """Return the total of the plan, so that an estimate fits where the plan does; of a GPU what it takes there."""
-    from ..config import CUDA, RuntimeConfig
-    from ..devices import SERVED
-    from ..memory_planner import Planner, to_request
+def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
+            cards: Cards | None) -> _Run:
+    """Return the run that `plan` plans for a device."""
+    from ..config import RuntimeConfig
+    from ..executors import placed, stored_traffic
+    from ..memory_planner import RESIDENT, Planner, to_request
 
-    request = to_request(RuntimeConfig(ctx, kv, 1, max_sequences=sequences, draft_tokens=DEFAULT_DRAFT_TOKENS,
-                                       lazy=lazy))
-    if profile is not None and profile.device_class == SERVED:
-        from ..backends import PROVIDERS, DevicePlanner
+    exact, found = (cards.on(profile) if cards else None) or (None, None)
+    if exact and found and found.planner and found.profile:
+        from ..backends import device_fits
 
-        return _Planned(DevicePlanner(model.graph, PROVIDERS[CUDA], None).plan(request).device_bytes, None)
-    plan = Planner(model.graph, model.weight_bytes).plan(request)
-    return _Planned(plan.total_bytes, windows_object(plan))
+        on_card = found.planner.plan(to_request(replace(found.config, ctx=ctx, threads=1)))
+        fits = device_fits(on_card, None, found.profile.memory_bytes)
+        return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
+                    on_card.device_bytes,
+                    RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
+    config = RuntimeConfig(ctx, kv, 1, profile.usable_bytes, max_sequences=sequences,
+                           draft_tokens=DEFAULT_DRAFT_TOKENS, lazy=lazy)
+    planner = Planner(model.graph, model.weight_bytes)
+    plan, within = planner.plan(to_request(config)), placed(model, planner, config, profile)
+    traffic = within and stored_traffic(model, within, profile, kv)
+    total = (within or plan).total_bytes
+    return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
+                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None, found.refused if found else "")
 
 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
@@ -136,21 +165,24 @@ def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str)
             "assumed": ASSUMPTION if chosen else ""}
 
 
-def _device_object(profile: DeviceProfile, needed: int, full: Estimate, empty: Estimate) -> dict[str, Any]:
+def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]:
     """Return what depends on the device: a token at the end of the context, a prompt in an empty one."""
+    profile = run.profile
     prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
     token_terms = {key: value for key, value in full.terms.items() if not key.startswith("prefill")}
     return {
         "device": profile.name, "device_title": profile.title, "device_class": profile.device_class,
         "bandwidth_gbs": profile.bandwidth_gbs, "effective_gbs": profile.effective_gbs,
-        "sequences": full.sequences, "memory_bytes": profile.memory_bytes, "fits": needed <= profile.memory_bytes,
+        "sequences": full.sequences, "memory_bytes": profile.memory_bytes, "fits": run.mode != REFUSED,
+        "mode": run.mode, "reading": None if run.mode in ("resident", REFUSED) else run.counted, "run_kv": run.kv,
+        "total_bytes": run.total_bytes, "device_bytes": run.device_bytes,
         "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
         "decode_empty_tok_per_s": empty.decode_tok_per_s,
         "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
         "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
         "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
         "basis": full.basis, "error": full.error, "error_source": full.error_source, **whose_object(full),
-        "remark": not_ours(whose_object(full), profile),
+        "remark": not_ours(whose_object(full), profile, run.refused),
     }
 
 
@@ -239,8 +271,13 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
         yield (f"A pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time for "
                f"each pass{' (--draft-cost says otherwise)' if out['draft_cost_assumed'] else ''}.")
     if not out["fits"]:
-        yield (f"It does not fit: a run takes {format_size(out['total_bytes'])}, the device has "
+        yield (f"It does not fit: a run takes {format_size(out['device_bytes'] or out['total_bytes'])}, the device has "
                f"{format_size(out['memory_bytes'])}; edgeinfer plan says what would.")
+    if out["reading"] is not None:
+        speeds = "the speeds count that" if out["reading"] else \
+            "the speeds are those with all in memory, for its storage was not measured"
+        yield (f"Not all weights fit into memory ({out['mode']}): some are read from storage, and {speeds}; edgeinfer "
+               "plan says how many.")
     if out["ctx"] > out["max_ctx_of_model"]:
         yield f"The model was trained for {out['max_ctx_of_model']} tokens of context."
     if out["file_note"]:
@@ -267,7 +304,7 @@ def _remarks(out: dict[str, Any]) -> Iterator[str]:
 def print_all_devices(out: dict[str, Any]) -> None:
     """Print a line per device."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
-    needed = format_size(out["total_bytes"])
+    needed = format_size(out["unstreamed_bytes"])
     print(f"{out['model']}, {stored}, {out['ctx']} tokens of context: {needed}\n"
           "Tokens per second by device; no figure where nobody published the peak.\n")
     rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]
@@ -278,7 +315,8 @@ def print_all_devices(out: dict[str, Any]) -> None:
             item["device"], speed(item["decode_empty_tok_per_s"]), speed(item["decode_tok_per_s"]),
             _band(item["low"], item["high"]), "" if top is None else speed(top),
             "" if prefill is None else speed(prefill),
-            basis if item["fits"] else f"{basis}; does not fit {format_size(item['memory_bytes'])}",
+            basis if item["fits"] and item["mode"] == "resident" else f"{basis}; {item['mode']}" if item["fits"]
+            else f"{basis}; does not fit {format_size(item['memory_bytes'])}",
         ))
     print_table(rows, right=[1, 2, 4, 5])
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import NATS, checked
-from ..config import CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
+from ..config import AUTO, CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..process import peak_rss_bytes
 from ..pruning import LEAST_PROMPT, Schedule, calibrated
@@ -137,7 +137,6 @@ def evaluate(
       edgeinfer eval ./my-bundle --text held_out.txt
       edgeinfer eval ./my-bundle --text held_out.txt --reference ./my-f32-bundle --json
     """
-    from .. import opening
     from ..corpus import SEPARATOR, Text, read_stream
     from ..evaluate import OUTPUT_ROWS
     from ..evaluate import evaluate as measure
@@ -146,12 +145,13 @@ def evaluate(
     from ..quality import Setting, measured_identity, measurement, remember
     from ..runtime import everywhere
 
-    provider, other_provider = opening.provider(device), None
+    asked = kv_on(command, device, kv)
+    provider, other_provider = _provider(device, model, Storage(weights, group_size), asked), None
     if reference:
-        other_provider = opening.provider(reference_device)
+        other_provider = _provider(reference_device, reference, AS_IT_IS, reference_kv)
     elif reference_device != CPU:
         raise UsageError(f"--reference-device {reference_device} is about a reference; add --reference MODEL.")
-    kv = kv_on(command, device, kv) or (provider.kv[0] if provider else kv)
+    kv = asked or (provider.kv[0] if provider else kv)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
     own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
@@ -228,6 +228,18 @@ def _calibrate(session: Runner, measured: Callable[[], Evaluation], target: floa
 
     schedule = calibrated(stages.schedule.layers, divergence, target)
     return schedule, found[schedule]
+
+
+def _provider(device: str, model: str, storage: Storage, kv: str | None) -> Provider | None:
+    """Return who runs a model, None for our own kernels; which of them device auto takes depends on the model."""
+    from .. import opening
+    from ..models import resolve
+
+    if (provider := opening.provider(device)) is None or device != AUTO:
+        return provider
+    with ProgressLine() as progress:
+        path = resolve(model, progress, storage=storage)
+    return opening.taken(device, provider, path, RuntimeConfig(), kv)[0]
 
 
 def open_runner(stack: ExitStack, model: str, config: RuntimeConfig, progress: ProgressLine,

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..config import CUDA, RuntimeConfig
 from ..errors import UsageError
 from .output import whose_object
 
 if TYPE_CHECKING:
+    from ..config import RuntimeConfig
+    from ..describe import ModelDescription
     from ..devices import DeviceProfile, Traffic
+    from ..executors import Executor
 
 PROMPT = 512
 
 
-def served_as_asked(profile: DeviceProfile, config: RuntimeConfig, kv: str | None) -> DeviceProfile | None:
-    """Return a GPU as `run --device cuda` uses it; None for other devices, and for what is refused there.
+class Cards:
+    """Says who runs a model on one device after another; it is lowered for NVIDIA's cards once.
 
-    `kv` is the type of the KV cache that was asked for, if any.
+    Parameters
+    ----------
+    describe : callable
+        Describes the model without passes.
+    config : RuntimeConfig
+    kv : str or None
+        Type of the KV cache, where one was asked for.
     """
-    from ..devices import served
 
-    if (found := served(profile)) is None:
-        return None
-    from ..backends import PROVIDERS, device_config
+    def __init__(self, describe: Callable[[], ModelDescription], config: RuntimeConfig, kv: str | None):
+        self._describe, self._config, self._kv = describe, config, kv
+        self._known: tuple[ModelDescription, Executor] | None = None
 
-    provider = PROVIDERS[CUDA]
-    try:
-        device_config(replace(config, kv=kv or provider.kv[0]), provider)
-    except UsageError:
-        return None
-    return found
+    def on(self, profile: DeviceProfile) -> tuple[ModelDescription, Executor] | None:
+        """Return the model without passes and who runs it on an NVIDIA card; None for other devices."""
+        from ..devices import served
+        from ..executors import executor_of
+
+        if (card := served(profile)) is None:
+            return None
+        if self._known is None:
+            model = self._describe()
+            self._known = model, executor_of(profile, model.graph, self._config, self._kv)
+        model, found = self._known
+        return model, found._replace(profile=card) if found.planner else found
 
 
 def gpu_here() -> DeviceProfile | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 COLUMNS = 80
+REFUSED = "refused"
+"""Mode of a plan that does not fit."""
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -71,18 +73,23 @@ def by(name: str) -> str:
     return name if name.startswith(("with ", "on ")) else f"with {name}"
 
 
-def not_ours(found: dict[str, Any], profile: DeviceProfile) -> str:
-    """Return the sentence for units that edgeinfer cannot use, or was not measured on; empty for processors."""
+def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -> str:
+    """Return the sentence for speeds that are another program's, or were not measured; empty for edgeinfer's own.
+
+    `refused` says why edgeinfer does not run the model on an NVIDIA card.
+    """
     from ..devices import SERVED, processor_of, served
 
     if found["unit"] == "cpu":
-        return ""
+        return "" if found["program"] == "edgeinfer" else (
+            f"This is the speed of {found['program']}; edgeinfer's own was not measured on this device, where "
+            "'edgeinfer devices --probe' measures it.")
     if profile.device_class == SERVED:
         return ("This rests on published figures of the GPU and on assumed shares of them: no run of edgeinfer on a "
                 "GPU has measured these yet.")
     if served(profile):
-        return (f"This is the speed of {whose(found)}, not of edgeinfer, which runs models there exactly and with f16 "
-                "KV alone (run --device cuda).")
+        return (f"This is the speed of {whose(found)}, not of edgeinfer, which does not run this there"
+                + (f": {refused} Memory is compared as if weights and KV lay on the card." if refused else "."))
     processor = processor_of(profile)
     known = f"which --device {processor.name} estimates" if processor else "whose speed is not known here"
     return (f"This is the speed of {whose(found)}, not of edgeinfer, which cannot use {found['unit_words']}: its run "

@@ -13,8 +13,8 @@ from ..config import (
     BEAMS,
     CPU,
     CUDA,
+    DEVICES,
     MAX_KLD,
-    ONNX_CPU,
     GenerationConfig,
     Recipe,
     RuntimeConfig,
@@ -25,7 +25,6 @@ from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
 from . import options
 from .decision import described_as_run
-from .on_gpu import served_as_asked
 from .output import print_json
 from .plan_object import PlanReport
 from .plan_report import JSON_FIELDS, print_names, print_report
@@ -33,6 +32,7 @@ from .plan_report import JSON_FIELDS, print_names, print_report
 if TYPE_CHECKING:
     from ..describe import ModelDescription
     from ..devices import DeviceProfile
+    from ..executors import Executor
     from ..memory_planner import Beside
 
 __all__ = ["JSON_FIELDS", "plan"]
@@ -86,8 +86,9 @@ def plan(
     Every region of memory has its bytes and the reason for them; `run` takes exactly these, up front. The budget is
     --budget, else the memory of --device, else what this system can give now. A plan that does not fit is printed too,
     with what would fit instead, and the exit code is 3. Contexts beyond the model's own limit are planned, with a
-    remark: `run` refuses them. With --device cuda or onnx-cpu the plan is that of a run on onnxruntime, and regions of
-    the kind device are in the GPU's memory.
+    remark: `run` refuses them. With --device cuda or onnx-cpu, or that of an NVIDIA card, the plan is that of a run on
+    onnxruntime, and regions of the kind device are in the GPU's memory; of models that it lacks the figures are those
+    of another program, by its name.
 
     \b
     Examples:
@@ -95,7 +96,7 @@ def plan(
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
     """
-    from .. import opening
+    from ..describe import describe
     from ..devices import load_profile
 
     if listed:
@@ -116,19 +117,37 @@ def plan(
                            lazy=options.pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
-    if device == AUTO:
-        device = CPU if (found := opening.provider(device)) is None else found.device
-    if device in (CUDA, ONNX_CPU):
+    stored = weights, group_size
+    profile = None if device in (None, *DEVICES) else load_profile(str(device))
+    found = _executor(device, profile, model, stored, config, options.kv_on(command, device or CPU, kv))
+    if found and found.planner:
         from .plan_device import planned_on
 
-        on_kv = options.kv_on(command, device, kv)
-        report = planned_on(device, model, (weights, group_size), config, on_kv)
-        return _printed(report, json)
+        guesser = draft if speculate in ("auto", "draft") else None
+        return _printed(planned_on(found, describe(model, *stored, Recipe(())), speculate, guesser), json)
     check_own_layout(config)
-    profile = None if device in (None, CPU) else load_profile(str(device))
-    gpu = profile and served_as_asked(profile, config, options.kv_on(command, CUDA, kv))
-    report = _planned(model, (weights, group_size), config, bound, profile, speculate, draft, gpu)
-    return _printed(report, json)
+    refused = found.refused if found else ""
+    return _printed(_planned(model, stored, config, bound, profile, speculate, draft, refused), json)
+
+
+def _executor(device: str | None, profile: DeviceProfile | None, name: str, stored: tuple[str | None, int | None],
+              config: RuntimeConfig, kv: str | None) -> Executor | None:
+    """Return who runs the model where that may be another than our own kernels."""
+    from ..devices import served
+
+    if device in (None, CPU) or (profile and not served(profile)):
+        return None
+    from .. import executors, opening
+    from ..describe import describe
+
+    if profile is None and device == AUTO and opening.provider(AUTO) is None:
+        return None
+    graph = describe(name, *stored, Recipe(())).graph
+    if profile:
+        return executors.executor_of(profile, graph, config, kv)
+    from ..backends import PROVIDERS
+
+    return executors.executor_here(str(device), PROVIDERS[CUDA if device == AUTO else str(device)], graph, config, kv)
 
 
 def _printed(report: dict[str, Any], json: bool) -> int:
@@ -137,15 +156,15 @@ def _printed(report: dict[str, Any], json: bool) -> int:
         print_json(report)
     else:
         print_report(report)
-    return 0 if report["fits"] else BudgetError.exit_code
+    return BudgetError.exit_code if report["fits"] is False else 0
 
 
 def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeConfig, max_kld: float,
              device: DeviceProfile | None, speculate: str, draft: str | None,
-             gpu: DeviceProfile | None) -> dict[str, Any]:
+             refused: str = "") -> dict[str, Any]:
     """Return the JSON object; a bundle that leaves a choice is planned as `run` would run it on this machine.
 
-    `gpu` is the device as `run --device cuda` uses it, where that takes what is asked for.
+    `refused` says why CUDA does not run the model, where a card was asked about.
     """
     from ..describe import describe
     from ..devices import local_profile
@@ -155,8 +174,7 @@ def _planned(name: str, stored: tuple[str | None, int | None], config: RuntimeCo
     if device is None:
         model, choice, decision = described_as_run(model, config, max_kld, beside)
     config = choice.way.config if choice else config
-    profile = gpu or device or local_profile()
-    report = PlanReport(model, config, device, profile, choice, beside).report()
+    report = PlanReport(model, config, device, device or local_profile(), choice, beside, refused).report()
     return {**report, "decision": decision}
 
 

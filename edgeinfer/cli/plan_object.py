@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RuntimeConfig
 from ..errors import BudgetError
+from ..sizes import format_size
 from .on_gpu import PROMPT, speed_object
-from .output import alternative_object, not_ours
+from .output import REFUSED, alternative_object, not_ours
 
 if TYPE_CHECKING:
     from ..choice import Choice, Way
@@ -20,18 +21,20 @@ MOST_THREADS = 256
 DEVICE_MEMORY = "memory of"
 
 
-def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None, fits: bool,
-                budget: int, budget_source: str) -> dict[str, Any]:
+def plan_fields(model: ModelDescription, config: RuntimeConfig, plan: MemoryPlan, device: str | None,
+                fits: bool | None, budget: int | None, budget_source: str | None) -> dict[str, Any]:
     """Return what the JSON objects of all plans begin with: the model, the request, where memory goes, the budget."""
     return {
-        "model": model.name, "source": model.source, "fits": fits,
+        "model": model.name, "source": model.source, "fits": fits, "mode": plan.mode,
         "parameters": model.parameters, "weights": model.quantisation.weights,
         "group_size": model.quantisation.group_size, "ctx": config.ctx, "kv": config.kv, "threads": config.threads,
         "device": device,
         "regions": [{"name": r.name, "bytes": r.nbytes, "kind": r.kind, "reason": r.reason} for r in plan.regions],
         "total_bytes": plan.total_bytes, "resident_bytes": plan.resident_bytes, "mapped_bytes": plan.mapped_bytes,
         "reclaimable_bytes": plan.reclaimable_bytes, "budget_bytes": budget, "budget_source": budget_source,
-        "remaining_bytes": budget - plan.total_bytes, "model_ctx": model.config.max_position_embeddings,
+        "unstreamed_bytes": plan.unstreamed_bytes,
+        "remaining_bytes": None if budget is None else budget - plan.total_bytes,
+        "model_ctx": model.config.max_position_embeddings,
         "pure_weight_bytes": round(model.pure_weight_bytes(4)),
     }
 
@@ -40,15 +43,18 @@ class PlanReport:
     """One plan, what it was made for, and what else would fit."""
 
     def __init__(self, model: ModelDescription, config: RuntimeConfig, device: DeviceProfile | None,
-                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None):
-        from ..memory_planner import Planner, default_ctx, default_threads, to_request
+                 profile: DeviceProfile | None, choice: Choice | None, beside: Beside | None = None,
+                 refused: str = ""):
+        from ..executors import Fitted, fitted
+        from ..memory_planner import Planner, default_ctx, default_threads
 
         threads = config.threads or (_cores(device) if device else default_threads())
-        self.model, self.device, self.profile, self.choice = model, device, profile, choice
+        self.model, self.device, self.profile, self.choice, self.refused = model, device, profile, choice, refused
         self.config = replace(config, ctx=config.ctx or default_ctx(model.config), threads=threads)
         self.budget, self.budget_source = self._limit()
         self.planner = Planner(model.graph, model.weight_bytes, beside=beside)
-        self.plan: MemoryPlan = self.planner.plan(to_request(self.config))
+        self.within = replace(self.config, budget_bytes=self.budget)
+        self.fitted = Fitted(choice.way.plan) if choice else fitted(model, self.planner, self.within, device)
 
     def _limit(self) -> tuple[int, str]:
         from ..memory_planner import process_budget
@@ -56,63 +62,52 @@ class PlanReport:
         if self.config.budget_bytes is not None:
             return self.config.budget_bytes, "--budget"
         if self.device is not None:
-            return self.device.memory_bytes, f"{DEVICE_MEMORY} {self.device.title}"
+            return self.device.usable_bytes, f"{DEVICE_MEMORY} {self.device.titled}"
         return process_budget(), "what this system can give now"
 
     def report(self) -> dict[str, Any]:
         """Return the JSON object."""
-        from ..memory_planner import alternatives, largest_ctx, refusal, streaming, without
+        from ..memory_planner import RESIDENT, alternatives, largest_ctx
         from .neurons import neurons_object
         from .windows import windows_object
 
-        plan, config, model, own = self.plan, self.config, self.model, self.model.config.max_position_embeddings
-        fits = plan.total_bytes <= self.budget
-        options = [] if fits else [*filter(None, [without(self.planner, config, self.budget)]),
-                                   *alternatives(self.planner, config, self.budget, model.rebuild)]
-        options += [] if fits else [*self._cold(), *self._experts()]
-        by_expert = any("kept_experts" in option.options for option in options)
-        if not fits and not by_expert and (streamed := streaming(self.planner, config, self.budget)):
-            options.append(streamed)
+        (plan, refused), config, model = self.fitted, self.config, self.model
+        own, mode = model.config.max_position_embeddings, self.fitted.mode
+        stored = None if mode in (RESIDENT, REFUSED) else self._from_storage(plan)
+        options: list[Alternative] = list(refused.alternatives) if refused else []  # type: ignore[arg-type]
+        if stored:
+            options = [*alternatives(self.planner, config, self.budget, model.rebuild), stored]
+        offers = [self._alternative(option) for option in options]
         report = {
-            **plan_fields(model, config, plan, self.device.name if self.device else None, fits, self.budget,
+            **plan_fields(model, config, plan, self.device.name if self.device else None, refused is None, self.budget,
                           self.budget_source),
+            "mode": mode, "from_storage": offers[-1] if stored else None,
             "max_ctx": largest_ctx(self.planner, config, self.budget, own),
             "max_ctx_from_storage": self._longest_from_storage(options),
             "kv_bytes_per_position": model.kv_bytes_per_position[config.kv],
             "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
-            "alternatives": [self._alternative(option) for option in options],
-            "file_types": model.file_types or None,
-            "estimate": (found := self._estimate()), "notes": self._notes(found),
+            "alternatives": offers, "file_types": model.file_types or None,
+            "estimate": (found := self._estimate(stored is not None)), "notes": self._notes(found),
             "neurons": neurons_object(model, self.profile), "lazy": self._pruned(),
             "windows": windows_object(plan),
         }
-        if not fits:
-            report["error"] = {"code": BudgetError.code, "message": refusal(plan, self.budget, options)}
+        if refused:
+            report["error"] = {"code": BudgetError.code, "message": str(refused)}
         return report
+
+    def _from_storage(self, plan: MemoryPlan) -> Alternative:
+        """Return what the run reads from storage by itself."""
+        from ..memory_planner import cold, kept_experts, streamed
+        from ..offload import from_flash
+
+        if plan.cold:
+            return cold(plan, next((way.read_bytes for way in self._flash()), 0.0))
+        return kept_experts(plan, from_flash(plan.experts).nbytes) if plan.experts else streamed(plan)
 
     def _flash(self) -> list[Way]:
         """The way with this recipe that reads cold neurons from storage, where `run` has one."""
         ways = (self.choice.way, *self.choice.others) if self.choice else ()
         return [way for way in ways if way.plan.cold and way.config.recipe == self.config.recipe]
-
-    def _cold(self) -> list[Alternative]:
-        from ..memory_planner import cold
-
-        return [cold(way.plan, way.read_bytes) for way in self._flash()]
-
-    def _kept(self) -> MemoryPlan | None:
-        """The plan that keeps some experts in memory, where `run` has one."""
-        from ..memory_planner import to_request
-        from ..offload import keep_experts
-
-        return keep_experts(self.planner, to_request(self.config), self.budget)
-
-    def _experts(self) -> list[Alternative]:
-        from ..memory_planner import kept_experts
-        from ..offload import from_flash
-
-        plan = self._kept()
-        return [kept_experts(plan, from_flash(plan.experts).nbytes)] if plan and plan.experts else []
 
     def _longest_from_storage(self, options: list[Alternative]) -> int | None:
         """Return the largest context with weights read from storage, as the last alternative has them, if one does."""
@@ -129,8 +124,8 @@ class PlanReport:
         from ..devices import estimate
         from ..offload import ALIKE, SKEWED, from_flash
 
-        plan, found = self._kept(), {}
-        assert plan and plan.experts
+        plan, found = self.fitted.plan, {}
+        assert plan.experts
         for name, half in (("alike", ALIKE), ("skewed", SKEWED)):
             expected, speed = from_flash(plan.experts, half), None
             if self.profile is not None and self.profile.storage_sequential_gbs:
@@ -148,7 +143,7 @@ class PlanReport:
 
         out, speed = alternative_object(option), None
         if "cold_neurons" in option.options:
-            speed = next(way.at_depth(self.config.ctx or 0) for way in self._flash())
+            speed = next((way.at_depth(self.config.ctx or 0) for way in self._flash()), None)
             return {**out, "streamed_bytes": option.streamed_bytes,
                     "decode_tok_per_s": speed if self.choice and self.choice.probed else None}
         if "kept_experts" in option.options:
@@ -161,16 +156,21 @@ class PlanReport:
             speed = estimate(self.profile, traffic, depth).decode_tok_per_s
         return {**out, "streamed_bytes": option.streamed_bytes, "decode_tok_per_s": speed}
 
-    def _estimate(self) -> dict[str, Any] | None:
-        """Return the speed with a full context, and with an empty one; None where this machine was not probed."""
-        from ..devices import SERVED
+    def _estimate(self, stored: bool) -> dict[str, Any] | None:
+        """Return the speed with a full context, and with an empty one; None where this machine was not probed.
+
+        Of weights that are read from storage it counts the reading, where storage was measured; else it is that with
+        all in memory.
+        """
+        from ..executors import stored_traffic
 
         if self.profile is None:
             return None
-        lazy, on_gpu = self._pruned(), self.profile.device_class == SERVED
-        traffic = self.model.traffic("f16" if on_gpu else self.config.kv)
-        return speed_object(self.profile, traffic, self.config.ctx or 0, self.config.max_sequences if on_gpu else 1,
-                            lazy["share"] if lazy else 1.0)
+        lazy, kv = self._pruned(), self.config.kv
+        traffic = stored_traffic(self.model, self.fitted.plan, self.profile, kv)
+        found = speed_object(self.profile, traffic or self.model.traffic(kv), self.config.ctx or 0, 1,
+                             lazy["share"] if lazy else 1.0)
+        return {**found, "reading": traffic is not None if stored else None}
 
     def _pruned(self) -> dict[str, Any] | None:
         """Return what will become of a prompt; None where none is pruned."""
@@ -189,20 +189,32 @@ class PlanReport:
                          "what to read.")
         if (self.config.ctx or 0) > own:
             notes.append(f"The context of {self.config.ctx} tokens is longer than the model's {own}: run refuses it.")
-        if found and self.profile and (remark := not_ours(found, self.profile)):
+        if found and self.profile and (remark := not_ours(found, self.profile, self.refused)):
             notes.append(remark)
         if self.profile is None:
             notes.append("No estimate: this machine was not probed (edgeinfer devices --probe); or give --device.")
         elif self.profile.cores != self.config.threads and (self.device is None or self.profile.isa in _our_isas()):
             notes.append(f"The estimate is that of {self.profile.cores} threads on {self.profile.name}, not of "
                          f"{self.config.threads}.")
-        if self.budget_source.startswith(DEVICE_MEMORY) and self.device and len(self.device.memory_gib) != 1:
-            notes.append("The budget is all the memory of the device's largest common version: --budget says that "
-                         "yours has less, or leaves room for the system and other programs.")
+        if self.budget_source.startswith(DEVICE_MEMORY) and self.device:
+            notes.append(self._which_version(self.device))
         if not self.config.mlock:
             notes.append("Weights are mapped from their file: the system may drop and read them again when memory is "
                          "short, which --mlock forbids.")
         return notes
+
+
+    def _which_version(self, device: DeviceProfile) -> str:
+        """Say what of the device's memory is the budget, and which smaller version would do."""
+        left = device.memory_bytes - device.usable_bytes
+        room = f", less {format_size(left)} for the system" if left else ""
+        smaller = [gib for gib in sorted(device.memory_gib) if self.fitted.mode == "resident"
+                   and self.fitted.plan.total_bytes <= replace(device, memory_bytes=gib << 30).usable_bytes]
+        enough = f"; the one with {smaller[0]} GB is enough" if smaller and smaller[0] << 30 < device.memory_bytes \
+            else ""
+        exist = f" It exists with {', '.join(map(str, sorted(device.memory_gib)))} GB{enough}." \
+            if len(device.memory_gib) > 1 else ""
+        return f"The budget is the memory of {device.titled}{room}: --budget says what yours can give.{exist}"
 
 
 def _cores(device: DeviceProfile) -> int:

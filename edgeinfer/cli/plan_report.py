@@ -15,7 +15,13 @@ JSON_FIELDS = {
     "plan": {
         "model": "as given",
         "source": "where its description comes from",
-        "fits": "whether the plan is within the budget",
+        "fits": "whether a run fits the budget, with weights read from storage where that is what `run` does by "
+        "itself; "
+        "null with --device cuda where no GPU was found",
+        "mode": "where weights are while it goes on: resident, streamed, sparse from flash, experts from flash; "
+        "refused "
+        "where it does not fit",
+        "from_storage": "where weights are read from storage: that alternative, as in `alternatives`; else null",
         "parameters": "of the model; tied matrices count once",
         "weights": "type of the layers' matrices",
         "group_size": "weights that share a scale",
@@ -23,13 +29,16 @@ JSON_FIELDS = {
         "kv": "type of the KV cache",
         "threads": "worker threads",
         "device": "as given, or null; with cuda or onnx-cpu also `device_bytes` of regions of the kind device, "
-        "`device_budget_bytes` (what is free of a GPU, null without one) and `max_sequences` that fit",
+        "`device_budget_bytes` (what is free of a GPU, or a card's memory, null without one), `device_budget_source` "
+        "and "
+        "`max_sequences` that fit",
         "regions": "per region `name`, `bytes`, `kind` (private, mapped, locked, reserve), `reason`",
         "total_bytes": "their sum: the most memory that the process will hold",
+        "unstreamed_bytes": "what it would be with all weights in memory",
         "resident_bytes": "part of it that stays taken until the end",
         "mapped_bytes": "part of it that is the weights' file",
         "reclaimable_bytes": "part of that which the system may drop and read again; 0 with --mlock",
-        "budget_bytes": "limit",
+        "budget_bytes": "limit; of the process beside a card null without --budget",
         "budget_source": "where the limit comes from",
         "remaining_bytes": "limit less total; negative where it does not fit",
         "max_ctx": "largest context that fits with all weights in memory, at most the model's own; 0 where none does",
@@ -41,7 +50,8 @@ JSON_FIELDS = {
         "kv_bytes_unshared": "what these would be if each layer had K and V of its own",
         "filed_bytes": "of tables that stay in the weights' file, of which a token reads a row: no part of the sum, "
         "which has the pages of a context's rows (region `rows`)",
-        "alternatives": "where it does not fit: `change` (ctx, kv, weights or several joined by +; on a device ctx or "
+        "alternatives": "where not all weights fit into memory: `change` (ctx, kv, weights or several joined by +; on "
+        "a device ctx or "
         "samples; draft or speculate for the run without), `value`, `options` (each by name), `total_bytes`; in the "
         "order in which to try them, each checked to fit. The last may be "
         "`cold_neurons` and `streamed_layers`, which `run` does by itself, with `streamed_bytes` read from storage for "
@@ -50,13 +60,15 @@ JSON_FIELDS = {
         "(the share that half of the experts takes), `hit_rate`, `streamed_bytes`, `decode_tok_per_s`",
         "estimate": "`decode_tok_per_s` with the context full, `low`, `high` (80 % band), `prefill_tok_per_s`, "
         "`decode_tok_per_s_empty`, `depth`, `sequences`, `prompt`, `ttft_ms`, `device`, `basis`, `error_source`, "
-        "and as in `estimate` `program`, `unit`, `unit_words`, `others`; null without a profile",
+        "and as in `estimate` `program`, `unit`, `unit_words`, `others`; `reading`: where weights are read from "
+        "storage "
+        "whether the speed counts that, else null; null without a profile",
         "file_types": "of a GGUF file or a quantised checkpoint: bytes of its tensors by type; else null",
         "notes": "remarks",
         "neurons": neurons.FIELD,
         "lazy": "with --lazy what becomes of the prompt that is estimated: " + LAZY_FIELDS + "; else null",
         "windows": windows.FIELD,
-        "decision": decision.FIELD + "; the plan is of that way with all weights in memory",
+        "decision": decision.FIELD + "; the plan is of that way",
         "error": "where it does not fit: `code`, `message`",
         "models": "with --list, instead of the others: per name `name`, `source` (an id on the hub), `parameters`, "
         "`family` (its model_type)",
@@ -75,9 +87,10 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
     print_table(_rows(report), right=[2])
     print()
-    for line in bar_lines(report):
-        print(line)
-    print()
+    if report["budget_bytes"] is not None:
+        for line in bar_lines(report):
+            print(line)
+        print()
     for line in _figures(report):
         print(line)
     for note in report["notes"]:
@@ -86,11 +99,12 @@ def print_report(report: dict[str, Any]) -> None:
         print("\n".join(folded(neurons.neurons_line(report["neurons"]), "neurons  ")))
     if report["decision"] and report["decision"]["name"] != "refused":  # which is said as an error, below
         print("\n".join(folded(report["decision"]["said"], "run      ")))
-    if not report["fits"]:
+    if report["fits"] is not None:
         for option in report["alternatives"]:
             change = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in option["options"].items())
             text = f"{change} ({format_size(option['total_bytes'])}){_streaming(option)}"
             print("\n".join(folded(text, "fits: ")))
+    if report["fits"] is False:
         say(report["error"]["message"])
 
 
@@ -113,14 +127,33 @@ def print_names(as_json: bool) -> None:
 
 def verdict(report: dict[str, Any]) -> str:
     """Return the whole in one line: whether it fits, how fast it is, and after how long the first word comes."""
-    sizes = f"{format_size(report['total_bytes'])} of {format_size(report['budget_bytes'])}"
-    fits = f"It {'fits' if report['fits'] else 'does not fit'}: {sizes}"
-    found = report["estimate"]
-    if found is None:
+    fits, found = _fits(report), report["estimate"]
+    if found is None or found.get("reading") is False:
         return f"{fits}; how fast it is, nobody measured here"
     wait = "a time unknown" if found["ttft_ms"] is None else f"{speed(found['ttft_ms'] / 1000)} s"
     whose = f"{found['program']}, {found['unit'].upper()}"
     return f"{fits}; {speed(found['decode_tok_per_s'])} tok/s, first word after {wait} ({whose})"
+
+
+def _fits(report: dict[str, Any]) -> str:
+    """Return whether it fits, and into what."""
+    total, budget = report["total_bytes"], report["budget_bytes"]
+    own = format_size(total) if budget is None else f"{format_size(total)} of {format_size(budget)}"
+    words = {None: "Whether it fits is not known", True: "It fits", False: "It does not fit"}[report["fits"]]
+    if taken := report.get("device_bytes"):
+        has = report["device_budget_bytes"]
+        gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \
+            f"{format_size(taken)} of the GPU's {format_size(has)}"
+        return f"{words}: {gpu}; {own} of this process" if report["device_budget_source"] is None else f"{words}: {gpu}"
+    if offer := report["from_storage"]:
+        ((name, value),) = ((name, value) for name, value in offer["options"].items() if name in _READ)
+        return f"{words}, {_READ[name].format(value)}: {own}"
+    return f"{words}: {own}"
+
+
+_READ = {"streamed_layers": "with {} layers read from storage", "kept_experts": "with {} experts in memory",
+         "cold_neurons": "with {} neurons read from storage"}
+"""What the first line says of weights that are not in memory."""
 
 
 def _count(parameters: int) -> str:
@@ -170,12 +203,13 @@ def _streaming(option: dict[str, Any]) -> str:
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:
-    left = report["remaining_bytes"]
-    verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
-    yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
+    if (left := report["remaining_bytes"]) is not None:
+        verdict = f"{format_size(left)} remain" if left >= 0 else f"{format_size(-left)} too much"
+        yield f"budget   {format_size(report['budget_bytes'])} ({report['budget_source']}): {verdict}"
     if report.get("device_bytes"):
         has = report["device_budget_bytes"]
-        of = "of a GPU whose memory is not known here" if has is None else f"of {format_size(has)} that are free"
+        of = "of a GPU, of which none was found here" if has is None else \
+            f"of {format_size(has)} ({report['device_budget_source']})"
         yield f"GPU      {format_size(report['device_bytes'])} {of}"
     if report.get("max_sequences") is not None:
         yield f"slots    {report['max_sequences']} sequences of this context fit at most, of 64 that may be asked for"
@@ -198,6 +232,6 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
             yield f"         {speed(item['decode_tok_per_s'])} tok/s {by(item['name'])}"
         if prefill is not None:
             yield f"prompts  {speed(prefill)} tok/s"
-        fitting = "" if report["fits"] else ", were there memory enough"
+        fitting = "" if report["fits"] and found.get("reading") is not False else ", were there memory enough"
         yield from folded(f"estimated for {found['device']}{fitting}: {found['basis']}; band: "
                           f"{found['error_source']}", " " * 9)

@@ -109,8 +109,8 @@ class LLM(Requests):
         where it is ``"off"``, all tokens go through all layers.
     device : {"cpu", "cuda", "auto", "onnx-cpu"}, optional
         Who runs the model: our own kernels, as by default, or onnxruntime's CUDA or CPU provider; auto takes cuda where
-        it works, and says what it took. Devices other than cpu run models exactly, with KV of the model's type: what
-        approximates, streams or keeps prompts in files is refused by its name (docs/onnx.md).
+        it works and runs the model, and says what it took. Devices other than cpu run models exactly, with KV of the
+        model's type: what approximates, streams or keeps prompts in files is refused by its name (docs/onnx.md).
     kv_layout : {"slots", "pages"}, optional
         How devices of onnxruntime keep KV: a slot for each sequence, as by default, or pages that sequences take as
         they grow and share, which cuda has.
@@ -197,8 +197,6 @@ class LLM(Requests):
         from .. import opening
 
         provider = opening.provider(device)
-        if provider and kv is None:
-            config = replace(config, kv=provider.kv[0])
         draft = draft_of(draft, self._speculate)
         self.name = checked("model", model, PATH)
         if progress is not None:
@@ -206,7 +204,7 @@ class LLM(Requests):
         self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
         from ..engine import RequestQueue, Times
 
-        self._open(config, provider, draft, bound, progress)
+        self._open(config, (device, provider, None if kv is None else config.kv), draft, bound, progress)
         self._kept: list[Any] = []  # of the draft, for a request that goes on with the last one's text
         self._queue = RequestQueue(self.runner)
         self._times = Times()
@@ -215,9 +213,13 @@ class LLM(Requests):
         if self._tokenizer:
             self._eos_ids |= self._tokenizer.eos_ids
 
-    def _open(self, config: RuntimeConfig, provider: Provider | None, draft: str | Path | Recipe | None,
-              bound: float | None, progress: Progress | None) -> None:
-        """Open the bundle, what its texts need, who runs it and who guesses for it."""
+    def _open(self, config: RuntimeConfig, on: tuple[str | None, Provider | None, str | None],
+              draft: str | Path | Recipe | None, bound: float | None, progress: Progress | None) -> None:
+        """Open the bundle, what its texts need, who runs it and who guesses for it.
+
+        `on` has the device and the type of the KV cache as they were asked for, and between them who may run models
+        there.
+        """
         from .. import opening
         from ..bundle import Bundle
         from ..text import ChatTemplate, Tokenizer
@@ -225,6 +227,8 @@ class LLM(Requests):
         self._bundle = Bundle.open(self.path)
         with ExitStack() as opened:  # whatever fails below, nothing stays open
             opened.callback(self._bundle.close)
+            device, provider, kv = on
+            provider, config = opening.settled(device, provider, self._bundle, config, kv)
             if config.lazy:
                 config = replace(config, lazy=config.lazy.placed(self._bundle.config.num_hidden_layers))
             asked = config

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe, RuntimeConfig, check_own_layout
-from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types
-from edgeinfer.memory_planner import Alternative, Beside, MemoryPlan, Place, Planner, alternatives, fit, fits, resolve
+from edgeinfer.errors import BudgetError
+from edgeinfer.graph import Graph, TypeOf, build_graph, expected_types, without_approximations
+from edgeinfer.memory_planner import (
+    Alternative,
+    Beside,
+    MemoryPlan,
+    Place,
+    Planner,
+    alternatives,
+    fit,
+    fits,
+    refusal,
+    resolve,
+)
 
 from .fallback import SparseFfn, decide, everywhere
 
@@ -57,10 +70,30 @@ def plan_run(bundle: Bundle, config: RuntimeConfig, place: Place | None = None,
     if placed and not fits(planner, config):  # masks place neurons, in every layer
         recipe, sparse, graph, planner = _graph(bundle, everywhere(config.recipe), beside)
     rebuild = partial(_rebuilt, bundle, recipe)
-    plan, budget = fit(planner, config, rebuild, place)
+    try:
+        plan, budget = fit(planner, config, rebuild, place)
+    except BudgetError as error:
+        raise _or_exact(error, bundle, config, place, beside) from None
     whole = not plan.parts and plan.cold is None and plan.experts is None
     instead = None if whole else next(alternatives(planner, config, budget, rebuild), None)
     return PlannedRun(config, recipe, sparse, graph, plan, budget, instead)
+
+
+def _or_exact(error: BudgetError, bundle: Bundle, config: RuntimeConfig, place: Place | None,
+              beside: Beside | None) -> BudgetError:
+    """Return why a run does not fit, with the run without its approximations where that does."""
+    exact = without_approximations(config.recipe)
+    if exact == config.recipe:
+        return error
+    try:
+        found = plan_run(bundle, replace(config, recipe=exact), place, beside).plan
+    except BudgetError:
+        return error
+    left_out: dict[str, str | int] = {step.name: "exact" for step in config.recipe.steps if step not in exact.steps}
+    kept: tuple[Alternative, ...] = error.alternatives  # type: ignore[assignment]
+    options = [Alternative(left_out, found.total_bytes, found.streamed_bytes), *kept]
+    plan: MemoryPlan = error.plan  # type: ignore[assignment]
+    return BudgetError(refusal(plan, error.budget_bytes or 0, options), plan, error.budget_bytes, tuple(options))
 
 
 def offsets_of(bundle: Bundle) -> dict[str, int]:

@@ -85,7 +85,9 @@ PROVIDERS = {
 
 
 def provider_of(device: str) -> Provider | None:
-    """Return who runs a model; None for our own kernels.
+    """Return who may run models here; None for our own kernels.
+
+    Of auto that is CUDA where it works; whether it runs a certain model says `device_planner`.
 
     Raises
     ------
@@ -100,7 +102,6 @@ def provider_of(device: str) -> Provider | None:
         except UsageError as why:
             say(f"Device auto took cpu, our own kernels, because CUDA cannot be used: {why}")
             return None
-        say("Device auto took cuda.")
         return PROVIDERS[CUDA]
     if device == CUDA:
         check_cuda()

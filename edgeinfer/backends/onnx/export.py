@@ -10,9 +10,7 @@ from typing import NamedTuple
 from edgeinfer import __version__
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
-from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import NeuronDown, build_graph, expected_types
-from edgeinfer.quant import requestable
 from edgeinfer.sizes import format_size
 
 from ...progress import Counted
@@ -58,13 +56,9 @@ def lowered(bundle: Bundle, flavour: Flavour) -> Lowering:
     Raises
     ------
     UnsupportedModelError
-        An operation has no form in ONNX.
+        As `Lowering.run`.
     """
-    graph = build_graph(bundle.config, expected_types(bundle.types), Recipe(()))
-    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.requested}):
-        raise UnsupportedModelError(f"{bundle.path} has weights in {', '.join(taken)}, which ONNX has no operator for; "
-                                    f"convert its source with --weights q4 (or {', '.join(requestable()[1:])}).")
-    return Lowering(graph, flavour).run()
+    return Lowering(build_graph(bundle.config, expected_types(bundle.types), Recipe(())), flavour).run()
 
 
 def export(bundle: Bundle, destination: str | Path, flavour: Flavour | None = None, *, overwrite: bool = False,

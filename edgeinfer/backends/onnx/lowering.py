@@ -28,6 +28,7 @@ from edgeinfer.graph import (
     Tensor,
     Weight,
 )
+from edgeinfer.quant import requestable
 
 from . import weights
 from .flavour import Flavour
@@ -75,9 +76,16 @@ class Lowering:
         self._matrices: dict[str, Quantised] = {}
 
     def run(self) -> Lowering:
-        """Lower all operations, in their order."""
+        """Lower all operations, in their order.
+
+        Raises
+        ------
+        UnsupportedModelError
+            An operation has no form in ONNX, or the weights are of a type for which it has no operator.
+        """
         from .attention import declare
 
+        check_types(self.graph)
         declare(self)
         for op in self.graph.ops:
             lower(op, self)
@@ -165,6 +173,14 @@ class Lowering:
     def whole(self, weight: Weight) -> Part:
         """Return all rows of a matrix that is not interleaved."""
         return Part(weight, self.graph.types[weight.name], weight.shape[0], weight.name)
+
+
+def check_types(graph: Graph) -> None:
+    """Raise `UnsupportedModelError` where weights are in codes that no operator of ONNX reads."""
+    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.requested}):
+        raise UnsupportedModelError(f"The weights are in {', '.join(taken)}, which ONNX has no operator for; convert "
+                                    f"the model's source with --weights q4 (or {', '.join(requestable()[1:])}), or "
+                                    "run it with --device cpu.")
 
 
 @singledispatch

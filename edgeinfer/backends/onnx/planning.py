@@ -80,6 +80,34 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     return replace(config, recipe=Recipe(()), kv_layout=layout)
 
 
+def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
+                   kv: str | None = None) -> tuple[DevicePlanner, RuntimeConfig]:
+    """Return a planner of a model on a device, and the settings of its run as the device takes them.
+
+    `plan`, `estimate`, `run` and `LLM` ask this function whether a device runs a model.
+
+    Parameters
+    ----------
+    graph : Graph
+        Without passes.
+    config : RuntimeConfig
+    provider : Provider
+    kv : str, optional
+        Type of the KV cache where one was asked for; by default the device's own.
+
+    Raises
+    ------
+    UsageError
+        The device cannot do what the settings ask for.
+    UnsupportedModelError
+        It cannot run the model: an operation or a type of weights has no form in ONNX.
+    """
+    config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
+    planner = DevicePlanner(graph, provider, config.kv_layout)
+    planner.lower(to_request(config))
+    return planner, config
+
+
 class DevicePlanner:
     """Plans runs of one model on a provider.
 
@@ -108,6 +136,15 @@ class DevicePlanner:
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=trained if near else None,
                        top_k=min(BEST, self.graph.config.vocab_size)).checked(self.graph.config)
 
+    def lower(self, request: Request) -> list[Stored]:
+        """Return the tensors of the model as a request has it, lowered unless that was done; raises as `Lowering.run`.
+        """
+        if (flavour := self.flavour(request)) not in self._stored:
+            lowered = Lowering(self.graph, flavour).run()
+            self._stored[flavour] = list(lowered.stored.values())
+            self._products[request.kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
+        return self._stored[flavour]
+
     def positions(self, request: Request) -> int:
         """Return the positions of a slot or of a page."""
         return self.provider.page_positions if self.paged else request.ctx
@@ -119,11 +156,7 @@ class DevicePlanner:
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
         c, kv, heads = self.graph.config, request.kv, Heads.of(self.graph.config)
-        if (flavour := self.flavour(request)) not in self._stored:
-            lowered = Lowering(self.graph, flavour).run()
-            self._stored[flavour] = list(lowered.stored.values())
-            self._products[kv] = [node for node in lowered.nodes if node.kind == "MatMulNBits"]
-        stored, cuda = self._stored[flavour], self.provider.device == CUDA
+        stored, cuda = self.lower(request), self.provider.device == CUDA
         here = DEVICE if cuda else "private"
         weights, codes = data_bytes(stored), sum(one.nbytes for one in stored if one.kind == "u8")
         yield Region("weights", weights, f"as they are in the model, {kv} where they are not quantised",
@@ -177,10 +210,10 @@ class DevicePlanner:
             plan = self.plan(to_request(replace(config, max_sequences=fewer)))
             yield Alternative({"samples": fewer}, plan.total_bytes)
 
-    def refusal(self, plan: MemoryPlan, host: int, device: int | None, options: list[Alternative]) -> str:
+    def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""
-        here = plan.total_bytes > host
-        needs, has = (plan.total_bytes, host) if here else (plan.device_bytes, device or 0)
+        here = host is not None and plan.total_bytes > host
+        needs, has = (plan.total_bytes, host or 0) if here else (plan.device_bytes, device or 0)
         advice = "Fits: " + "; ".join(map(str, options)) if options else "Nothing smaller of this model fits"
         return (f"The run needs {format_size(needs)} of {'this process' if here else 'the GPU'}'s memory, and the "
                 f"budget is {format_size(has)}; layers are not streamed on device {self.provider.device}. {advice}; or "
@@ -209,6 +242,11 @@ def memory_of(provider: Provider, config: RuntimeConfig) -> tuple[int, int | Non
         return host, None
 
 
+def device_fits(plan: MemoryPlan, host: int | None, device: int | None) -> bool:
+    """Whether a plan is within the memory of the process and of its device, of which None is not known."""
+    return (host is None or plan.total_bytes <= host) and (device is None or plan.device_bytes <= device)
+
+
 def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan | None = None) -> MemoryPlan:
     """Plan a run within the memory of this process and of its device, of which something else may have taken a part.
 
@@ -224,7 +262,7 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, beside: MemoryPlan
         host -= sum(r.nbytes for r in beside.regions if r.kind not in (DEVICE, "reserve"))
 
     def fits(other: MemoryPlan) -> bool:
-        return other.total_bytes <= host and (device is None or other.device_bytes <= device)
+        return device_fits(other, host, device)
 
     if fits(plan):
         return plan

@@ -23,7 +23,7 @@ from .devices import Provider
 from .driver import gpu_free_bytes
 from .flavour import Heads
 from .pages import PageCalls, Pages
-from .planning import DevicePlanner, device_config, fit_device
+from .planning import device_planner, fit_device
 from .sessions import Sessions
 from .slabs import Slabs
 from .slots import SlotCalls, Slots
@@ -67,10 +67,10 @@ class OnnxRunner(Runner):
     def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Counted | None = None,
                  beside: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
-        self.config = resolve(device_config(config, provider), self.model)
         self.isa = f"onnxruntime {provider.name}"
         graph = build_graph(self.model, expected_types(bundle.types), Recipe(()))
-        planner = DevicePlanner(graph, provider, self.config.kv_layout)
+        planner, config = device_planner(graph, config, provider, config.kv)
+        self.config = resolve(config, self.model)
         self.plan = fit_device(planner, self.config, beside)
         self.block_tokens = planner.positions(self.plan.request)
         self._turn = threading.RLock()
