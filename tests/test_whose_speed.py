@@ -38,7 +38,7 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
     assert re.search(figure, shown)
     assert "not of edgeinfer, which cannot use the GPU (Metal): its run works on the CPU, whose speed is not" in shown
     lines = edgeinfer("plan", "llama-2-7b", "--device", "m4 mini 16GB").out.splitlines()
-    first = r"It fits: 5.1\d GB of 17.18 GB; [\d.]+ tok/s, first word after [\d.]+ s \(llama.cpp, GPU\)"
+    first = r"It fits: 5.1\d GB of 16.11 GB; [\d.]+ tok/s, first word after [\d.]+ s \(llama.cpp, GPU\)"
     assert re.fullmatch(first, lines[0])
     assert "at none; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
     shown = " ".join(edgeinfer("plan", "demo", "--device", "m2-pro").out.split())
