@@ -149,7 +149,8 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
     traffic = within and stored_traffic(model, within, profile, kv)
     total = (within or plan).total_bytes
     return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
-                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None, found.refused if found else "")
+                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
+                found.refused if found else "")
 
 
 def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
