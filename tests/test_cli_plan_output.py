@@ -22,7 +22,7 @@ def test_what_people_see(tmp_path: Path) -> None:
     done = edgeinfer("plan", "llama-3.1-8b", "--device", "rpi5", "--budget", "5GB", "--ctx", 8192)
     lines = done.out.splitlines()
     assert done.code == 0
-    assert lines[0].startswith("It fits, with 9 layers read from storage: 4.93 GB of 5.00 GB; ")
+    assert lines[0].startswith("It fits, with 9 layers read from storage: 4.94 GB of 5.00 GB; ")
     assert lines[0].endswith("s (llama.cpp, CPU)")
     assert lines[1].startswith("llama-3.1-8b: 8.03 G parameters, built-in shape, as meta-llama/Llama-3.1-8B")
     assert any(line.startswith("r  resident") and "private" in line for line in lines)

@@ -40,7 +40,9 @@ def stored(shape: str, kind: str) -> ModelDescription:
     """A built-in shape with matrices of a type that files may have."""
     model = describe(shape, recipe=Recipe(()))
     matrix = WeightType.of(kind)
-    types = {name: matrix if own.quantised else own for name, own in model.graph.types.items()}
+    odd = {weight.name for weight in model.graph.weights if weight.shape[-1:] and weight.shape[-1] % 256}
+    types = {name: matrix if own.quantised and not (matrix.storage.nested and name in odd) else own
+             for name, own in model.graph.types.items()}  # as llama.cpp keeps rows that are no whole blocks otherwise
     graph = build_graph(model.config, expected_types(types), Recipe(()))
     return replace(model, graph=graph, weight_bytes=weights_file_bytes(graph),
                    quantisation=Quantisation(kind, matrix.group_size, kind, kind))
@@ -74,7 +76,7 @@ def agree(shape: str, kind: str, card: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_card_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for combination in random.Random(1).sample(COMBINATIONS, 60):
+    for combination in random.Random(1).sample(COMBINATIONS, 40):
         agree(*combination, monkeypatch)
 
 
@@ -151,7 +153,7 @@ def compare(path: Path, options: dict[str, Any], opened: bool) -> str:
 
 
 def test_plan_and_run_agree(bundles: dict[str, Path]) -> None:
-    modes = [compare(path, options, False) for path, options in asked(bundles, 40, 7)]
+    modes = [compare(path, options, False) for path, options in asked(bundles, 14, 7)]
     assert set(modes) == {"resident", "streamed", "refused"}
 
 
