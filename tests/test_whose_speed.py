@@ -43,7 +43,7 @@ def test_the_line_of_the_figure_names_program_and_unit() -> None:
     assert "at none; llama.cpp on the GPU (Metal)" in " ".join(" ".join(lines).split())
     shown = " ".join(edgeinfer("plan", "demo", "--device", "m2-pro").out.split())
     assert "which --device m2-pro-cpu estimates" in shown
-    here = edgeinfer("plan", "llama-2-7b", "--device", "rpi5", "--budget", "1GB")
+    here = edgeinfer("plan", "llama-2-7b", "--device", "rpi5", "--budget", "2.3GB")
     assert here.out.startswith("It fits, with 28 layers read from storage: ") and "not of edgeinfer" not in here.out
     assert "speed of llama.cpp; edgeinfer's own was not measured on this device" in " ".join(here.out.split())
     probed = replace(load_profile("rpi5"), device_class="local", effective_gbs=None, programs={})
