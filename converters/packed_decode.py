@@ -122,7 +122,8 @@ def mlx(name: str, parts: Parts, scheme: Scheme, recent: Recent) -> PackedTensor
 
 def _mlx_floats(name: str, parts: Parts, mode: str, size: int, recent: Recent) -> PackedTensor:
     """MLX's mxfp4, nvfp4 and mxfp8: floats of 4 or 8 bits, with a scale that is a float of 8 bits for each group."""
-    *leading, words = parts.check("weight", ("U32",), (None,) * len(parts.stored("weight").shape))
+    stacked = len(parts.stored("weight").shape) == 3
+    *leading, words = parts.check("weight", ("U32",), (None,) * (2 + stacked))
     columns = words * (4 if mode == "mxfp8" else 8)
     groups = whole_groups(parts, columns, size)
     parts.check("scales", ("U8",), (*leading, groups))

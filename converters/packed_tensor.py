@@ -175,7 +175,7 @@ class Parts:
             values = E4M3[self.whole(part, "u1")]
         elif tensor.dtype in ("F8_E8M0", "U8"):  # exponents, in files of programs whose torch has no type for them
             exponents = self.whole(part, "u1")
-            values = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+            values = np.ldexp(np.float32(1), np.minimum(exponents, 254).astype(np.int32) - 127)
             values[exponents == 255] = np.nan
         else:
             values = file.read(name, [0], prod(tensor.shape))

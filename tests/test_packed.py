@@ -428,6 +428,8 @@ PARTS: list[tuple[str, Any, str]] = [
     ("gptq", instead(".scales", i32(np.ones((3, 64)))), "has the type I32; it must be F16 or BF16 or F32"),
     ("gptq", instead(".scales", f16(np.full((3, 64), np.nan))), "has a scale that is NaN or infinite"),
     ("mlx", instead(".biases", f16(np.full((64, 3), np.inf))), "has a bias that is NaN or infinite"),
+    ("mlx mxfp8", instead(".scales", ("U8", (64, 3), b"\xff" * 192)), "has a scale that is NaN or infinite"),
+    ("mlx mxfp4", instead(".weight", ("U32", (), b"\0" * 4)), r"has the shape \[\]; .* it must be \[n, n\]"),
     ("gptq", instead(".g_idx", i32(np.full(96, 3))), "has the group 3; there are groups 0 to 2"),
     ("gptq", instead(".g_idx", i32(np.full(96, 2**32 - 1))), "has the group -1"),
     ("gptq", instead(".g_idx", i32(np.zeros(95))), r"has the shape \[95\]"),
@@ -442,6 +444,7 @@ PARTS: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("error")  # a sentence alone, without NumPy's warning above it
 @pytest.mark.parametrize(("form", "change", "said"), PARTS)
 def test_parts_that_do_not_fit(tmp_path: Path, form: str, change: Any, said: str) -> None:
     def alter(module: str, parts: dict[str, Raw]) -> None:

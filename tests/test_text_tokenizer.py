@@ -113,6 +113,25 @@ def test_behind_a_special_token_text_is_as_the_file_says() -> None:
     assert both == [*tokenizer.encode("the", add_bos=False), end, *space]
 
 
+@pytest.mark.parametrize("flags", [{}, {"special": False}, {"lstrip": True}, {"rstrip": True}, {"single_word": True},
+                                   {"special": False, "lstrip": True}], ids=str)
+@pytest.mark.parametrize("scheme", ["Prepend", "first", "always"])
+def test_added_tokens_in_text_that_goes_on(flags: dict[str, bool], scheme: str, tmp_path: Path) -> None:
+    """The two halves of a text have the ids of the whole, whatever an added token takes of the spaces around it."""
+    file = json.loads((demo_path() / "tokenizer.json").read_text(encoding="utf-8"))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    file["added_tokens"].append({**plain, "id": max(file["model"]["vocab"].values()) + 1, "content": "<x>", **flags})
+    if scheme != "Prepend":
+        file["normalizer"] = None
+        file["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    tokenizer = Tokenizer.open(write(tmp_path, tokenizer=file))
+    for special in (True, False):
+        begin = tokenizer.encode("The fox", parse_special=special)
+        for text in (" and<x>the crow", " and <x> the crow", "s<x>", "<x>the", " <x>the", " ab<x>cd <x> e", " and"):
+            both = [*begin, *tokenizer.encode(text, add_bos=False, parse_special=special)]
+            assert both == tokenizer.encode(f"The fox{text}", parse_special=special), (special, text)
+
+
 def test_special_tokens_in_text_are_text_unless_asked_for(byte_level: Path) -> None:
     tokenizer = Tokenizer.open(byte_level)
     begin, end = tokenizer.bos_id, min(tokenizer.eos_ids)

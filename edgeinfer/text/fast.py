@@ -78,16 +78,22 @@ class FastTokenizer:
 
     def _encode_continuation(self, text: str, parse_special: bool, most: int | None,
                              stopped: Callable[[], bool] | None) -> list[int]:
-        """Encode text that goes on in the middle; behind a special token the space is put as the file says."""
+        """Encode text that goes on in the middle; behind an added token the space is put as the file says."""
         if self._continuing is None:
             other = without_leading_space(self._tokenizer)
             self._continuing = self if other is self._tokenizer else FastTokenizer(other, self._source)
         if self._continuing is self:
             return self.encode(text, parse_special, most, stopped)
-        specials = self._added.values() if parse_special else ()
-        end = min((at for content in specials if (at := text.find(content)) >= 0), default=len(text))
-        ids = self._continuing.encode(text[:end], parse_special, most, stopped)
-        return ids + self.encode(text[end:], parse_special, most, stopped) if end < len(text) else ids
+        if not any(content in text for content in self._added.values()):
+            return self._continuing.encode(text, parse_special, most, stopped)
+        found = interruptible(partial(self._continuing._encoding, text, parse_special, stopped), stopped)
+        ids: list[int] = found.ids
+        for n, (token_id, (start, _)) in enumerate(zip(ids, found.offsets, strict=True)):
+            if token_id in self._added and self._added[token_id] in text:
+                tail = self.encode(text[start:], parse_special, most, stopped)
+                if token_id in tail:
+                    return ids[:n] + tail[tail.index(token_id) :]
+        return ids
 
     def encode_pieces(self, pieces: Iterable[str], parse_special: bool = False,
                       stopped: Callable[[], bool] | None = None) -> Iterator[list[int]]:
@@ -101,8 +107,12 @@ class FastTokenizer:
             check_wanted(stopped)
 
     def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
+        ids: list[int] = self._encoding(text, parse_special, stopped).ids
+        return ids
+
+    def _encoding(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> Any:
         with self._set_to(parse_special, stopped), library_errors(self._source):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     @contextmanager
     def _set_to(self, parse_special: bool, stopped: Callable[[], bool] | None) -> Iterator[None]:
