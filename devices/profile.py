@@ -43,6 +43,8 @@ MAY_BE_ZERO = ("t0_ms", "token_ms", "activation_cost", "attention_ms")
 """Constants of the estimator and the largest value of each: shares of the bandwidth that weights and the KV cache draw,
 shares of the int8 peak that a prompt's matrices and its attention reach, milliseconds per token and 32 layers, and per
 token, that are spent on neither, and operations of the peak whose time a prompt spends on a value between matrices."""
+FIGURES = {"clock_ghz": (0.01, 100.0), "ecc_share": (0.01, 1.0)}
+"""The least and the largest value of figures that the estimator divides by."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,7 @@ def parse_profile(name: str, table: Mapping[str, Any], where: str) -> DeviceProf
     values["machine"] = check.name("machine", table["machine"]) if "machine" in table else None
     values["curves"] = {key: check.curve(f"curves.{key}", value)
                         for key, value in check.table("curves", table.get("curves", {})).items()}
-    values["figures"] = {key: check.number(f"figures.{key}", value, MOST_OPERATIONS, zero=True)
-                         for key, value in check.table("figures", table.get("figures", {})).items()}
+    values["figures"] = check.figures(table.get("figures", {}))
     values["memory_gib"] = tuple(check.whole("a capacity in memory_gib", item, MOST_BYTES >> 30, "GiB")
                                  for item in check.items("memory_gib", table.get("memory_gib", [])))
     for key in ("programs", "versions"):
@@ -249,17 +250,23 @@ class _Checker:
             self.fail(name, value, f"it must be a whole number of {unit} from 1 to {most}")
         return int(value)
 
-    def number(self, name: str, value: Any, most: float, zero: bool = False) -> float:
+    def number(self, name: str, value: Any, most: float, zero: bool = False, least: float = LEAST) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        least = 0 if zero else LEAST
-        if not good or not least <= value <= most:
-            self.fail(name, value, f"it must be a number from {least:g} to {most:g}")
+        if not good or not (least <= value <= most or (zero and value == 0)):
+            self.fail(name, value, f"it must be {'0, or ' if zero else ''}a number from {least:g} to {most:g}")
         return float(value)
 
     def table(self, name: str, value: object) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
             self.fail(name, value, f"it must be a table, written [{name}]")
         return value
+
+    def figures(self, value: object) -> dict[str, float]:
+        figures = {}
+        for key, figure in self.table("figures", value).items():
+            least, most = FIGURES.get(key, (LEAST, MOST_OPERATIONS))
+            figures[key] = self.number(f"figures.{key}", figure, most, key not in FIGURES, least)
+        return figures
 
     def constants(self, value: object) -> dict[str, float]:
         table = self.table("constants", value)

@@ -213,7 +213,7 @@ def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"constants": {"mfu": 1.44}}, "mfu is 1.44; a share above 1 is impossible: other programs disturbed"),
         ({"constants": {"f_kv": float("inf")}}, "constants.f_kv is inf; a share above 1 is impossible"),
         ({"constants": {"f_w": 0}}, "constants.f_w is 0; it must be a number from 1e-06 to 1"),
-        ({"constants": {"t0_ms": -1}}, "constants.t0_ms is -1; it must be a number from 0 to 10000"),
+        ({"constants": {"t0_ms": -1}}, "constants.t0_ms is -1; it must be 0, or a number from 1e-06 to 10000"),
         ({"constants": [1]}, "constants is [1]; it must be a table, written [constants]"),
         ({"sources": {"title": ""}}, "sources.title is ''"),
         ({"measured": "yesterday"}, "measured is 'yesterday'; it must be a date and time such as '2026-"),
@@ -225,7 +225,10 @@ def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"title": "a board\x1b[31m"}, "title is 'a board\\x1b[31m'; it must be on one line and without control"),
         ({"machine": "a\nb"}, "machine is 'a\\nb'; it must be on one line"),
         ({"cores": int("9" * 3000)}, f"cores is {'9' * 60}...; it must be a whole number"),
-        ({"figures": {"x": -1}}, "figures.x is -1; it must be a number from 0 to 1e+09"),
+        ({"figures": {"x": -1}}, "figures.x is -1; it must be 0, or a number from 1e-06 to 1e+09"),
+        ({"figures": {"x": 1e-320}}, "figures.x is 1e-320; it must be 0, or a number from 1e-06"),
+        ({"figures": {"clock_ghz": 1e-320}}, "figures.clock_ghz is 1e-320; it must be a number from 0.01 to 100."),
+        ({"figures": {"ecc_share": 0}}, "figures.ecc_share is 0; it must be a number from 0.01 to 1."),
     ],
 )
 def test_an_absurd_field_is_refused(change: dict[str, Any], sentence: str) -> None:
