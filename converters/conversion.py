@@ -16,6 +16,7 @@ from edgeinfer.graph import Graph, Weight, WeightType, is_quantised, requested_t
 from edgeinfer.process import say
 from edgeinfer.progress import Counted
 from edgeinfer.quant import layouts, quantise
+from edgeinfer.rules import CONVERSION, plain
 from edgeinfer.sizes import format_size
 from edgeinfer.text import ChatTemplate, Tokenizer
 
@@ -92,12 +93,13 @@ def convert(
     DestinationError
         If the destination exists, or its disk is full. One that another process writes is waited for.
     UsageError
-        For an unknown type or group size.
+        An option is of a wrong type or out of its range.
     """
-    began = time.perf_counter()
-    requested_types(weights or "q4", group_size or 32, embedding, head, ffn_layout)  # or it is refused
+    given, began = plain(locals(), CONVERSION), time.perf_counter()
+    types = given["weights"], given["group_size"], given["embedding"], given["head"], given["ffn_layout"] or "tile16"
+    requested_types(types[0] or "q4", types[1] or 32, *types[2:])  # or it is refused
     with open_checkpoint(source) as checkpoint:
-        type_of, asked = checkpoint.storage(weights, group_size, embedding, head, ffn_layout)
+        type_of, asked = checkpoint.storage(*types)
         graph = checkpoint.graph(type_of)
         remarks = [*checkpoint.check(graph), *checkpoint.remarks]
         checkpoint.check_travelling_files()

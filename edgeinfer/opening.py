@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checks import TEXT, checked
 from .config import CPU, Recipe, RuntimeConfig
 from .errors import UsageError
 
@@ -45,7 +44,7 @@ def provider(device: str | None) -> Provider | None:
         return None
     from .backends import provider_of
 
-    return provider_of(checked("device", device, TEXT))
+    return provider_of(device)
 
 
 def settled(device: str | None, provider: Provider | None, bundle: Bundle, config: RuntimeConfig,

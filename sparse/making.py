@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,14 @@ from edgeinfer.bundle import (
     pack_cold,
     weights_identity,
 )
+from edgeinfer.checks import Rule, choice, instance
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import RequestError, UnsupportedModelError, UsageError
 from edgeinfer.evaluate import Evaluation, Stream, evaluate
-from edgeinfer.graph import RELUS, Graph, Op, build_graph, expected_types
+from edgeinfer.graph import PREDICTORS, RELUS, Graph, Op, build_graph, expected_types
 from edgeinfer.progress import Progress
 from edgeinfer.quality import LEAST_TOKENS, MAX_KLD, QUALITY_FILE, Setting, identity, measurement, to_json
+from edgeinfer.rules import MAKING, plain
 from edgeinfer.runtime import Firing, Largest, Session, Visit, capture, dense_layers, open_plain, predicted_time
 
 from .ffn import Ffn, biases, ffns, parts, stored_bytes
@@ -138,6 +141,7 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     DestinationError
         As for `convert`.
     """
+    plain(locals(), RULES)  # or it is refused
     if any(entry.part in ("predictor", "statistics") for entry in source.header.files):
         raise UsageError(f"{source.path} is sparse already; give the checkpoint or the bundle that it was made of.")
     if Path(destination).resolve() == source.path.resolve():
@@ -189,6 +193,20 @@ def sparsify(source: Bundle, destination: str | Path, stream: Stream, *, kind: s
     within = all(kld_of(one) <= max_kld for one in (result, *(one for _, one in found)))
     return Sparsified(Path(destination), predictor, tuple(tallies), share, result, against_source, added.relative,
                       within, max_kld, time, tuple(dense), found)
+
+
+_STREAM = instance(Stream, "the tokens of a text, such as evaluate.token_stream makes")
+
+
+def _streams(value: Any) -> tuple[Stream, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError
+    return tuple(map(_STREAM.convert, value))
+
+
+RULES = {**MAKING, "source": instance(Bundle, "an open Bundle"), "stream": _STREAM, "kind": choice(PREDICTORS),
+         "held_out": Rule("a list of Streams", _streams)}
+"""Of the options of `sparsify` and `screen_head`."""
 
 
 def kld_of(result: Evaluation) -> float:

@@ -16,10 +16,11 @@ from edgeinfer.evaluate import Evaluation, Stream, evaluate
 from edgeinfer.graph import place_of_head
 from edgeinfer.progress import Progress
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
+from edgeinfer.rules import plain
 from edgeinfer.runtime import Session, everywhere
 
 from .head import make_screen
-from .making import OUTPUTS, cut, cut_held_out, kld_of, open_source
+from .making import OUTPUTS, RULES, cut, cut_held_out, kld_of, open_source
 from .neurons import copy_weights
 
 PROTOCOL = "windows of 512, tokens decoded together"
@@ -54,6 +55,7 @@ def screen_head(source: Bundle, destination: str | Path, stream: Stream, *, max_
 
     Parameters and exceptions are those of `sparsify` and `make_screen`.
     """
+    plain(locals(), RULES)  # or it is refused
     if any(entry.part == "screen" for entry in source.header.files):
         raise UsageError(f"The head of {source.path} is screened already; give the bundle that it was made of.")
     if Path(destination).resolve() == source.path.resolve():

@@ -16,6 +16,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["progress"], "0"),
     **dict.fromkeys(["quant", "lock", "pruning"], "0b"),
     **dict.fromkeys(["config", "destination"], "0c"),
+    **dict.fromkeys(["rules"], "0d"),
     **dict.fromkeys(["kernels"], "1"),
     **dict.fromkeys(["choosing"], "1b"),
     **dict.fromkeys(["graph"], "2a"),
@@ -35,7 +36,7 @@ FLOORS = {  # compared as strings
     **dict.fromkeys(["__main__"], "8"),
 }
 CONVERTERS_MAY_IMPORT = {"dataclass", "errors", "files", "lazy", "json_text", "process", "config", "bundle", "graph",
-                         "devices", "progress", "quant", "sizes", "text"}
+                         "devices", "progress", "quant", "rules", "sizes", "text"}
 MAY_IMPORT_CONVERTERS = {"models", "describe", "inventory", "cli"}
 PUBLIC_NAMES = {"LLM": "llm", "EdgeInferError": "errors", "GenerationConfig": "config"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ..config import FFN_LAYOUTS, GROUP_SIZES, WEIGHT_TYPES
 from ..errors import BundleError, UsageError
-from ..quant import TYPES, WeightType, embedding_type, holds
+from ..quant import WeightType, embedding_type, holds
+from ..rules import CONVERSION, plain
 from .weights import Weight
 
 ROUTER = WeightType("f32")
@@ -40,19 +40,14 @@ def requested_types(
     ffn_layout : {"tile16", "neuron"}
         How FFNs are stored: as matrices, or neuron by neuron (quantised types only), so that dead neurons are not read.
     """
-    follow = embedding_type(weights) if weights in TYPES else weights
-    chosen = {"matrix": weights, "embedding": embedding or follow, "head": head or follow}
-    for option, name in zip(("weights", "embedding", "head"), chosen.values(), strict=True):
-        if name not in WEIGHT_TYPES:
-            raise UsageError(f"{option} is {name!r}; choose one of {', '.join(WEIGHT_TYPES)}.")
-    if group_size not in GROUP_SIZES:
-        raise UsageError(f"group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}.")
-    if ffn_layout not in FFN_LAYOUTS:
-        raise UsageError(f"ffn_layout is {ffn_layout!r}; choose one of {', '.join(FFN_LAYOUTS)}.")
+    asked = plain({"weights": weights, "group_size": group_size, "embedding": embedding, "head": head,
+                   "ffn_layout": ffn_layout}, CONVERSION)
+    follow = embedding_type(weights)
+    chosen = {"matrix": weights, "embedding": asked["embedding"] or follow, "head": asked["head"] or follow}
     if weights not in holds(ffn_layout):
         raise UsageError(f"ffn_layout {ffn_layout} holds {' and '.join(holds(ffn_layout))}, but weights is {weights}; "
                          "choose one, or tile16.")
-    types = {kind: WeightType.of(name, group_size) for kind, name in chosen.items()}
+    types = {kind: WeightType.of(name, asked["group_size"]) for kind, name in chosen.items()}
     types |= {"ffn": replace(types["matrix"], layout=ffn_layout), "part": ABSENT, "order": ABSENT,
               "experts": types["matrix"], "rows": types["matrix"], "inputs": types["embedding"], "router": ROUTER}
     return lambda weight: types[weight.kind]

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import FUNCTION, NATS, PATH, checked
 from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
 from ..models import Storage, resolve
 from ..progress import Progress
+from ..rules import plain
 from .prompts import template_options
 from .requests import Requests
 from .settings import draft_of, recipe_of, runtime_config, with_beams
@@ -192,16 +192,15 @@ class LLM(Requests):
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
             own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=passes,
             draft_tokens=rows_for_guesses(self._speculate, draft_tokens), lazy=lazy, kv_layout=kv_layout)
-        bound = None if max_kld is None else checked("max_kld", max_kld, NATS)
+        asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
+        bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
         config = with_beams(config, beams)
         from .. import opening
 
-        provider = opening.provider(device)
+        device, provider = asked["device"], opening.provider(asked["device"])
         draft = draft_of(draft, self._speculate)
-        self.name = checked("model", model, PATH)
-        if progress is not None:
-            checked("progress", progress, FUNCTION)
-        self.path = resolve(self.name, progress, storage=Storage(weights, group_size, config.budget_bytes))
+        self.name = asked["model"]
+        self.path = resolve(self.name, progress, storage=storage)
         from ..engine import RequestQueue, Times
 
         self._open(config, (device, provider, None if kv is None else config.kv), draft, bound, progress)

@@ -6,33 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checks import PATH, Rule, checked, whole
-from ..config import BEAMS, GenerationConfig, Recipe, RuntimeConfig
+from ..config import GenerationConfig, Recipe, RuntimeConfig
 from ..errors import UsageError
-from ..sizes import parse_size
-
-_BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
-    size if isinstance(size, str) else whole(size)))
+from ..rules import plain
 
 
 def recipe_of(recipe: str | Recipe | None, sparse: str | None, head: str | None,
               attention: str | None) -> Recipe | None:
     """Return the recipe with what is to be approximated; None where nothing is said."""
-    passes = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    asked = plain({"recipe": recipe, "sparse": sparse, "head": head})
+    passes: Recipe | None = asked["recipe"]
     if sparse is not None or head is not None or attention is not None:
-        passes = (passes or Recipe()).sparse(sparse).head(head).attention(attention)
+        passes = (passes or Recipe()).sparse(asked["sparse"]).head(asked["head"]).attention(attention)
     return passes
 
 
 def runtime_config(budget: int | str | None, **settings: Any) -> RuntimeConfig:
     """Return the configuration of a run from fields of `RuntimeConfig`, of which each may be None, whatever its type.
     """
-    return RuntimeConfig(**settings, budget_bytes=None if budget is None else checked("budget", budget, _BUDGET))
+    return RuntimeConfig(**settings, budget_bytes=plain({"budget": budget})["budget"])
 
 
 def with_beams(config: RuntimeConfig, beams: int | None) -> RuntimeConfig:
     """Make room for a search over so many beams."""
-    if beams is None or (beams := checked("beams", beams, BEAMS)) == 1:
+    beams = plain({"beams": beams})["beams"]
+    if beams is None or beams == 1:
         return config
     return replace(config, max_sequences=max(config.max_sequences, beams),
                    own_tokens=config.own_tokens or GenerationConfig.max_tokens)
@@ -40,7 +38,7 @@ def with_beams(config: RuntimeConfig, beams: int | None) -> RuntimeConfig:
 
 def draft_of(draft: str | Path | Recipe | None, speculate: str) -> str | Path | Recipe | None:
     """Return who is to guess; raises `UsageError` where that and how do not go together."""
-    draft = draft if draft is None or isinstance(draft, Recipe) else checked("draft", draft, PATH)
+    draft = draft if isinstance(draft, Recipe) else plain({"draft": draft})["draft"]
     if isinstance(draft, Recipe) and speculate != "self":
         raise UsageError(f"draft is the recipe {draft}, by which a model guesses for itself; give "
                          "speculate='self', or a draft model.")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..bundle import Bundle
+from ..checks import check_fields, option
 from ..dataclass import dataclass
 from ..errors import UsageError
+from ..rules import RULES
 
 WEIGHTS, GROUP_SIZE = "q4", 32
 """How a checkpoint is stored when it is converted on the way; `edgeinfer convert` offers the others."""
@@ -16,12 +18,15 @@ WEIGHTS, GROUP_SIZE = "q4", 32
 class Storage:
     """How weights are to be stored where something is converted on the way."""
 
-    weights: str | None = None
+    weights: str | None = option(None, RULES["weights"])
     """Type of the matrices; None leaves those of a GGUF file as they are, and is q4 for others."""
-    group_size: int | None = None
+    group_size: int | None = option(None, RULES["group_size"])
     """Weights per scale; by default 32."""
     budget_bytes: int | None = None
     """Most memory of the run, by which one of several files of a model on the hub is chosen; None: what there is."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def of_checkpoint(self) -> tuple[str, int]:

@@ -1,0 +1,76 @@
+"""The rules of all options of the Python API by name, whichever function takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from .checks import FLAG, FUNCTION, NATS, OBJECT, PATH, TEXT, Rule, checked, choice, instance, integer, number, whole
+from .config import (
+    BEAMS,
+    FFN_LAYOUTS,
+    GROUP_SIZES,
+    HEAD_MODES,
+    SPARSE_MODES,
+    WEIGHT_TYPES,
+    GenerationConfig,
+    Recipe,
+    RuntimeConfig,
+)
+from .sizes import parse_size
+
+
+def _group(value: Any) -> int:
+    size = whole(value)
+    if size not in GROUP_SIZES:
+        raise ValueError
+    return size
+
+
+_BUDGET = Rule("a size such as 4GiB, or a number of bytes", lambda size: parse_size(
+    size if isinstance(size, str) else whole(size)))
+_GROUP = Rule(f"one of {', '.join(map(str, GROUP_SIZES))}", _group, lead="choose")
+
+
+def _recipe(value: Any) -> Recipe:
+    return Recipe.parse(value) if isinstance(value, str) else instance(Recipe, "").convert(value)
+
+
+def _of(kind: type) -> dict[str, Rule]:
+    return {one.name: one.metadata["rule"] for one in fields(kind) if "rule" in one.metadata}
+
+
+RULES: dict[str, Rule] = {
+    **_of(RuntimeConfig), **_of(GenerationConfig),
+    "model": PATH, "source": PATH, "destination": PATH, "prompt_cache": PATH, "draft": PATH,
+    "budget": _BUDGET, "beams": BEAMS, "max_kld": NATS,
+    "recipe": Rule("a Recipe, or text such as fuse_input+sparse:mode=off", _recipe),
+    "sparse": choice(SPARSE_MODES), "head": choice(HEAD_MODES), "device": TEXT,
+    "weights": choice(WEIGHT_TYPES), "embedding": choice(WEIGHT_TYPES), "group_size": _GROUP,
+    "ffn_layout": choice(FFN_LAYOUTS), "origin": instance(str, "text"),
+    "overwrite": FLAG, "reuse": FLAG, "template_options": OBJECT,
+    "progress": FUNCTION, "announce": FUNCTION, "told": FUNCTION, "in_tiles": FUNCTION,
+    "rank": integer(1, float("inf"), "1 or more"), "epochs": integer(0, 100, "from 0 to 100"),
+}
+"""Options that mean the same wherever they occur."""
+CONVERSION = {**RULES, "head": choice(WEIGHT_TYPES)}
+"""Of a conversion, in which `head` is the type of the output head's weights."""
+MAKING = {**RULES, "max_kld": number(lambda nats: 0 < nats < float("inf"), "a finite number above 0")}
+"""Of what makes an approximation, which can be measured to diverge by 0 but not be asked to."""
+
+
+NEEDED = ("model", "source", "destination")
+"""Options without a default."""
+
+
+def plain(options: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> dict[str, Any]:
+    """Return options in plain form, checked by their rules; None stands for the default, if there is one, and stays.
+
+    Raises
+    ------
+    UsageError
+        A value is of a wrong type or out of its range.
+    """
+    return {name: None if value is None and name not in NEEDED else checked(name, value, rules[name])
+            for name, value in options.items()}
