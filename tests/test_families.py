@@ -177,6 +177,7 @@ def test_a_text_model_has_no_pictures(tmp_path: Path) -> None:
         ("ministral3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.2,
                                          "original_max_position_embeddings": 7}}, "disagree; keep the one"),
         ("ministral3", {"attention_bias": True}, "attention_bias is True"),
+        ("ministral3", {"rope_parameters": {}}, "the section of RoPE is empty, and lacks 'llama_4_scaling_beta'"),
         ("olmo3", {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, "a section for full_attention and"),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
          "rope_type of layers with a window is 'linear'"),

@@ -41,6 +41,9 @@ def _query_scale(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
                 original_max_position_embeddings=section.integer("original_max_position_embeddings", high=2**27)))
             fields: dict[str, Any] = section.items()
             plain[name] = {key: value for key, value in fields.items() if key not in _OWN}
+    if not found:
+        raise CheckpointError(f"{c.where}: the section of RoPE is empty, and lacks 'llama_4_scaling_beta'; download "
+                              "the file again.")
     if len(found) > 1:
         raise CheckpointError(f"{c.where}: rope_scaling and rope_parameters disagree; keep the one that is right.")
     return c.instead(**plain), found.pop()
