@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from edgeinfer import LLM
-from edgeinfer.errors import CancelledError, ClosedError
+from edgeinfer.engine import requests
+from edgeinfer.errors import CancelledError, ClosedError, RequestError
 from edgeinfer.text import ChatTemplate
 from edgeinfer.text.sandbox import BoundedEnvironment
 from tests.slow_model import CTX, write_slow_bundle
@@ -64,6 +65,47 @@ def test_threads_get_what_they_would_get_alone() -> None:
         assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
     assert together == alone * 6
     assert streamed == alone
+
+
+def test_cancel_of_one_stream_leaves_the_others_alone() -> None:
+    options = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
+        alone = [llm.generate(prompt, **options) for prompt in PROMPTS[:2]]
+        first, second = (llm.stream(prompt, **options) for prompt in PROMPTS[:2])
+        text = next(first)
+        waiting = pool.submit("".join, second)
+        assert within(60, lambda: second._request._reading)
+        llm.cancel(second)  # waits for its turn in another thread
+        assert waiting.result() == "" and second.completion.finish_reason == "cancelled"
+        assert text + "".join(first) == alone[0] and first.completion.finish_reason == "length"
+
+        first, second = (llm.stream(prompt, **options) for prompt in PROMPTS[:2])
+        next(first)
+        waiting = pool.submit("".join, second)
+        llm.cancel(first)  # nobody reads it: its turn is given back
+        assert waiting.result() == alone[1] and first.completion.finish_reason == "cancelled"
+        llm.cancel(first)
+        first.cancel()
+        never = llm.stream(PROMPTS[0], **options)
+        llm.cancel(never)
+        assert list(never) == [] and never.completion.finish_reason == "cancelled"
+        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
+        with LLM("demo", ctx=256, threads=1) as other:
+            for wrong in ("x", other.stream("Once")):
+                with pytest.raises(RequestError, match=r"which is no stream of this model; give what stream\(\)"):
+                    llm.cancel(wrong)  # type: ignore[arg-type]
+
+
+def test_a_stream_that_nobody_reads_blocks_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "UNREAD_SECONDS", 0.01)
+    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
+        stream = llm.stream(PROMPTS[0], max_tokens=40, ignore_eos=True)
+        next(stream)
+        with pytest.raises(RequestError, match=r"has not been read for 0 s; read it to its end or close it \(stream"):
+            pool.submit(llm.generate, PROMPTS[1], max_tokens=4).result()
+        stream.close()
+        assert pool.submit(llm.complete, PROMPTS[1], max_tokens=4, ignore_eos=True).result().completion_tokens == 4
+        assert llm.session.kv.pool.n_free == llm.session.kv.pool.n_blocks
 
 
 @pytest.mark.timing

@@ -402,7 +402,7 @@ def test_models_whose_tokens_take_next_to_nothing_do_not_draft_unless_asked(monk
     for asked, drafts in ((False, False), (True, True)):
         clock = Clock(monkeypatch, lambda n: 2e-4 if n == 1 else 3e-4, 1.0, True, steps=16, asked=asked, times=times)
         assert any(clock.run(40)) == drafts
-        assert clock.speculation.report().state == ("on" if drafts else "idle")
+        assert clock.speculation.report().state == ("on" if drafts else "idle") and clock.speculation.idle != drafts
 
 
 @pytest.mark.parametrize("right", [0.5, 0.75, 0.95])

@@ -135,6 +135,8 @@ class Generation:
         """Walk over the last token of each sample, and over guesses behind it, if there are any."""
         room = self.room - max(sample.n_tokens for sample in live) - 1
         speculation, each = self._speculation, any(sample.sampler.needs_each for sample in live)
+        if speculation and speculation.idle:
+            speculation = None
         if speculation:
             most = min(room + 1, self._runner.config.outputs)
             if guesses := speculation.guesses(live, room, self._cancellation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from ..runner import Runner, Sequence
 
 Result = TypeVar("Result", covariant=True)
+
+UNREAD_SECONDS = 30.0
+"""Seconds for which a request waits for another thread's stream that nobody reads."""
+POLL_SECONDS = 0.05
+"""Seconds between two looks at whether a request that waits was cancelled."""
 
 
 class Task(Protocol[Result]):
@@ -94,13 +100,14 @@ class RequestQueue:
             self._kept = None
             self.runner.close()
 
-    def take_turn(self, request: Request[Any]) -> None:
-        """Wait until no other request runs.
+    def take_turn(self, request: Request[Any]) -> bool:
+        """Wait until no other request runs; returns False if the request was cancelled before.
 
         Raises
         ------
         RequestError
-            This thread itself holds the turn, so that waiting would never end.
+            This thread itself holds the turn, so that waiting would never end; or another thread's stream holds it, and
+            nobody has read that for `UNREAD_SECONDS`.
         ClosedError
             The queue was closed meanwhile.
         """
@@ -110,11 +117,23 @@ class RequestQueue:
                 "request."
             )
         self.check_open()
-        self._turn.acquire()
+        while not self._turn.acquire(timeout=POLL_SECONDS):
+            if request.cancelled:
+                return False
+            holder = self._active
+            if holder is not None and holder.unread_seconds > UNREAD_SECONDS:
+                raise RequestError(
+                    f"Another stream of this model is still open and has not been read for {UNREAD_SECONDS:.0f} s; "
+                    "read it to its end or close it (stream.close()), then ask again.")
         if self.closed:
             self._turn.release()
             self.check_open()
         self._owner, self._active = threading.get_ident(), request
+        return True
+
+    def drop_turn(self) -> None:
+        """End a turn in which nothing was done."""
+        self.give_turn_back(self._kept)
 
     def give_turn_back(self, kept: Sequence | None) -> None:
         """End a turn; `kept` is what the next request may continue."""
@@ -160,8 +179,9 @@ class Request(Generic[Result]):
         self, queue: RequestQueue, generation: Task[Result], reuse: bool = False, prompt_cache: Path | None = None
     ):
         self.generation = generation
-        self.ended = False
+        self.ended = self.cancelled = False
         self._queue = queue
+        self._reading, self._read = False, time.monotonic()
         self._reuse = reuse
         self._prompt_cache = prompt_cache
         self._started = False
@@ -174,15 +194,45 @@ class Request(Generic[Result]):
 
     def next_piece(self) -> str | None:
         """Return the next text that is not empty, or None at the end."""
-        if not (self._started or self.ended):
-            self._queue.take_turn(self)
+        self._reading = True
+        try:
+            if not (self._started or self.ended) and not self._begin():
+                return None
+            while True:
+                with self._queue.step:
+                    piece = self._next()
+                if piece != "":
+                    return piece
+        finally:
+            self._read, self._reading = time.monotonic(), False
+
+    def _begin(self) -> bool:
+        """Wait for the turn; returns False if the request has ended meanwhile."""
+        if not self._queue.take_turn(self):
+            self.end()
+            return False
+        with self._queue.step:
+            if self.ended:  # by another thread
+                self._queue.drop_turn()
+                return False
             self._started = True
-        while True:
-            check_process(self._queue.process)  # forked: whoever is in a step is not here
-            with self._queue.step:
-                piece = self._next()
-            if piece != "":
-                return piece
+        return True
+
+    def belongs_to(self, queue: RequestQueue) -> bool:
+        """Whether this queue is where it waits."""
+        return self._queue is queue
+
+    @property
+    def unread_seconds(self) -> float:
+        """Seconds since somebody last read; 0 while somebody does."""
+        return 0.0 if self._reading else time.monotonic() - self._read
+
+    def cancel(self) -> None:
+        """End this request within 100 ms, whether it runs, waits or nobody reads it; from any thread."""
+        self.cancelled = True
+        self.generation.cancel()
+        if not self._reading:  # else the reader ends it
+            self.end()
 
     def _next(self) -> str | None:
         """Take one step and return its text, or None if the request is over."""
@@ -242,6 +292,14 @@ class Stream:
         if piece is None:
             raise StopIteration
         return piece
+
+    def cancel(self) -> None:
+        """End the request within 100 ms, also while another thread reads it; see `LLM.cancel`."""
+        self._request.cancel()
+
+    def belongs_to(self, queue: RequestQueue) -> bool:
+        """Whether it is a request of this queue."""
+        return self._request.belongs_to(queue)
 
     def close(self) -> None:
         """End the request; its finish reason is ``cancelled`` unless it was over."""

@@ -33,6 +33,8 @@ LOSS, FIRST_LOSS = 0.01, 20
 """Share of a request's time that tries may lose, and the tokens whose time counts as passed at the beginning."""
 ASKED_LOSS = 4
 """How many times as much may be lost by a drafter that the user has chosen."""
+FIRST_TRY = 2
+"""Which of the choices is the first for such a drafter."""
 SAVED = 8
 """Tokens whose time may be lost again of what speculation has gained."""
 REFRESH = 32
@@ -58,6 +60,10 @@ class Speculation:
     rows : rows of logits of a pass
     fixed : always verify `most` tokens, whatever it costs (for measurements and tests)
     asked : the user has chosen this drafter, and it may lose more until it is known not to pay
+
+    Attributes
+    ----------
+    idle : nothing is drafted in this request any more, and nobody needs to ask
     """
 
     def __init__(self, drafter: Drafter, times: Times, most: int, rows: int, fixed: bool = False, asked: bool = False):
@@ -71,7 +77,7 @@ class Speculation:
         self._costs, self._depth = times.of(1), 0
         self._began = self._ended = self._reading = self._drafting = 0.0
         self._rest, self._resting = 0, WAIT
-        self._measuring = False
+        self.idle = self._measuring = False
         self._plain_passes = self._unrefreshed = self._walks = self._texts = self._tokens = self._drafted = 0
         self._accepted: list[int] = []
         self._seconds = self._instead = self._lost = 0.0
@@ -108,7 +114,7 @@ class Speculation:
     def _ready(self) -> bool:
         """Whether there is something to compare with, and a chance to be faster."""
         if not self._asked and self._costs.short(self._depth):
-            self._rest = LONGEST_WAIT
+            self.idle = True
             return False
         return bool(self._costs.known and self._plain_passes and self._costs.reaches(self._depth))
 
@@ -152,6 +158,8 @@ class Speculation:
             return choices[-1] if choices else 0
         if self._unrefreshed >= REFRESH:
             return 0
+        if self._asked and not self._walks:  # what a drafter that was named costs is measured once in a request
+            return choices[min(FIRST_TRY, len(choices) - 1)]
         gains = {n: self._gain(levels, n) for n in choices}
         margin = STAY if any(level.on for level in levels) else START
         pays = [n for n in choices if gains[n] > margin]

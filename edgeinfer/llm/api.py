@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown
 from ..config import GenerationConfig, Recipe, RuntimeConfig, rows_for_guesses
+from ..errors import RequestError
 from ..models import Storage, resolve
 from ..progress import Progress
 from ..rules import plain
@@ -330,11 +332,29 @@ class LLM(Requests):
         settings, rest = template_options(options)
         return self._stream(self.chat_ids(messages, tools, **settings), _reusing(rest))
 
-    def cancel(self) -> None:
+    def cancel(self, request: Stream | None = None) -> None:
         """End the running request, if there is one, within 100 ms; from any thread or a signal handler.
 
         One whose prompt is still being rendered or tokenised raises `CancelledError`.
+
+        Parameters
+        ----------
+        request : a stream of this model, which alone is ended, whether it runs, waits for its turn or is not read;
+            others go on
+
+        Raises
+        ------
+        RequestError
+            `request` is no stream of this model.
         """
+        if request is not None:
+            from ..engine import Stream
+
+            if not isinstance(request, Stream) or not request.belongs_to(self._queue):
+                raise RequestError(f"cancel was given {shown(request)}, which is no stream of this model; give what "
+                                   "stream() or chat_stream() returned.")
+            request.cancel()
+            return
         for wish in tuple(self._preparing):
             wish.cancel()
         self._queue.cancel()
