@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from edgeinfer import LLM, opening
 from edgeinfer.backends import PROVIDERS, provider_of
 from edgeinfer.backends.onnx import devices, driver, packages
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.graph import RopeConfig
+from edgeinfer.runtime import Session
+from tests.command_line import edgeinfer
 from tests.fake_gpu import Driver, Management
+from tests.sessions import TINY, write_model
 
 
 @pytest.fixture
@@ -22,7 +30,7 @@ def gpu_wheel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(devices, "installed", packages.installed)
     monkeypatch.setattr(devices, "import_onnxruntime", lambda: found)
     monkeypatch.setattr(driver, "load_driver", Driver)
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(devices, "ctypes", SimpleNamespace(CDLL=lambda name: None))  # not of the whole process
     return found
 
 
@@ -37,6 +45,40 @@ def test_a_gpu_that_works(gpu_wheel: SimpleNamespace, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""  # what auto takes depends on the model, too
     assert driver.read_gpu() == ("NVIDIA Test", (9, 0), 12_000_000_000, 13000)
     assert provider_of("cpu") is None
+
+
+@pytest.mark.parametrize("lacking", ["model", "setting"])
+def test_auto_takes_the_cpu_for_what_cuda_lacks(gpu_wheel: SimpleNamespace, no_variables: None, tmp_path: Path,
+                                                lacking: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine with a GPU that works; which of them it took is said, with the reason."""
+    turned = RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=1024)
+    model = replace(TINY, vocab_size=320)  # with a tokenizer
+    path = write_model(tmp_path, replace(model, rope=turned) if lacking == "model" else model, "f32")
+    kv, why = (("f16", "a rotation that follows the context, which has no form in ONNX yet") if lacking == "model"
+               else ("f32", "--kv f32 is not offered on device cuda"))
+    given = (path, "-c", "64", "-t", "1", "--kv", kv, "--json")
+    ran = edgeinfer("run", given[0], "a", "-n", "2", "--speculate", "off", *given[1:], "--device", "auto")
+    assert ran.code == 0 and ran.json["kv"] == kv and not ran.json["isa"].startswith("onnxruntime")
+    planned = edgeinfer("plan", *given, "--speculate", "off", "--device", "auto")
+    assert planned.json["fits"] and planned.json["device"] is None
+    assert planned.json["total_bytes"] == ran.json["planned_bytes"]
+    measured = edgeinfer("bench", path, "-t", "1", "--kv", kv, "--json", "-p", "0", "-n", "2", "-r", "1", "--device",
+                         "auto", "--no-startup")
+    assert measured.json["device"] == "cpu"
+    for outcome in (ran, planned, measured):
+        assert "Device auto took cpu, our own kernels: " in outcome.err and why in outcome.err, outcome.err
+    with LLM(path, device="auto", ctx=64, kv=kv, threads=1) as llm:
+        assert isinstance(llm.session, Session)
+    assert "Device auto took cpu, our own kernels: " in capsys.readouterr().err
+    refused = edgeinfer("run", given[0], "a", *given[1:], "--device", "cuda")
+    assert refused.code and why in refused.err
+
+
+def test_auto_takes_cuda_for_what_it_runs(gpu_wheel: SimpleNamespace, tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    provider, config = opening.taken("auto", provider_of("auto"), write_model(tmp_path), RuntimeConfig(), None)
+    assert provider == PROVIDERS["cuda"] and config.kv == "f16"
+    assert capsys.readouterr().err == "edgeinfer: Device auto took cuda.\n"
 
 
 @pytest.mark.parametrize(("made", "said"), [
