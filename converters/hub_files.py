@@ -70,7 +70,7 @@ def fetch_gguf(name: str, progress: Counted | None = None, room: int | None = No
 
     repo_id, _, kind = name.partition(":")
     with asking(repo_id, None) as cached:
-        sizes = _cached(repo_id) if cached else {
+        sizes = _known(repo_id, kind) if cached else {
             file.rfilename: file.size or 0
             for file in huggingface_hub.HfApi().model_info(repo_id, files_metadata=True).siblings or []}
         bar = reporter(progress, repo_id)
@@ -78,6 +78,16 @@ def fetch_gguf(name: str, progress: Counted | None = None, room: int | None = No
                                                       etag_timeout=ATTEMPT_SECONDS, tqdm_class=bar))
                  for part in chosen(sizes, repo_id, kind, room, anew)]
     return paths[0]
+
+
+def _known(repo_id: str, kind: str) -> dict[str, int]:
+    """Files of a repository in the hub's cache; raises what the client raises for a file that is not there."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    sizes = _cached(repo_id)
+    if not any(_FILE.fullmatch(name) and kind.lower() in name.lower() for name in sizes):
+        raise LocalEntryNotFoundError(f"{repo_id}:{kind} has no GGUF file in the cache")
+    return sizes
 
 
 def chosen(sizes: Mapping[str, int], repo_id: str, kind: str, room: int | None = None, anew: bool = False) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os as _os
 import os.path as _path
+import sys as _sys
 
 TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
 if TYPE_CHECKING:
@@ -9,6 +10,33 @@ if TYPE_CHECKING:
     from .errors import EdgeInferError
     from .llm import LLM
 
+
+
+def _end_at_interrupt() -> None:
+    """Let Ctrl-C end the program from here on; edgeinfer.cli puts its own handlers in this one's place.
+
+    A program that imports edgeinfer keeps its handler. Python's own shows a traceback of the imports.
+    """
+    started = _sys.argv[:1] == ["-m"] and "edgeinfer" in _sys.orig_argv  # as -m, before the module is found
+    if not started and _path.basename(_sys.argv[0] if _sys.argv else "") not in ("edgeinfer", "edgeinfer.exe"):
+        return
+    try:
+        import signal
+
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupted)
+    except KeyboardInterrupt:
+        _interrupted()
+    except ValueError:  # not in the main thread
+        pass
+
+
+def _interrupted(*_: object) -> None:
+    _os.write(2, b"edgeinfer: Interrupted.\n")
+    _os._exit(128 + 2)
+
+
+_end_at_interrupt()
 _here = _path.dirname(_path.abspath(__file__))
 if not _path.isdir(_path.join(_here, "kernels")):  # a checkout: the parts lie beside this folder
     __path__.append(_path.dirname(_here))

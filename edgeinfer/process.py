@@ -8,7 +8,7 @@ import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 
-from .errors import EdgeInferError
+from .errors import EdgeInferError, printable
 
 TYPE_CHECKING = False  # what mypy takes for true; typing itself takes its time
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ above: Callable[[str], None] | None = None
 
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, where there is one."""
+    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold the name of somebody's file
     if above is not None:
         above(f"edgeinfer: {sentence}")
     elif sys.stderr is not None:  # print would take standard output instead

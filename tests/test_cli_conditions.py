@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import PYTHON, ROOT, environment, listening, process
+from edgeinfer.models.names import demo_path
+from tests.command_line import PYTHON, ROOT, edgeinfer, environment, listening, process
 from tests.conditions import signalled
 
 pytestmark = [
@@ -93,3 +95,27 @@ def test_the_suite_runs_where_ctrl_c_is_ignored() -> None:
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 0, done.stdout[-3000:]
     assert "2 passed" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such names there")
+@pytest.mark.parametrize("command", [["plan"], ["info"], ["verify"], ["estimate", "--device", "rpi5"],
+                                     ["run", "Once", "-n", "1"]])
+def test_no_name_of_a_file_commands_the_terminal(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a\033[31mb\007c"
+    shutil.copytree(demo_path(), path)
+    done = edgeinfer(command[0], path, *command[1:])
+    assert done.code == 0 and not set("\033\007") & set(done.out + done.err)
+    assert command[0] == "run" or "a\\x1b[31mb\\x07c" in "".join(done.out.split())
+
+
+@pytest.mark.parametrize("name", ["-m", "/usr/bin/edgeinfer", "script.py"])
+def test_an_interrupt_of_the_first_imports_is_a_sentence(name: str) -> None:
+    """Of the program alone: one that imports edgeinfer keeps Python's handler."""
+    code = (f"import os, signal, sys; sys.argv = [{name!r}]; sys.orig_argv = ['python', '-m', 'edgeinfer']\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "import edgeinfer; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    if name == "script.py":
+        assert "KeyboardInterrupt" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (130, "edgeinfer: Interrupted.\n")

@@ -262,6 +262,13 @@ def test_choosing_among_names() -> None:
         chosen({"config.json": 1, "mmproj-F16.gguf": 1}, "o/r", "F16")
 
 
+@pytest.mark.parametrize("kind", ["Q4_K_M", ""])
+def test_a_file_of_the_hub_without_a_connection(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = edgeinfer("run", f"hf:owner/no-such-repository:{kind}".rstrip(":"), "x")
+    assert done.code == 1 and "is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub" in done.err
+
+
 def test_info_of_a_file_says_what_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     source = make_checkpoint(tmp_path / "hf", "llama", **WIDE)

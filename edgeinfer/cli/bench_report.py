@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size
 from . import streaming
@@ -91,7 +92,7 @@ def _speculation_lines(out: dict[str, Any] | None) -> Iterator[str]:
 def print_report(out: dict[str, Any], measured: Measurement) -> None:
     """Print the report for people."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
-    print(f"{out['model']}: {stored}, {format_size(out['weights_bytes'])}; KV {out['kv']}; "
+    print(f"{printable(out['model'])}: {stored}, {format_size(out['weights_bytes'])}; KV {out['kv']}; "
           f"{out['isa']}, {out['threads']} threads\n")
     rows = [("test", "tokens/s", "bytes/token", "of read bandwidth", "of int8 peak")]
     for row in out["rows"]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import FFN_LAYOUTS
+from ..errors import printable
 from ..quant import TYPES
 from ..sizes import format_size
 from .options import GROUPS, WEIGHTS, Json
@@ -100,7 +101,7 @@ def convert(
         _print_tensors(report)
     for remark in filter(None, (*report.remarks, report.anew, report.nearly)):
         say(remark)
-    print(_summary(report))
+    print(printable(_summary(report)))
 
 
 def report_object(report: ConversionReport) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..choosing import SHARED, SKEW
 from ..config import DEFAULT_DRAFT_TOKENS
+from ..errors import printable
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
 from .neurons import neurons_line, neurons_object
@@ -211,7 +212,7 @@ def neuron_bytes(model: ModelDescription) -> int:
 def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
-    print(f"{out['model']}, {stored}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
+    print(f"{printable(out['model'])}, {stored}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
     for label, text in _rows(out):
         print("\n".join(folded(text, f"{label:11}")))
     print()
@@ -306,7 +307,7 @@ def print_all_devices(out: dict[str, Any]) -> None:
     """Print a line per device."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
     needed = format_size(out["unstreamed_bytes"])
-    print(f"{out['model']}, {stored}, {out['ctx']} tokens of context: {needed}\n"
+    print(f"{printable(out['model'])}, {stored}, {out['ctx']} tokens of context: {needed}\n"
           "Tokens per second by device; no figure where nobody published the peak.\n")
     rows = [("device", "empty", f"at {out['ctx']}", "80 % band", "ceiling", f"pp{out['prompt']}", "basis")]
     for item in out["devices"]:

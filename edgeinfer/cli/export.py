@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import printable
 from ..sizes import format_size
 from .options import Json, Model
 from .output import print_json, say
@@ -83,7 +84,8 @@ def export(
         return
     for remark in report.remarks:
         say(remark)
-    print(f"{report.model}: {report.nodes} operators; {report.data.name}: {report.tensors} tensors, "
+    model, data = printable(str(report.model)), printable(report.data.name)
+    print(f"{model}: {report.nodes} operators; {data}: {report.tensors} tensors, "
           f"{format_size(report.data_bytes)} from a bundle of {format_size(report.bundle_bytes)}; "
           f"{report.seconds:.1f} s.")
 

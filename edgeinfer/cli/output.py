@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import printable
 from ..process import say as say
 from ..sizes import format_size
 
@@ -39,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
     """Align rows in columns, those numbered in `right` to the right."""
-    rows = [list(row) for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
@@ -98,8 +99,9 @@ def not_ours(found: dict[str, Any], profile: DeviceProfile, refused: str = "") -
 
 def folded(text: str, label: str = "") -> Iterator[str]:
     """Return a text in lines of at most 80 characters, the first behind a label, the others below its text."""
-    lines = textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
-                          break_long_words=False, break_on_hyphens=False)
+    text = printable("".join(" " if letter.isspace() else letter for letter in text))
+    lines = textwrap.wrap(text, COLUMNS, initial_indent=label,
+                          subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False)
     yield from lines or [label.rstrip()]
 
 

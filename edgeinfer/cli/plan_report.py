@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size
 from . import decision, neurons, windows
@@ -83,7 +84,7 @@ MARKS = {"weights": "W", "rows": "R", "kv": "K", "activations": "a", "logits": "
 def print_report(report: dict[str, Any]) -> None:
     """Print a plan for people; why it does not fit goes to standard error."""
     print(verdict(report))
-    print(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}")
+    print(printable(f"{report['model']}: {_count(report['parameters'])} parameters, {report['source']}"))
     print(f"weights {_storage(report)}, KV {report['kv']}, context {report['ctx']}, {report['threads']} threads\n")
     print_table(_rows(report), right=[2])
     print()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import MAX_KLD
-from ..errors import UsageError
+from ..errors import UsageError, printable
 from .options import Json, Threads
 from .output import print_json, print_table, say
 from .progress import ProgressLine
@@ -156,8 +156,8 @@ def _report_screen(made: Screened, json: bool) -> None:
                     "share": made.screen.share, "bytes": made.screen.nbytes}, "read_share": made.read_share,
                     "max_kld": made.max_kld, "measured": measured})
         return
-    print(f"{made.destination}: screen of rank {made.screen.rank}; a token computes {made.screen.share:.1%} of the "
-          f"head and reads {made.read_share:.1%} of its bytes, screen included.")
+    print(f"{printable(str(made.destination))}: screen of rank {made.screen.rank}; a token computes "
+          f"{made.screen.share:.1%} of the head and reads {made.read_share:.1%} of its bytes, screen included.")
     for reason, one in zip(made.reasons, measured, strict=True):
         print(f"{reason}; the largest logit is the same for {one['same_top']:.2%} of {one['tokens']} tokens.")
 
@@ -218,8 +218,8 @@ def _print(made: Sparsified) -> None:
     print_table(rows, right=[1, 2, 3])
     report = report_object(made)
     rank = f" of rank {made.predictor.rank}" if made.predictor.rank else ""
-    print(f"{made.destination}: {made.predictor.kind} predictor{rank}; a token reads {made.read_share:.1%} of the "
-          "FFNs' bytes, predictor included.")
+    print(f"{printable(str(made.destination))}: {made.predictor.kind} predictor{rank}; a token reads "
+          f"{made.read_share:.1%} of the FFNs' bytes, predictor included.")
     print(f"By {made.time[1]} its FFNs, in memory, take {made.time[0]:.2f} times as long as dense ones in tiles"
           f"{'; a dense bundle is faster' if made.time[0] > 1 else ''}.")
     if made.dense:
@@ -228,7 +228,7 @@ def _print(made: Sparsified) -> None:
     print(f"KLD {report['kld_mean']:.5f}, perplexity {report['perplexity']:.3f}, dense "
           f"{report['perplexity_dense']:.3f}, over {made.result.tokens} tokens.")
     for one in report["held_out"]:
-        print(f"On {one['text']}: KLD {one['kld_mean']:.5f} over {one['tokens']} tokens.")
+        print(f"On {printable(one['text'])}: KLD {one['kld_mean']:.5f} over {one['tokens']} tokens.")
     again = f"; rounding the down matrices anew added an error of {made.down_error:.2e}" if made.down_error else ""
     print(f"Without the predictor the bundle is KLD {report['source_kld']:.6f} from its source{again}.")
     print(f"{'Enabled' if made.enabled else 'Not enabled'}: {made.reason}.")

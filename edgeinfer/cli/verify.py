@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import printable
 from ..sizes import format_size
 from .options import Converted, Json
 from .output import print_json
@@ -39,7 +40,8 @@ def verify(model: Converted, json: Json = False) -> None:
     if json:
         print_json({"path": str(path), "ok": True, **counts, "bytes": nbytes})
     else:
-        print(f"{path}: all well; {counts['tensors']} tensors and {counts['files']} files, {format_size(nbytes)}.")
+        print(f"{printable(str(path))}: all well; {counts['tensors']} tensors and {counts['files']} files, "
+              f"{format_size(nbytes)}.")
 
 
 def _verify_export(model: str) -> tuple[Path, dict[str, Any], int]:
