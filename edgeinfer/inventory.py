@@ -14,7 +14,16 @@ from .cache import cache_root
 from .config import DEFAULT_DRAFT_TOKENS, RuntimeConfig
 from .dataclass import dataclass
 from .errors import EdgeInferError
-from .memory_planner import Planner, default_ctx, default_threads, process_budget, to_request
+from .memory_planner import (
+    MemoryPlan,
+    Place,
+    Planner,
+    default_ctx,
+    default_threads,
+    fitting,
+    process_budget,
+    to_request,
+)
 from .models import DEMO, demo_path
 from .progress import Progress
 from .sizes import format_size
@@ -55,6 +64,8 @@ class LocalModel:
     fits: bool | None
     """Whether the plan of a run with default settings is within `budget_bytes`; None where there is no plan."""
     planned_bytes: int | None
+    mode: str | None
+    """Where its weights are in that plan: ``resident``, or read from storage, as `plan` names it."""
 
 
 def list_models(folders: Iterable[Path] = (), stores: bool = True, progress: Progress | None = None
@@ -120,7 +131,7 @@ class _Judge:
 
         self.budget, self.threads = process_budget(), default_threads()
         self._passed: PassedOver = PassedOver()
-        self._known: dict[Hashable, tuple[ModelDescription, int]] = {}
+        self._known: dict[Hashable, tuple[ModelDescription, MemoryPlan]] = {}
 
     def judged(self, found: Found) -> LocalModel:
         """Say whether it runs."""
@@ -137,25 +148,30 @@ class _Judge:
 
     def _refused(self, found: Found, why: str, kind: str = "model", holds: str = "") -> LocalModel:
         return LocalModel(found.name, found.store, found.path, found.format, kind, found.nbytes, holds, "", False, why,
-                          "", None, None)
+                          "", None, None, None)
 
-    def _judged(self, found: Found, planned: int, holds: str, reason: str = "", remedy: str = "", source: str = ""
-                ) -> LocalModel:
+    def _judged(self, found: Found, planned: MemoryPlan, holds: str, reason: str = "", remedy: str = "",
+                source: str = "") -> LocalModel:
         return LocalModel(found.name, found.store, found.path, found.format, "model", found.nbytes, holds, source,
-                          not reason, reason, remedy, planned <= self.budget, planned)
+                          not reason, reason, remedy, planned.total_bytes <= self.budget, planned.total_bytes,
+                          planned.mode)
 
-    def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int) -> int:
-        """Bytes of the plan of a run with default settings."""
+    def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int, place: Place | None = None) -> MemoryPlan:
+        """Return the plan of a run with default settings, with weights read from storage where it only fits so."""
+        from .offload import keep_experts
+
         config = RuntimeConfig(default_ctx(model), threads=self.threads, draft_tokens=DEFAULT_DRAFT_TOKENS)
-        return Planner(graph, weight_bytes).plan(to_request(config)).total_bytes
+        planner, place = Planner(graph, weight_bytes), place or (keep_experts if model.experts else None)
+        return fitting(planner, config, self.budget, place) or planner.plan(to_request(config))
 
     def _bundle(self, found: Found) -> LocalModel:
         from .graph import build_graph, expected_types
+        from .offload import placer
 
         with Bundle.open(found.path, compare=False) as bundle:
             graph = build_graph(bundle.config, expected_types(bundle.types))
             bundle.check_graph(graph)
-            planned = self._planned(bundle.config, graph, bundle.weights_bytes)
+            planned = self._planned(bundle.config, graph, bundle.weights_bytes, placer(bundle))
             return self._judged(found, planned, bundle.quantisation.weights, source=bundle.header.source)
 
     def _gguf(self, found: Found) -> LocalModel:

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from edgeinfer.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.gguf_files import SIZES, write_gguf
+from tests.sessions import TINY, write_model
 from tests.test_gguf_header import header
 from tests.test_gguf_stores import DIGEST, LAYER
 
@@ -306,3 +308,19 @@ def test_memory_that_does_not_suffice(home: Path, monkeypatch: pytest.MonkeyPatc
     (model,) = listed()
     assert model["runs"] and model["fits"] is False
     assert "needs " in edgeinfer("models").out
+
+
+def test_models_and_plan_agree_where_weights_are_streamed(home: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, num_hidden_layers=9, hidden_size=128, intermediate_size=4096, windows=(0,) * 9)
+    path = write_model(tmp_path, config)
+    modes = set()
+    for more in (1, -2_000_000, -60_000_000):
+        whole = edgeinfer("plan", path, "--json", "--budget", "1GB").json["total_bytes"]
+        monkeypatch.setattr("edgeinfer.inventory.process_budget", lambda enough=whole + more: enough)
+        planned = edgeinfer("plan", path, "--json", "--budget", whole + more).json
+        (found,) = [model for model in listed(path.parent) if model["store"] == "folder"]
+        assert (found["fits"], found["planned_bytes"]) == (planned["fits"], planned["total_bytes"])
+        assert found["mode"] == planned["mode"] or planned["mode"] == "refused"
+        modes.add(planned["mode"])
+    assert modes == {"resident", "streamed", "refused"}

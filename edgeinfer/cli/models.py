@@ -22,7 +22,8 @@ JSON_FIELDS = {
         "models": "per model `name` (what `run` takes), `path`, `format` (bundle, checkpoint, gguf; empty for what is "
         "none of them, such as a download that is not complete), `runs`, `reason` (why not, as `run` says it), "
         "`remedy` (an option with which it runs nevertheless), `bytes`, `fits` (whether the plan of a run with default "
-        "settings is within `budget_bytes`; null without a plan), `planned_bytes`, `store` (edgeinfer, ollama, "
+        "settings is within `budget_bytes`; null without a plan), `planned_bytes`, "
+        "`mode` (resident, or how its weights are read from storage), `store` (edgeinfer, ollama, "
         "lmstudio, llama.cpp, hub; folder for one that was given), `kind` (model, or what a file is that is none), "
         "`holds` (types of its weights), `source` (what a bundle was made of)",
         "budget_bytes": "memory that this system can give now",
@@ -84,8 +85,8 @@ def model_object(model: LocalModel) -> dict[str, Any]:
     """Return a model as a JSON object."""
     return {"name": model.name, "path": str(model.path), "format": model.format, "runs": model.runs,
             "reason": model.reason, "remedy": model.remedy, "bytes": model.nbytes, "fits": model.fits,
-            "planned_bytes": model.planned_bytes, "store": model.store, "kind": model.kind, "holds": model.holds,
-            "source": model.source}
+            "planned_bytes": model.planned_bytes, "mode": model.mode, "store": model.store, "kind": model.kind,
+            "holds": model.holds, "source": model.source}
 
 
 def lines(found: list[LocalModel]) -> Iterator[str]:
@@ -116,9 +117,13 @@ def _rows(model: LocalModel) -> Iterator[str]:
 
 
 def _verdict(model: LocalModel) -> str:
-    """Whether it runs and fits, in two words."""
+    """Whether it runs and fits, in a few words."""
+    from ..memory_planner import RESIDENT
+
     if not model.runs:
         return model.remedy or ("no" if model.kind == "model" else "no model")
+    if model.fits and model.mode != RESIDENT:
+        return "streamed"
     return "runs" if model.fits else f"needs {format_size(model.planned_bytes or 0)}"
 
 
