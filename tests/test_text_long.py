@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +79,20 @@ def test_parts_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.Mon
                 assert tokenizer.encode(text, parse_special=special) == whole
             few = tokenizer.encode(text, parse_special=special, most=5)
             assert few == whole[: len(few)] and (5 < len(few) < len(whole)) == cut
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_texts_without_spaces_are_cut(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries, with Llama 2's rules: most of these characters have no token of their own."""
+    shutil.copyfile(demo_path() / kind, tmp_path / kind)
+    tokenizer = Tokenizer.open(tmp_path)
+    text = "".join(("吾輩は猫である。名前はまだ無い。\n", "\u2581A fox.", "e\u0301</s>🎉", "\u3000「", "a  b", "<0x0A>")[i % 6]
+                   for i in range(120))
+    whole = tokenizer.encode(text, add_bos=False, leading_space=True)
+    monkeypatch.setattr("edgeinfer.text.cuts.PART", 20)
+    monkeypatch.setattr("edgeinfer.text.fast.PART", 20)
+    parts = list(tokenizer.encode_pieces(text[i : i + 7] for i in range(0, len(text), 7)))
+    assert len(parts) > 30 and sum(parts, []) == whole
 
 
 @pytest.mark.parametrize("unit", ["a", "word and ", "日本", "\n", " ", "\u0301e", "</s>", "🎉 x", "1", "aB."])

@@ -1,13 +1,14 @@
 """Where a long text may be cut so that its parts, tokenised one by one, give exactly the ids of the whole.
 
 Tokenising takes some 200 bytes of memory for each byte of its text and cannot be interrupted, so long texts go through
-it in parts. A cut lies between an ASCII letter and a single space that another one follows. There
+it in parts:
 
-* the patterns that split text into words for byte-level BPE always begin a new word with the space: letters stand at
-  the end of a word only, and the space joins the letters behind it (GPT-2, Llama 3, Qwen2; digits on their own change
-  nothing). So the merges of both sides never meet;
-* where spaces become a mark and nothing splits the text (Llama 2), merges cannot cross the cut as long as no token has
-  a letter before a mark. The normaliser puts a mark before each part, so the space itself is left out.
+* The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) take letters greedily and look no
+  further, so that a word ends between a letter and what is no letter. Merges never cross the ends of words. What may
+  compose with the letter before it (NFC) is no place for a cut.
+* Where spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that has
+  both characters beside it, one behind the other. If no token has, no merge crosses. Parts but the first are tokenised
+  without the mark that the normaliser puts before a text.
 
 Other tokenizers get their texts whole.
 """
@@ -17,9 +18,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, TypeVar
 
+from ..dataclass import dataclass
 from ..errors import CancelledError
 from .pieces import SPACE_MARK
 
@@ -29,53 +32,123 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen2 cuts text into words; Llama 3 takes up to three digits together."""
-_CUT = re.compile(r"[A-Za-z](?= [A-Za-z])")
+_LETTERS = ("A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
+            "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3")
+_ENDS = " \n\t.,;:!?\"\u2026\u201c\u201d\u3000-\u3002\u300c-\u300f\uff01\uff0c\uff1f"
+"""Some letters, and some characters that are none and compose with none."""
+_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
 _ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
 _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
+BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+"""Tokens of characters that have none of their own."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _Result = TypeVar("_Result")
 
 
-def parts(pieces: Iterable[str], skipped: int) -> Iterator[str]:
-    """Yield the parts of a text that comes in pieces; `skipped` characters are left out at each cut.
+@dataclass(frozen=True)
+class Cuts:
+    """Where the texts of a tokenizer may be cut."""
+
+    find: Callable[[str, int], int | None]
+    """Returns the first cut of a text at an index or behind it; it looks at two characters behind a cut at most."""
+    skipped: int = 0
+    """Characters that are left out at a cut."""
+    continues: bool = False
+    """Whether parts but the first are tokenised as the continuation of a text."""
+
+
+def parts(pieces: Iterable[str], cuts: Cuts) -> Iterator[str]:
+    """Yield the parts of a text that comes in pieces.
 
     The parts are the same however the text comes, and no more of it is held than a part and a piece.
     """
     text, seen = "", 0
     for piece in pieces:
         text, start = text + piece, 0
-        while len(text) - start > PART and (found := _CUT.search(text, max(start + PART, seen))):
-            yield text[start : found.end()]
-            start = found.end() + skipped
+        while len(text) - start > PART and (found := cuts.find(text, max(start + PART, seen))) is not None:
+            yield text[start:found]
+            start = found + cuts.skipped
         seen = max(len(text) - start - 2, 0)  # a cut is seen by the two characters behind it
         text = text[start:]
     yield text
 
 
-def skipped_at_cuts(tokenizer: Any) -> int | None:
-    """Return how many characters are left out at a cut, None where cuts are not known to be exact.
+def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
+    """Return where texts may be cut, None where cuts are not known to be exact.
 
     Parameters
     ----------
     tokenizer : a ``tokenizers.Tokenizer``
+    parse_special : whether special tokens written in a text are such
     """
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return None
-    for token in tokenizer.get_added_tokens_decoder().values():
-        strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
-        if strips or _ACROSS.search(token.content):
-            return None
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if parse_special or not token.special]
     normalizer, words = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer)
+    narrow = not any(_is_near_spaces(token) for token in added)
     if normalizer == _MARKS and not words:
-        return None if _any_across(tokenizer.get_vocab(with_added_tokens=False)) else 1
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        if not (any(token.normalized for token in added) or model.ignore_merges):
+            merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
+            fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
+            return between_pairs(vocabulary, fallback, [token.content for token in added])
+        return Cuts(_searching(_CUT), 1) if narrow and not _any_across(vocabulary) else None
     byte_level = bool(words) and words[-1]["type"] == "ByteLevel"
-    if not byte_level or [step["type"] for step in normalizer] not in ([], ["NFC"]):
+    if not (byte_level and narrow) or [step["type"] for step in normalizer] not in ([], ["NFC"]):
         return None
     splits = [step for step in words[:-1] if step["type"] != "Digits"]
-    if words[-1].get("use_regex", True):
-        return 0 if not splits else None
-    return 0 if len(splits) == 1 and _is_known(splits[0]) else None
+    if not (len(splits) == 1 and _is_known(splits[0]) if not words[-1].get("use_regex", True) else not splits):
+        return None
+    wide = not words[-1].get("add_prefix_space", True) and not any(
+        token.single_word or token.rstrip or _WIDE_CUT.search(token.content) for token in added)
+    return Cuts(_searching(_WIDE_CUT if wide else _CUT))
+
+
+def between_pairs(pieces: Iterable[str], any_character: bool, added: Collection[str]) -> Cuts:
+    """Return the cuts between two characters that no token has one behind the other.
+
+    Parameters
+    ----------
+    pieces : all that merges can make, spaces as marks
+    any_character : characters that are no pieces become bytes, which are not merged; else they may be joined, so that
+        there is no cut beside them
+    added : tokens that are found in a text before merging; there is no cut behind or before one either
+    """
+    pairs: set[str] = set()
+    single: set[str] = set()
+    for piece in (*pieces, *added):
+        piece = piece.replace(SPACE_MARK, " ")
+        pairs.update(map("".join, pairwise(piece)))
+        if len(piece) == 1:
+            single.add(piece)
+    firsts, lasts = {one[0] for one in added}, {" ", SPACE_MARK, *(one[-1] for one in added)}
+
+    def find(text: str, start: int) -> int | None:
+        for at in range(max(start, 1), len(text)):
+            left, right = text[at - 1], text[at].replace(SPACE_MARK, " ")
+            if left + right in pairs or left in lasts or text[at] in firsts:
+                continue
+            if any_character or (left in single and right in single):
+                return at
+        return None
+
+    return Cuts(find, continues=True)
+
+
+def _searching(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
+    def find(text: str, start: int) -> int | None:
+        found = pattern.search(text, start)
+        return found.end() if found else None
+    return find
+
+
+def _is_near_spaces(token: Any) -> bool:
+    """Return whether an added token may reach over a cut between a letter and a space."""
+    strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
+    return bool(strips or _ACROSS.search(token.content))
 
 
 def _any_across(vocabulary: Iterable[str]) -> bool:

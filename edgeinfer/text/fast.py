@@ -13,12 +13,11 @@ from typing import Any
 
 from ..errors import TokenizerError
 from .continuation import without_leading_space
-from .cuts import PART, QWEN2_SPLIT, check_wanted, interruptible, parts, skipped_at_cuts
+from .cuts import PART, QWEN2_SPLIT, Cuts, check_wanted, cuts_of, interruptible, parts
 from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
 
-_UNKNOWN = -1
 GAP = 4096
 """Ids in a row without a token, behind which no further ones are expected."""
 
@@ -36,7 +35,7 @@ class FastTokenizer:
         self._parse_special = True
         self._continuing: FastTokenizer | None = None
         tokenizer.encode_special_tokens = False
-        self._skipped: int | None = _UNKNOWN
+        self._cuts: dict[bool, Cuts | None] = {}
         decoder = tokenizer.decoder
         self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
         added = tokenizer.get_added_tokens_decoder()
@@ -79,14 +78,12 @@ class FastTokenizer:
     def _encode_continuation(self, text: str, parse_special: bool, most: int | None,
                              stopped: Callable[[], bool] | None) -> list[int]:
         """Encode text that goes on in the middle; behind an added token the space is put as the file says."""
-        if self._continuing is None:
-            other = without_leading_space(self._tokenizer)
-            self._continuing = self if other is self._tokenizer else FastTokenizer(other, self._source)
-        if self._continuing is self:
+        other = self._without_space()
+        if other is self:
             return self.encode(text, parse_special, most, stopped)
         if not any(content in text for content in self._added.values()):
-            return self._continuing.encode(text, parse_special, most, stopped)
-        found = interruptible(partial(self._continuing._encoding, text, parse_special, stopped), stopped)
+            return other.encode(text, parse_special, most, stopped)
+        found = interruptible(partial(other._encoding, text, parse_special, stopped), stopped)
         ids: list[int] = found.ids
         for n, (token_id, (start, _)) in enumerate(zip(ids, found.offsets, strict=True)):
             if token_id in self._added and self._added[token_id] in text:
@@ -95,16 +92,37 @@ class FastTokenizer:
                     return ids[:n] + tail[tail.index(token_id) :]
         return ids
 
+    def _encode_continued_part(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
+        """Encode a part that no added token is at the border of; none of them is looked for in normalised text."""
+        end = self._first_added(text, parse_special)
+        ids = self._without_space()._encode(text[:end], parse_special, stopped)
+        return ids + self._encode(text[end:], parse_special, stopped) if end < len(text) else ids
+
+    def _first_added(self, text: str, parse_special: bool) -> int:
+        """Return where the first added token is that splits the text, the end of the text where none is."""
+        found = (text.find(one) for i, one in self._added.items() if parse_special or i not in self.special_ids)
+        return min((at for at in found if at >= 0), default=len(text))
+
+    def _without_space(self) -> FastTokenizer:
+        if self._continuing is None:
+            other = without_leading_space(self._tokenizer)
+            self._continuing = self if other is self._tokenizer else FastTokenizer(other, self._source)
+        return self._continuing
+
     def encode_pieces(self, pieces: Iterable[str], parse_special: bool = False,
                       stopped: Callable[[], bool] | None = None) -> Iterator[list[int]]:
         """Yield the ids of a text that comes in pieces, part by part; where it cannot be cut, all at once."""
-        if self._skipped == _UNKNOWN:
-            self._skipped = skipped_at_cuts(self._tokenizer)
-        for part in ["".join(pieces)] if self._skipped is None else parts(pieces, self._skipped):
+        if parse_special not in self._cuts:
+            self._cuts[parse_special] = cuts_of(self._tokenizer, parse_special)
+        cuts = self._cuts[parse_special]
+        encode = self._encode
+        for part in ["".join(pieces)] if cuts is None else parts(pieces, cuts):
             long = len(part) > 2 * PART
-            yield interruptible(partial(self._encode, part, parse_special, stopped), stopped) if long else \
-                self._encode(part, parse_special, stopped)
+            yield interruptible(partial(encode, part, parse_special, stopped), stopped) if long else \
+                encode(part, parse_special, stopped)
             check_wanted(stopped)
+            if cuts is not None and cuts.continues:
+                encode = self._encode_continued_part
 
     def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
         ids: list[int] = self._encoding(text, parse_special, stopped).ids

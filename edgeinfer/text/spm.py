@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from .cuts import check_wanted
+from .cuts import Cuts, between_pairs, check_wanted, parts
 from .fast import added_tokens
 from .files import REMEDY, read_bytes, read_optional_object
 from .libraries import library_errors
@@ -18,6 +18,13 @@ _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
 """A protobuf message may be continued by appending: normalizer_spec (field 3) { add_dummy_prefix (field 3): false }."""
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+_BPE = 2
+_KIND, _FALLBACK = (2, 3), (2, 35)
+_REPLACEMENTS, _EXTRA_SPACES, _ESCAPED = (3, 2), (3, 4), (3, 5)
+"""Fields of trainer_spec (2) and normalizer_spec (3): model_type (unigram by default), byte_fallback, and the bytes of
+precompiled_charsmap, remove_extra_whitespaces and escape_whitespaces (both true by default)."""
 
 
 class SentencePieceTokenizer:
@@ -49,6 +56,8 @@ class SentencePieceTokenizer:
         bos, eos = self._processor.bos_id(), self._processor.eos_id()
         self.bos_id: int | None = bos if bos >= 0 else None
         self.eos_id: int | None = eos if eos >= 0 else None
+        self._cuts: Cuts | None = None
+        self._cuts_known = False
 
     def _load(self, model: bytes) -> Any:
         if not model:
@@ -103,8 +112,25 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of a text that comes in pieces, all at once: it cannot be cut."""
-        yield self.encode("".join(pieces), False)
+        """Yield the ids of a text that comes in pieces, part by part; where it cannot be cut, all at once."""
+        if not self._cuts_known:
+            self._cuts, self._cuts_known = self._find_cuts(), True
+        if self._cuts is None:
+            yield self.encode("".join(pieces), False)
+            return
+        for i, part in enumerate(parts(pieces, self._cuts)):
+            yield self.encode(part, False, continues=i > 0)
+
+    def _find_cuts(self) -> Cuts | None:
+        """Return where texts may be cut: where BPE without replacements in the text cannot merge across."""
+        own, pieces = self._processor, range(self._n_pieces)
+        settings = _settings(self._model)
+        if settings.get(_KIND) != _BPE or settings.get(_REPLACEMENTS) or settings.get(_EXTRA_SPACES, 1) \
+                or not settings.get(_ESCAPED, 1) or any(map(own.is_unused, pieces)):
+            return None
+        texts = [own.id_to_piece(i) for i in pieces if not (own.is_control(i) or own.is_unknown(i) or own.is_byte(i))]
+        added = [text for text, token_id in self._ids.items() if token_id not in self.special_ids]
+        return between_pairs(texts, bool(settings.get(_FALLBACK)), added)
 
     def _with_prefix(self, prefixed: bool) -> Any:
         if prefixed or not self.rules.n_leading_spaces:
@@ -141,6 +167,40 @@ class SentencePieceTokenizer:
             "scores": {i: own.get_score(i) for i in pieces},
             "spaces behind special tokens": self._prefix_behind_special,
         }
+
+
+def _settings(model: bytes) -> dict[tuple[int, int], int]:
+    """Return the numbers, and the lengths of the texts, in the two messages of a model that hold its settings."""
+    found: dict[tuple[int, int], int] = {}
+    for message, start, length in _fields(model, 0, len(model)):
+        if message in (2, 3) and start >= 0:
+            found |= {(message, field): length for field, _, length in _fields(model, start, start + length)}
+    return found
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield a protobuf message's fields: where its bytes begin and how many, or -1 and its number (0 of a float)."""
+    while at < end:
+        key, at = _varint(data, at)
+        if key & 7 == 2:
+            length, at = _varint(data, at)
+            yield key >> 3, at, length
+            at += length
+        elif key & 7 == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, -1, value
+        else:
+            yield key >> 3, -1, 0
+            at += 8 if key & 7 == 1 else 4
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number and where it ends."""
+    value = shift = 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | data[at] << shift, at + 1
 
 
 def open_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> SentencePieceTokenizer:
