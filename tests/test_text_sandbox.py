@@ -38,6 +38,9 @@ def render(text: str) -> str:
         "{{ '{a.__class__}'.format_map({'a': 1}) }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ ('a'|safe).__html__() }}",
+        "{{ ('&lt;'|safe).unescape() }}",
+        "{{ ('{a.__class__}'|safe).format_map({'a': 1}) }}",
         "{% set n = namespace(__class__=1) %}",
         "{% set n = namespace() %}{% set n.__class__ = 1 %}",
     ],
@@ -51,6 +54,19 @@ def test_no_way_to_pythons_internals(text: str) -> None:
 def test_no_other_files(text: str) -> None:
     with pytest.raises(TokenizerError, match=r"the chat template failed \(no loader"):
         render(text)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("{{ ('<a>'|safe) + '<b>' }}", "<a>&lt;b&gt;"), ("{{ '<b>' + ('<a>'|safe) }}", "&lt;b&gt;<a>"),
+    ("{{ '<b>' ~ ('<a>'|safe) }}", "<b><a>"), ("{{ ('%s<a>'|safe) % '<b>' }}", "&lt;b&gt;<a>"),
+    ("{{ ('<a>'|safe).join(['<b>', '<c>'|safe]) }}", "&lt;b&gt;<a><c>"),
+    ("{{ ('<a>{}'|safe).format('<b>') }}", "<a>&lt;b&gt;"), ("{{ ('<a>'|safe).replace('a', '<') }}", "<&lt;>"),
+    ("{{ ('<a>'|safe)[1:] + '<' }}", "a>&lt;"), ("{{ (('<a>'|safe)|string) + '\"' }}", "<a>&#34;"),
+    ("{{ ['<b>', '<c>'|safe] | join('<d>') }}", "<b><d><c>"), ("{{ ['a'|safe] }}", "[Markup('a')]"),
+])
+def test_text_marked_as_safe_escapes_what_is_added_to_it(text: str, wanted: str) -> None:
+    """functionary-v3.1's template marks some; transformers renders these so."""
+    assert render(text) == wanted and type(render(text)) is str
 
 
 def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
@@ -88,6 +104,11 @@ def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
         (repeat("ns.x | replace('a', 'aa')"), "bytes of text and lists"),
         (repeat("[ns.x, ns.x] | join"), "bytes of text and lists"),
         (repeat("'b'.join([ns.x, ns.x])"), "bytes of text and lists"),
+        (repeat("ns.x + '&' * 100000", "'<'|safe"), "bytes of text and lists"),
+        (repeat("(ns.x + '&').replace('&', ns.x)", "'&'|safe"), "bytes of text and lists"),
+        (repeat("('{0}{0}'|safe).format(ns.x)", "'&'"), "bytes of text and lists"),
+        ("{{ ('{0.__class__}'|safe).format(messages) }}", "bytes of text and lists"),
+        ("{{ ('%*d'|safe) % (10**10, 1) }}", "bytes of text and lists"),
         ("{{ 'a' | center(10000000000) }}", "bytes of text and lists"),
         ("{{ 'a'.ljust(10**10) }}", "bytes of text and lists"),
         ("{{ 'a'.zfill(10**10) }}", "bytes of text and lists"),

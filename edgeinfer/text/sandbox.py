@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from jinja2 import Template, TemplateSyntaxError, Undefined, nodes, pass_context
 from jinja2.ext import loopcontrols
+from jinja2.filters import do_mark_safe
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -57,6 +58,22 @@ _LOOP_NAMES = frozenset(
     "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed".split())
 
 
+MARKED: type = type(do_mark_safe(""))
+"""What `safe` makes of a text: what is added to it is escaped for web pages, as transformers' rendering does."""
+_ESCAPED = 6
+"""Most characters that one becomes where it is escaped for web pages, with a margin."""
+
+
+def _methods(owner: Any) -> frozenset[str]:
+    """Return the methods that a template may call; text that is marked as safe has those of text."""
+    return METHODS.get(str if type(owner) is MARKED else type(owner), frozenset())
+
+
+def _escaping(*values: Any) -> int:
+    """Return how many times as long a result may be because one of the values escapes the others."""
+    return _ESCAPED if any(isinstance(value, MARKED) for value in values) else 1
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one template; not safe to render from two threads at once."""
 
@@ -72,7 +89,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.start({}, None)
-        own: dict[str, Callable[..., Any]] = {"tojson": to_json, "safe": str, "round": round_number}
+        own: dict[str, Callable[..., Any]] = {"tojson": to_json, "round": round_number}
         self.filters = {name: self._guarded(name, own.get(name, self.filters[name])) for name in FILTERS}
         for work in (self._count_loop, self._made, self._concat, self._step):
             self.filters[work.__name__] = work
@@ -148,7 +165,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         def guarded(*args: Any, **options: Any) -> Any:
             values = [self._counted_list(value) for value in args[n_passed:]]
-            self.spend(1, estimate_filter(name, values[0], [*values[1:], *options.values()]))
+            made = estimate_filter(name, values[0], [*values[1:], *options.values()])
+            self.spend(1, _escaping(values[0], *values[1:], *options.values()) * made)
             if name == "unique" and isinstance(values[0], (list, tuple)):
                 check_hashes(values[0])
             return self._made(function(*args[:n_passed], *values, **options))
@@ -176,9 +194,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call a function or method of the template, counted."""
         args = tuple(map(self._counted_list, args))
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if type(owner) in METHODS and name in METHODS[type(owner)]:
+        if name in _methods(owner):
             named = [value for key, value in options.items() if not key.startswith("_")]  # Jinja's own: _loop_vars
-            self.spend(1, estimate_method(owner, name, [*args, *named]))
+            self.spend(1, _escaping(owner) * estimate_method(owner, name, [*args, *named]))
         elif isinstance(function, LoopContext):  # a recursive loop descends
             args = tuple(map(self._count_loop, args))
         elif not (isinstance(function, (Macro, Undefined)) or isinstance(owner, LoopContext)
@@ -190,7 +208,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return whether a template may see an attribute: methods of the list, a loop's own, a namespace's values."""
         if isinstance(obj, BoundedNamespace):
             return not attr.startswith("_")
-        return attr in (_LOOP_NAMES if isinstance(obj, LoopContext) else METHODS.get(type(obj), ()))
+        return attr in (_LOOP_NAMES if isinstance(obj, LoopContext) else _methods(obj))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return None: fields of ``str.format`` are names alone here (see `growth`), and ``format_map`` is refused."""
@@ -206,13 +224,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if numbers:
             self._check_numbers(operator, left, right)
         elif operator == "%" and isinstance(left, str):
-            self.spend(1, 4 * estimate_format(left, right if isinstance(right, tuple) else (right,)))
+            args = right if isinstance(right, tuple) else (right,)
+            self.spend(1, _escaping(left) * 4 * estimate_format(left, args))
         elif operator == "*":
             times, other = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int) and isinstance(other, (str, list, tuple)):
                 self.spend(1, max(times, 0) * max(sys.getsizeof(other), text_size(other)))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-            self.spend(1, sys.getsizeof(left) + sys.getsizeof(right))
+            self.spend(1, _escaping(left, right) * (sys.getsizeof(left) + sys.getsizeof(right)))
         elif not any(isinstance(side, Undefined) for side in (left, right)):
             raise TypeError(f"unsupported operand types for {operator}: {type(left).__name__}, {type(right).__name__}")
         return self._made(super().call_binop(context, operator, left, right))
@@ -256,7 +275,7 @@ def render(
         raise TokenizerError(f"{source}: the chat template tries something unsafe ({_reason(error)}).") from error
     except Exception as error:  # a template is a program: any exception of Python may come out of it
         raise TokenizerError(f"{source}: the chat template failed ({_reason(error)}).") from error
-    return text
+    return str(text)
 
 
 def _reason(error: BaseException) -> str:
