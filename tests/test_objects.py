@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -265,6 +266,16 @@ def test_an_answer_that_nobody_can_read_ends_the_build(monkeypatch: pytest.Monke
     monkeypatch.setattr(build, "_start", start)
     with pytest.raises(KernelError, match=r"kernels with numba .* failed: what it gave cannot be read \("):
         build.build(objects.KernelSet(ISA), NAMES, patient)
+
+
+@pytest.mark.parametrize(("free", "n_kernels", "expected"), [
+    (64 << 30, 40, 2), (64 << 30, 1, 1), (300_000_000, 40, 1), (0, 40, 1), (2 * build.COMPILER_BYTES, 40, 2)])
+def test_compilers_fit_into_free_memory(
+    free: int, n_kernels: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
+    assert build.processes(n_kernels) == expected
 
 
 def test_an_unknown_kernel_is_refused() -> None:

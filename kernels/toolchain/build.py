@@ -30,6 +30,8 @@ from ..isa import LADDER, Isa, choose
 from .objects import KernelSet, cache_directory, compiler_versions, package_directory
 
 TICK_SECONDS = 0.5
+COMPILER_BYTES = 230_000_000
+"""Most memory of a compiling process (measured: 227 MB, numba 0.68 on x86-64); they have ended when a model runs."""
 _LONGEST = ("attention", "linear", "gated", "neuron_gated", "neuron_down")
 """Families whose kernels take long to compile: they come first, so that no process is left with one at the end."""
 
@@ -50,9 +52,8 @@ def build(
     done: dict[str, bytes] = {}
     events: queue.Queue[tuple[_Worker, str, bytes]] = queue.Queue()
     tell = progress or (lambda *_: None)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ExitStack() as running:
-        for _ in range(min(4, cores, total)):
+        for _ in range(processes(total)):
             worker = _Worker(_start(wanted.isa, wanted.extension), events)
             running.callback(worker.end)  # nobody compiles on after an error or Ctrl-C, here too
             worker.start()
@@ -75,6 +76,15 @@ def build(
                 keep(name, code)
             tell(len(done), total, name)
     return done
+
+
+def processes(n_kernels: int) -> int:
+    """Return how many processes compile so many kernels: four at most, one a core, all within the free memory."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    room = psutil.virtual_memory().available // COMPILER_BYTES
+    return max(1, min(4, cores, n_kernels, room))
 
 
 class _Worker:

@@ -132,7 +132,12 @@ class _Compilation:
             return
         there = sum(1 for _ in self._directory.glob("*.o"))
         what, why = (" more", f" beside the {there} that are there") if there else ("", "")
-        say(f"compiling {n}{what} kernel{'s' * (n != 1)} for {self._wanted.isa.name}{why}, once on this machine.")
+        from . import build
+
+        n_processes = build.processes(n)
+        say(f"compiling {n}{what} kernel{'s' * (n != 1)} for {self._wanted.isa.name}{why}, once on this machine, in "
+            f"{n_processes} process{'es' * (n_processes != 1)} of up to {build.COMPILER_BYTES / 1e6:.0f} MB that "
+            "end before the model runs and are in no plan.")
 
     def _prepare(self) -> None:
         from .tidy import tidy
