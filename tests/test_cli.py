@@ -181,7 +181,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
         (["run", "demo", "x", "--logprobs", "1"], 2, "--logprobs is part of the JSON report; add --json."),
         (["run", "demo", "x", "--system", "s"], 2, "--system cannot be used: demo has no chat template"),
         (["rnu"], 2, "There is no command 'rnu'; did you mean run? See 'edgeinfer --help'."),
-        (["zzzz"], 2, "There is no command 'zzzz'; commands are bench, cache, convert, devices,"),
+        (["zzzz"], 2, "There is no command 'zzzz'; commands are bench, cache, config, convert,"),
         (["cache"], 2, "Missing command. See 'edgeinfer cache --help'."),
         (["cache", "lst"], 2, "There is no command 'lst'; did you mean list? See 'edgeinfer cache --help'."),
         (["convert", "demo"], 2, "See 'edgeinfer convert --help'."),

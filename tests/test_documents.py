@@ -46,6 +46,7 @@ NOT_RUN = {
     ".ci/release": "compiles every instruction set; .ci/run calls it",
     "edgeinfer devices --probe": "measures for minutes; tests/test_devices_probe.py takes small sizes",
     "edgeinfer pull": "needs a download; tests/test_cli_local.py has a server",
+    "edgeinfer rm smollm2-135m": "needs what was pulled; tests/test_cli_local.py removes it",
     "edgeinfer convert HuggingFaceTB/SmolLM2-135M-Instruct": "needs a download; tests/test_convert_hub.py has a server",
     "edgeinfer plan owner/model": "needs a download",
     "edgeinfer estimate ./my-bundle --ctx 32768": "the bundle that stands in knows 1024 positions",

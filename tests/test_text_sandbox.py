@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from edgeinfer.errors import TokenizerError
-from edgeinfer.text import ChatTemplate
+from edgeinfer.text import ChatTemplate, sandbox
 
 HI = [{"role": "user", "content": "a"}]
 
@@ -122,14 +120,14 @@ def repeat(change: str, start: str = "'aa'", times: int = 60) -> str:
         ("{{ range(99999) | map('string') | map('center', 99999) | list }}", "bytes of text and lists"),
         (f"{{{{ dict(range(0, 50000*{2**61 - 1}, {2**61 - 1}) | groupby(none)) }}}}", "256 keys with the same hash"),
         (f"{{% set n = namespace(range(0, 50000*{2**61 - 1}, {2**61 - 1}) | groupby(none)) %}}", "with the same hash"),
-        (f"{{{{ range(0, 50000*{2**61 - 1}, {2**61 - 1}) | list | unique | list }}}}", "256 keys with the same hash"),
+        (f"{{{{ range(0, 5000*{2**61 - 1}, {2**61 - 1}) | list | unique | list }}}}", "256 keys with the same hash"),
         ("{{ [1] | tojson(indent=10**10) }}", "tojson may indent by 16 at most"),
         ("{{ [1] | tojson(separators=('a' * 100, 'b')) }}", "tojson takes separators of at most 16 characters"),
     ],
 )
 def test_work_is_bounded(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_SECONDS", 600.0)
-    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_STEPS", 300_000)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 600.0)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 300_000)
     with pytest.raises(TokenizerError, match="the chat template was stopped because") as caught:
         render(text)
     assert reason in str(caught.value)
@@ -161,7 +159,7 @@ def test_errors_are_one_sentence(text: str, sentence: str) -> None:
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["edgeinfer.text.sandbox"], "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", -1.0)
     with pytest.raises(TokenizerError, match="was stopped because it takes longer than -1 seconds"):
         render("{{ 'a' | upper }}")
 
