@@ -68,6 +68,9 @@ class SafetensorsFile:
             raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
         try:
             self.tensors = self._read_header()
+        except OSError as error:  # of a disk that fails
+            self._file.close()
+            raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from None
         except BaseException:
             self._file.close()
             raise

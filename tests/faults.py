@@ -215,6 +215,43 @@ def full_disk(after: int) -> Iterator[FullDisk]:
         yield disk
 
 
+class FailingDisk(FullDisk):
+    """From the n-th read of a model's file on, the disk fails."""
+
+    reads = property(lambda self: self.writes)
+
+    def count(self) -> None:
+        """Take note of a read; fail if it is one too many."""
+        self.writes += 1
+        if self.writes > self.after:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def failing_disk(patched: Any, after: int) -> FailingDisk:
+    """Let reads through `files.open_plain` fail, in all modules that are there (`patched`: pytest's monkeypatch)."""
+    from edgeinfer import files
+
+    disk, plain = FailingDisk(after), files.open_plain
+
+    class Raw(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            disk.count()
+            return super().readinto(buffer)
+
+        def readall(self) -> bytes:
+            disk.count()
+            return super().readall()
+
+    def opening(path: Any) -> io.BufferedReader:
+        with plain(path) as file:
+            return io.BufferedReader(Raw(os.dup(file.fileno())))
+
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__name__", "").startswith("edgeinfer") and vars(module).get("open_plain") is plain:
+            patched.setattr(module, "open_plain", opening)
+    return disk
+
+
 def each_write(action: Callable[[], Any], check: Callable[[], Any]) -> int:
     """Let each write of an action fail in turn; it must say so in a sentence, and `check` holds afterwards."""
     with full_disk(10**9) as disk:

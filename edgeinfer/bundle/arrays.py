@@ -105,8 +105,11 @@ def open_arrays(path: Path) -> tuple[dict[str, Any], Arrays]:
 
 def offsets(path: Path, arrays: Arrays) -> dict[str, int]:
     """Return where each array of an opened file begins in it."""
-    with open_plain(path) as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
+    try:
+        with open_plain(path) as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise BundleError(f"{path.name}: {error.strerror or error}.") from None
     first = next(iter(arrays.values())).ctypes.data
     return {name: start + array.ctypes.data - first for name, array in arrays.items()}
 

@@ -96,6 +96,12 @@ class Cold:
 
     def verify(self) -> None:
         """Read all clusters and compare their checksums; raises `BundleError` that names the first damaged one."""
+        try:
+            self._verify()
+        except OSError as error:
+            raise BundleError(f"{self.path} cannot be read: {error.strerror or error}.") from None
+
+    def _verify(self) -> None:
         per_step = max(1, _STEP_BYTES // self.nbytes)
         with open_plain(self.path) as file:
             for layer, (offset, sums) in enumerate(zip(self.offsets, self.checksums, strict=True)):
