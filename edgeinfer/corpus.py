@@ -108,6 +108,7 @@ def read_stream(stack: ExitStack, tokenizer: Tokenizer, text: Text, separator: s
         for front, words, nbytes in _tokens(tokenizer, text.pieces(most), separator, max_tokens):
             file.write(array("i", [*(~token for token in front), *words]).tobytes())
             text_bytes += nbytes
+        file.flush()  # or a full disk shows only when the tokens are read
         n = file.tell() // array("i").itemsize
     except OSError as error:
         raise EdgeInferError(f"The tokens of {text.path} cannot be kept in a temporary file "

@@ -20,16 +20,17 @@ FORK_SECONDS = 10.0
 reports_json = False
 """Whether the command's answer, and so its failure, is an object on standard output."""
 
-above: Callable[[str], None] | None = None
-"""Prints a line above the progress bar, while one is drawn."""
+above: Callable[[str], bool] | None = None
+"""Prints a line above the progress bar, while one is drawn; returns whether it did."""
 
 
 def say(sentence: str) -> None:
     """Print a sentence about the program's own doings on standard error, where there is one."""
     sentence = "\n".join(map(printable, sentence.split("\n")))  # it may hold the name of somebody's file
-    if above is not None:
-        above(f"edgeinfer: {sentence}")
-    elif sys.stderr is not None:  # print would take standard output instead
+    printer = above  # another thread may end the bar meanwhile
+    if printer is not None and printer(f"edgeinfer: {sentence}"):
+        return
+    if sys.stderr is not None:  # print would take standard output instead
         print(f"edgeinfer: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -90,6 +90,7 @@ def execute(arguments: list[str]) -> int:
         with interruptible():
             if arguments[:1] not in ([], ["config"], ["--help"], ["-h"], ["--version"]):
                 settings.apply()
+                process.reports_json = _wants_json(arguments)
             command = typer.main.get_command(make_app([name for name in arguments[:1] if name in COMMANDS] or COMMANDS))
             read_plainly(command)
             result = command.main(args=arguments or ["--help"], prog_name="edgeinfer", standalone_mode=False)

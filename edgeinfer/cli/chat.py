@@ -58,7 +58,12 @@ def chat(llm: LLM, system: str | None, raw: bool, options: dict[str, Any]) -> in
         if text in LEAVING:
             return 0
         if text:
-            session.take(text)
+            try:
+                session.take(text)
+            except EdgeInferError as error:
+                say(str(error))
+            except KeyboardInterrupt:
+                print("\n(stopped)", file=sys.stderr)
 
 
 def reader(llm: LLM) -> Callable[[], str]:
@@ -209,9 +214,10 @@ class Chat:
 
     def _drop(self, rest: str) -> None:
         conversation, waiting = self._conversation, self._waiting
-        wanted = int(rest) if rest.isdigit() else None
-        if wanted is None:
-            wanted = (conversation.too_many(waiting) if waiting else None) or 1
+        if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 7 and int(rest)):
+            _tell("Give a number of turns: /drop, or /drop 2.")
+            return
+        wanted = int(rest) if rest else (conversation.too_many(waiting) if waiting else None) or 1
         n = min(wanted, len(conversation.turns))
         del conversation.turns[:n]
         _tell(f"Forgot the {_oldest(n)}; {len(conversation.turns)} left." if n else "There is no turn to drop.")

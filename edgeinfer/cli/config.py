@@ -43,8 +43,8 @@ def show(command: typer.Context, json: Json = False) -> None:
         return
     in_file, found = read(), list[tuple[str, str, str]]()
     for key, (variable, _) in known().items():
-        if variable in os.environ:
-            found.append((key, os.environ[variable], variable))
+        if given := os.environ.get(variable):  # an empty one is taken as none
+            found.append((key, given, variable))
         elif key in in_file:
             found.append((key, str(in_file[key]), "file"))
     path = config_path()

@@ -122,7 +122,7 @@ def running() -> Iterator[dict[str, Any]]:
         words = arguments_of(known["cmdline"] or [])
         if known["pid"] == os.getpid() or not words or known["memory_info"] is None:
             continue
-        model = next((word for word in words[1:] if not word.startswith("-")), None)
+        model = words[1] if words[1:] and not words[1].startswith("-") else None  # behind options it may be a value
         yield {"pid": known["pid"], "command": words[0], "model": model if words[0] in WITH_MODELS else None,
                "rss_bytes": known["memory_info"].rss, "seconds": time.time() - known["create_time"]}
 
@@ -130,7 +130,8 @@ def running() -> Iterator[dict[str, Any]]:
 def arguments_of(command: list[str]) -> list[str]:
     """Return what follows the program's name in a command line of this program; nothing for other programs."""
     for number, word in enumerate(command[:4]):
-        script = Path(word).name in ("edgeinfer", "edgeinfer.exe") and number <= 1
+        by_python = number == 1 and Path(command[0]).name.lower().startswith("python")
+        script = Path(word).name in ("edgeinfer", "edgeinfer.exe") and (number == 0 or by_python)
         if script or (word == "edgeinfer" and number and command[number - 1] == "-m"):
             return command[number + 1 :]
     return []

@@ -186,11 +186,13 @@ class ProgressLine:
             self._bar.stop()
             self._bar = None
 
-    def _above(self, line: str) -> None:
-        """Print a line above the bar."""
+    def _above(self, line: str) -> bool:
+        """Print a line above the bar; False where the bar has ended."""
         with self._lock:
-            if self._bar is not None:
-                self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            if self._bar is None:
+                return False
+            self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            return True
 
 
 def _bar() -> Bar:

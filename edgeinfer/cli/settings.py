@@ -9,21 +9,22 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
 from ..checks import checked
-from ..config import GenerationConfig, RuntimeConfig
 from ..errors import EdgeInferError, UsageError
+from ..rules import RULES
 
 VARIABLE = "EDGEINFER_CONFIG"
 """Moves the file; empty for none."""
 MOST_BYTES = 1 << 20
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _FIELDS = {"temp": "temperature"}
+_RULES = {name: rule for name, rule in RULES.items() if name not in ("lazy", "device")}
+"""Without what the command line says in other words than Python: `lazy` is a text there, `device` may be a profile."""
 _from_file: set[str] = set()
 """Variables that hold values of the file."""
 
@@ -98,11 +99,11 @@ def check(name: str, value: Any, where: str = "") -> Any:
         value = float(value)
     if type(value) is not kind:
         raise UsageError(f"{name}{where} is {value!r:.80}; it must be {KINDS.get(kind, 'text')}.")
+    if isinstance(value, str) and not value.isprintable():
+        raise UsageError(f"{name}{where} is {value!r:.80}; it must be text without control characters.")
     field = _FIELDS.get(name, name.replace("-", "_"))
-    for config in (GenerationConfig, RuntimeConfig):
-        for one in fields(config):
-            if one.name == field and "rule" in one.metadata and field not in ("recipe", "lazy"):
-                checked(f"{name}{where}", value, one.metadata["rule"])
+    if field in _RULES:
+        checked(f"{name}{where}", value, _RULES[field])
     return value
 
 
@@ -110,7 +111,7 @@ def apply() -> None:
     """Put the file's values into the variables that are not set."""
     for name, value in read().items():
         variable = known()[name][0]
-        if variable not in os.environ:
+        if not os.environ.get(variable):  # an empty one is taken as none
             os.environ[variable] = str(int(value)) if isinstance(value, bool) else str(value)
             _from_file.add(variable)
 

@@ -185,6 +185,8 @@ class Request(Generic[Result]):
         self._reuse = reuse
         self._prompt_cache = prompt_cache
         self._started = False
+        self._state = threading.Lock()
+        """Guards `_started` and `ended` until the request has its turn."""
 
     def finish(self) -> Result:
         """Run to the end and return the outcome."""
@@ -205,13 +207,15 @@ class Request(Generic[Result]):
                     return piece
         finally:
             self._read, self._reading = time.monotonic(), False
+            if self.cancelled:  # it came while this was read, and left the end to us
+                self.end()
 
     def _begin(self) -> bool:
         """Wait for the turn; returns False if the request has ended meanwhile."""
         if not self._queue.take_turn(self):
             self.end()
             return False
-        with self._queue.step:
+        with self._state:
             if self.ended:  # by another thread
                 self._queue.drop_turn()
                 return False
@@ -252,6 +256,12 @@ class Request(Generic[Result]):
         if self._queue.process != os.getpid():  # forked: the parent's request goes on there, with the parent's model
             self.ended = True
             return
+        with self._state:  # a request that has no turn yet does not wait for the step of another one
+            if not self._started:
+                if not self.ended:
+                    self.ended = True
+                    self.generation.end()
+                return
         with self._queue.step:
             if self.ended:
                 return
@@ -260,8 +270,7 @@ class Request(Generic[Result]):
                 self.generation.end()
                 kept = self.generation.release(keep_first=self._reuse and not self._queue.closed)
             finally:  # Ctrl-C may come while sequences are given back
-                if self._started:
-                    self._queue.give_turn_back(kept)
+                self._queue.give_turn_back(kept)
 
     def _advance(self) -> str:
         if self.generation.sequence is not None:

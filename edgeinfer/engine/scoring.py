@@ -116,7 +116,7 @@ class Scoring:
         self._cancelled = self._cancelled or not self.finished
 
     def release(self, keep_first: bool = False) -> Sequence | None:
-        """Give the sequence back; `keep_first` returns it, cut to the prompt, for a request that continues it."""
+        """Give the sequence back; `keep_first` returns it as it is, for a request that continues it."""
         sequence, self.sequence = self.sequence, None
         if sequence is None or keep_first:
             return sequence
