@@ -64,6 +64,20 @@ def test_a_wrong_file_is_one_sentence(file: Path, text: str, sentence: str) -> N
         assert outcome.code == 2 and outcome.sentence.startswith(sentence.replace("FILE", str(file)))
 
 
+def test_an_empty_variable_hides_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("ctx = 300\n")
+    monkeypatch.setenv("EDGEINFER_CTX", "")
+    assert ctx() == 300
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("budget", "xx"), ("max-kld", "inf"), ("recipe", "a b"), ("sparse", "some"), ("device", "a\x07b")])
+def test_a_value_is_checked_where_it_is_set(file: Path, name: str, value: str) -> None:
+    done = edgeinfer("config", "set", name, value)
+    assert done.code == 2 and name in done.err and not file.exists(), done.err
+
+
 def test_what_cannot_be_changed_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edgeinfer("config", "set", "temp", "hot").sentence == "temp is 'hot'; it must be a number."
     assert "did you mean temp?" in edgeinfer("config", "set", "tmp", "1").sentence

@@ -244,6 +244,7 @@ def test_a_chat_is_changed_saved_and_gone_on_with(
          ("/set temp default", "temp is 0.7")],
         [(f"/load {other}", "is no conversation that /save has written"), ("/load gone", "There is no file gone"),
          (f"/load {file}", "1 turn read from"), ("/show", r"system +be brief\n"),
+         ("/drop \u00b2", "Give a number of turns: /drop, or /drop 2."), ("/drop 0", "Give a number of turns"),
          ("/drop 5", "Forgot the oldest turn; 0 left"),
          ("/drop", "There is no turn to drop"), ("/set temp default", "temp is 0.7")],
     ):

@@ -96,6 +96,25 @@ def test_cancel_of_one_stream_leaves_the_others_alone() -> None:
                     llm.cancel(wrong)  # type: ignore[arg-type]
 
 
+def test_a_cancel_while_a_piece_is_read_ends_the_stream() -> None:
+    """Also where it comes behind the last look of the reader, who may never read again."""
+    with LLM("demo", ctx=256, threads=1) as llm:
+        stream = llm.stream(PROMPTS[0], max_tokens=40)
+        request, plain = stream._request, stream._request._next
+        request._next = lambda: (plain(), request.cancel())[0]  # type: ignore[method-assign]
+        next(stream)
+        assert request.ended and stream.completion.finish_reason == "cancelled"
+        assert llm.generate(PROMPTS[1], max_tokens=2)
+
+
+def test_cancelling_a_request_without_a_turn_waits_for_nobody() -> None:
+    with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:
+        never = llm.stream(PROMPTS[0])
+        with llm._queue.step:  # as a long prompt of another request holds it
+            assert pool.submit(llm.cancel, never).result(timeout=60) is None
+        assert list(never) == [] and never.completion.finish_reason == "cancelled"
+
+
 def test_a_stream_that_nobody_reads_blocks_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "UNREAD_SECONDS", 0.01)
     with LLM("demo", ctx=256, threads=1) as llm, ThreadPoolExecutor(1) as pool:

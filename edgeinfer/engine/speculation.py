@@ -7,7 +7,7 @@ the same run without speculation, which takes several steps in a pass where the 
 on processors they depend on the model, the depth and who else computes.
 
 What is not known has to be tried, and a try may fail. With prompt lookup a request may
-lose a hundredth of its time on that, and 20 tokens of it in advance; with a drafter that the user named 4 %, and one try.
+lose a hundredth of its time on that, and 20 tokens of it in advance; with a drafter that the user named 4 %, and a try.
 """
 
 from __future__ import annotations
