@@ -271,10 +271,10 @@ def test_what_is_pasted_is_one_message(terminals: list[Terminal], tmp_path: Path
         terminal.type(typed)
         terminal.expect(r"\x1b\[\?2004l[^\x1b]*\n")
         terminal.expect(r"\x1b\[\?2004h")
-    terminal.type("/stats\r")
-    terminal.expect("memory peak")
-    terminal.type(f"/save {file}\r")
-    terminal.expect("3 turns written")
+    for typed, shown in (("/stats", "memory peak"), (f"/save {file}", "3 turns written")):
+        terminal.type(f"{typed}\r")
+        terminal.expect(shown)
+        terminal.expect(r"\x1b\[\?2004h")  # between two prompts the terminal itself would take Ctrl-D
     terminal.type("\x04")
     assert terminal.ended() == 0
     messages = [message for message, _ in json.loads(file.read_text())["turns"]]
