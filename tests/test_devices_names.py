@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.devices import load_profile, profiles
+from edgeinfer.devices import load_profile, profiles, served
 from edgeinfer.errors import UsageError
 from tests.command_line import edgeinfer
 
@@ -103,8 +103,9 @@ def test_enough_names_were_tried() -> None:
 def test_a_stated_memory_is_the_budget(typed: str, gib: int) -> None:
     found = load_profile(typed)
     assert found.memory_bytes == gib << 30
-    report = edgeinfer("plan", "demo", "--device", typed, "--json").json
-    assert report["budget_bytes"] == gib << 30 and report["device"] == found.name
+    report = edgeinfer("plan", "llama-2-7b", "--device", typed, "--json").json
+    key = "device_budget_bytes" if served(found) else "budget_bytes"
+    assert report[key] == found.usable_bytes and report["device"] == found.name
 
 
 @pytest.mark.parametrize(("typed", "sentence"), [
