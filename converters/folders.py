@@ -70,7 +70,7 @@ def models_below(root: Path, store: str) -> Iterator[Found]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder, or may be one that cannot be looked at: whoever lists it says why."""
+    """Whether this is a folder, or may be one that cannot be looked at; listing it gives the reason."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:

@@ -17,7 +17,7 @@ _KEY = "general.architecture"
 ARCHITECTURES = {"gptoss": "gpt-oss", "qwen25vl": "qwen2vl"}
 """ollama's names of architectures, and llama.cpp's."""
 _SECTIONS = {"rope.mrope_section": "rope.dimension_sections", "mrope_sections": "rope.dimension_sections"}
-"""How the rotation is shared between time, height and width of a picture: of text all three are the same."""
+"""Names of the shares of a rotation for time, height and width of a picture; of text all three are the same."""
 _KEYS = {"gemma3": {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"},
          **dict.fromkeys(("qwen25vl", "qwen3vl", "qwen3vlmoe"), _SECTIONS)}
 _TENSORS = {

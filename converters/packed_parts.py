@@ -1,4 +1,4 @@
-"""What all packings ask of the parts of a module: groups that fill a row, and the order of columns."""
+"""Checks of the parts of a quantised module: groups that fill a row, and the order of columns."""
 
 from __future__ import annotations
 

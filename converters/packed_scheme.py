@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are packed, in one record; `packed_config.py` reads it from a config."""
+"""The record of how the weights of a checkpoint are packed; `packed_config.py` reads it from a config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgeinfer.dataclass import dataclass
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a checkpoint are packed; which of them are is seen from their tensors."""
+    """The packing of a checkpoint's weights; their tensors tell which of them are packed."""
 
     method: str
     """One of `packed_config.METHODS`, or mlx."""
@@ -46,7 +46,7 @@ class Scheme:
         return self.modules.get(name, (self.bits, self.group_size, self.mode))
 
     def of_group(self, module: str) -> Scheme:
-        """How the config says that a module is packed: a group that names it goes before one of all of a class.
+        """Return the packing of a module by the config: a group that names it goes before one of all of a class.
 
         For plans from a config alone; tensors tell more than patterns that are not understood.
         """
