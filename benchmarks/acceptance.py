@@ -21,6 +21,7 @@ if str(ROOT) not in sys.path:  # `python benchmarks/acceptance.py` in a checkout
 
 from edgeinfer import LLM, engine  # noqa: E402
 from edgeinfer.config import Recipe  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 
 TEXT = ROOT / "tests" / "data" / "box_of_robbers.txt"
 PIECES, PIECE = 24, 64
@@ -59,7 +60,7 @@ def drafters(model: str, draft: str | None, layers: list[int] | None) -> Iterato
     with LLM(model, threads=1, speculate="off") as llm:
         n, files = llm.session.model.num_hidden_layers, llm.session.bundle.header.files
     if any(entry.part == "predictor" for entry in files):
-        yield "the model with masks", {"speculate": "self", "draft": Recipe().sparse("predict"), "sparse": "exact"}
+        yield "the model with masks", {"speculate": "self", "draft": recipe_with(sparse="predict"), "sparse": "exact"}
     for k in layers if layers is not None else range(1, n):
         recipe = Recipe.parse(f"fuse_input+early_exit:layers={k}")
         yield f"its first {k} of {n} layers", {"speculate": "self", "draft": recipe}

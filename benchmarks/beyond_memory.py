@@ -28,8 +28,9 @@ from benchmarks.peers.machine import describe  # noqa: E402
 from benchmarks.peers.sides import HERE, Models  # noqa: E402
 from benchmarks.peers.worker import Worker  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
-from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.runtime import plan_run  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 
 CTX, WARM_UP = 512, 16
 SHAPE = "llama-2-7b"
@@ -40,7 +41,7 @@ Row = tuple[float, float]
 def limit_of(path: Path, threads: int, share: float) -> int:
     """Return the bytes that a run with all in memory needs, less those of the FFNs that are to lie outside."""
     with Bundle.open(path) as bundle:
-        config = RuntimeConfig(ctx=CTX, threads=threads, recipe=Recipe().sparse("predict"), budget_bytes=1 << 50)
+        config = RuntimeConfig(ctx=CTX, threads=threads, recipe=recipe_with(sparse="predict"), budget_bytes=1 << 50)
         ffn = sum(entry.nbytes for entry in bundle.tensors.values() if entry.type.layout == "neuron")
         return plan_run(bundle, config).plan.total_bytes - round((1 - share) * ffn)
 

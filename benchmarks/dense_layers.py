@@ -24,10 +24,11 @@ if str(ROOT) not in sys.path:  # `python benchmarks/dense_layers.py` in a checko
 
 from benchmarks.sparse_speed import Program, make_bundles, measure  # noqa: E402
 from edgeinfer.bundle import PREDICTOR_FILE, Bundle, BundleWriter, read_predictor, weights_identity  # noqa: E402
-from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.graph import build_graph, expected_types  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runtime import Session, everywhere  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 
 
 def write_mixed(tiles: Path, sparse: Path, dense: int, destination: Path) -> None:
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         programs: list[Program] = []
         for name, path, mode in wanted:
             config = RuntimeConfig(ctx=512, threads=given.threads, mmap=False,
-                                   recipe=everywhere(Recipe().sparse(mode)))
+                                   recipe=everywhere(recipe_with(sparse=mode)))
             session = Session(Bundle.open(path), config, host=programs[0].session if programs else None)
             stack.callback(session.close)
             programs.append(Program(name, session, mode))

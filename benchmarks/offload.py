@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from storage_reads import kernel_threads
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.describe import describe
 from edgeinfer.devices import estimate, local_profile
 from edgeinfer.errors import BudgetError
@@ -33,6 +33,7 @@ from edgeinfer.offload import placer, predict
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.slots import READERS as SCATTERED_READERS
 from edgeinfer.runtime.stream import READERS
+from edgeinfer.technique import recipe_with
 
 CTX, PROMPT, WARM_UP = 512, 32, 8
 
@@ -40,7 +41,7 @@ CTX, PROMPT, WARM_UP = 512, 32, 8
 def config(threads: int, budget: int | None = None, mode: str = "predict") -> RuntimeConfig:
     """Return the settings of one program."""
     return RuntimeConfig(ctx=CTX, prefill_chunk=PROMPT, threads=threads, budget_bytes=budget,
-                         recipe=Recipe().sparse(mode))
+                         recipe=recipe_with(sparse=mode))
 
 
 class Reading(NamedTuple):
@@ -130,7 +131,7 @@ def profiled(path: Path) -> Machine | None:
     profile = local_profile()
     if profile is None or not profile.storage_random or not profile.storage_sequential_gbs:
         return None
-    found = [1 / estimate(profile, describe(path, recipe=Recipe().sparse(mode)).traffic("int8")).decode_tok_per_s
+    found = [1 / estimate(profile, describe(path, recipe=recipe_with(sparse=mode)).traffic("int8")).decode_tok_per_s
              for mode in ("predict", "exact")]
     return Machine(*found, lambda nbytes: profile.storage_random.at(round(nbytes)), profile.storage_sequential_gbs)
 

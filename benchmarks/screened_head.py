@@ -33,10 +33,11 @@ from edgeinfer.quant import TILE_ROWS  # noqa: E402
 from edgeinfer.runner import DECODE  # noqa: E402
 from edgeinfer.runtime import Session, open_plain  # noqa: E402
 from edgeinfer.sparse import make_screen  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 from edgeinfer.text import Tokenizer  # noqa: E402
 
 WINDOW, OUTPUTS, TURN, ROUNDS = 512, 64, 16, 30
-SCREENED = Recipe().head("screened")
+SCREENED = recipe_with(head="screened")
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from edgeinfer.bench.repetitions import token_ids  # noqa: E402
 from edgeinfer.bench.results import GENERATE, Case  # noqa: E402
 from edgeinfer.bench.traffic import bytes_per_token  # noqa: E402
 from edgeinfer.bundle import Bundle, read_predictor  # noqa: E402
-from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle  # noqa: E402
 from edgeinfer.devices import DENSE_SHARE, GATES_SHARE, MASKED_SHARE, break_even_density, parse_profile  # noqa: E402
 from edgeinfer.graph import ModelConfig, NeuronGated  # noqa: E402
@@ -43,6 +43,7 @@ from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runner import DECODE, Segment  # noqa: E402
 from edgeinfer.runtime import Session, everywhere  # noqa: E402
 from edgeinfer.runtime.taps import View  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 from edgeinfer.text import Tokenizer  # noqa: E402
 
 DENSITIES = (0.1, 0.2)
@@ -136,7 +137,7 @@ def open_programs(paths: dict[str, Path], threads: int, stack: ExitStack) -> lis
                for mode in ("exact", "predict")]
     programs: list[Program] = []
     for name, bundle, mode in wanted:
-        recipe = everywhere(Recipe().sparse(mode))
+        recipe = everywhere(recipe_with(sparse=mode))
         config = RuntimeConfig(ctx=512, threads=threads, prefill_chunk=WATCHED, recipe=recipe)
         host = programs[0].session if programs else None
         session = Session(Bundle.open(paths[bundle]), config, host=host)
@@ -214,7 +215,7 @@ def measure_break_even(paths: dict[str, Path], threads: int, seconds: float, sta
     for density in SWEPT:
         for mode in ("off", "exact", "predict"):
             config = RuntimeConfig(ctx=256, threads=threads, prefill_chunk=WATCHED,
-                                   recipe=everywhere(Recipe().sparse(mode)))
+                                   recipe=everywhere(recipe_with(sparse=mode)))
             host = next(iter(sessions.values())).session if sessions else None
             session = Session(Bundle.open(paths[f"{density:.0%}"]), config, host=host)
             stack.callback(session.close)

@@ -25,12 +25,13 @@ if str(ROOT) not in sys.path:  # `python benchmarks/thresholds.py` in a checkout
 
 from benchmarks.sparse_speed import Program, measure, watch  # noqa: E402
 from edgeinfer.bundle import PREDICTOR_FILE, Bundle, BundleWriter, Predictor, weights_identity  # noqa: E402
-from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES, write_random_bundle  # noqa: E402
 from edgeinfer.evaluate import evaluate, token_stream  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runtime import Rows, Session, capture, everywhere, open_plain  # noqa: E402
 from edgeinfer.sparse import Tally, ffns, parts, predicted, scorer  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 from edgeinfer.text import Tokenizer  # noqa: E402
 
 ZEROS = (0.3, 0.4, 0.5)
@@ -102,7 +103,7 @@ def speed(tiles: Path, made: Path, threads: int, seconds: float) -> None:
         for name, path, mode in (("dense, tile16", tiles, "off"), ("dense, by neuron", made, "off"),
                                  *((f"{zeros:.0%} zeros", made, "predict") for zeros in ZEROS)):
             config = RuntimeConfig(ctx=512, threads=threads, prefill_chunk=WATCHED,
-                                   recipe=everywhere(Recipe().sparse(mode)))
+                                   recipe=everywhere(recipe_with(sparse=mode)))
             session = Session(Bundle.open(path), config, host=programs[0].session if programs else None)
             stack.callback(session.close)
             programs.append(Program(name, session, mode))

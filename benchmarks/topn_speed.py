@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from benchmarks.attention_depth import one_layer  # noqa: E402
 from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.choosing import SHARED, SKEW  # noqa: E402
-from edgeinfer.config import Recipe, RuntimeConfig  # noqa: E402
+from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters import SHAPES  # noqa: E402
 from edgeinfer.describe import describe  # noqa: E402
 from edgeinfer.devices import crossover, load_profile, local_profile  # noqa: E402
@@ -39,6 +39,7 @@ from edgeinfer.errors import EdgeInferError  # noqa: E402
 from edgeinfer.kernels import abi  # noqa: E402
 from edgeinfer.memory_planner import default_threads  # noqa: E402
 from edgeinfer.runtime import Session  # noqa: E402
+from edgeinfer.technique import recipe_with  # noqa: E402
 
 TOKENS = 4
 """Decoded in a round."""
@@ -64,7 +65,7 @@ class Run:
     def __init__(self, bundle: Path, depth: int, attention: str, threads: int):
         self.depth = depth
         self.session = Session(Bundle.open(bundle), RuntimeConfig(
-            threads=threads, ctx=depth + 16, kv="int8", prefill_chunk=16, recipe=Recipe().attention(attention)))
+            threads=threads, ctx=depth + 16, kv="int8", prefill_chunk=16, recipe=recipe_with(attention=attention)))
         self.sequence = self.session.new_sequence()
         self.session.kv.extend(self.sequence, depth)
         self.sequence.tokens.extend([5] * depth)
@@ -165,7 +166,7 @@ def measured_crossover(found: list[tuple[int, float]]) -> float | None:
 def predicted_crossover(given: argparse.Namespace, longest: int) -> int | None:
     """Return what the estimator says, up to a depth; None without a profile, or where choosing does not pay."""
     profile = load_profile(given.device) if given.device else local_profile()
-    traffic = describe(given.shape, recipe=Recipe().attention(given.attention)).traffic("int8")
+    traffic = describe(given.shape, recipe=recipe_with(attention=given.attention)).traffic("int8")
     if profile is None or traffic.choosing is None:
         return None
     return crossover(profile, replace(traffic, choosing=traffic.choosing._replace(skew=given.skew)), longest)

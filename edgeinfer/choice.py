@@ -21,6 +21,7 @@ from .files import open_plain, replacement
 from .json_text import parse_json
 from .quality import MAX_KLD, Judged, Setting, judge, measured_identity
 from .sizes import format_size
+from .technique import technique, used
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -108,7 +109,7 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     """
     profile, basis = _profile()
     known = _slower(bundle)
-    others = tuple(step for step in config.recipe.steps if step.name not in ("sparse", "head", "attention"))
+    others = tuple(step for step in config.recipe.steps if not technique(step.name))
     plain = Recipe(others) == Recipe()
     judged = judge(bundle, config, MAX_KLD if max_kld is None else max_kld) if plain else Judged((), ())
     ways, refused, first = [], list(judged.switched_off), None
@@ -125,8 +126,8 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     found = [way for way in ways if way.config is config or way.key not in known] or ways  # a slow one before none
     for way in ways:
         if way not in found:
-            flags = " ".join(f"--{step.name} {dict(step.settings)['mode']}" for step in way.config.recipe.steps
-                             if step not in config.recipe.steps)
+            flags = " ".join(f"{one.options[0].flag} {one.by_itself}" for one, _ in used(way.config.recipe)
+                             if one not in [other for other, _ in used(config.recipe)])
             refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; {flags} uses it "
                            "again")
     found.sort(key=lambda way: -way.tok_per_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import field, fields, replace
 from typing import Any
 
@@ -18,12 +18,6 @@ from .quant import GROUP_SIZES as GROUP_SIZES
 
 KV_TYPES = tuple(quant.KV_TYPES)
 WEIGHT_TYPES = quant.requestable()
-SPARSE_MODES = ("off", "exact", "predict")
-"""What FFNs stored neuron by neuron read: all neurons, of dead ones the gates alone, or what a predictor names."""
-HEAD_MODES = ("exact", "screened")
-"""What decoded tokens compute of the output head: all rows, or those that a low-rank product says can matter."""
-ATTENTIONS = "exact, eps:X with X from 0 to 1, or top:N with N of 1 or more"
-"""What decoded tokens read of V: all rows, those whose weight is at least X times their head's largest, or N a head."""
 SPECULATIONS = ("auto", "off", "lookup", "draft", "self")
 """Who guesses tokens that a walk checks together: the draft model where there is one, else what followed the last
 tokens where they stood before; nobody; one of these two by name; or a part of the model itself."""
@@ -151,9 +145,13 @@ def from_options(kind: type, options: dict[str, Any]) -> Any:
 
 def check_names(kind: type, options: Iterable[str]) -> None:
     """Raise `UsageError` for an option that is no field of a request type, with the nearest one that is."""
+    check_known([f.name for f in fields(kind)], options)
+
+
+def check_known(known: Sequence[str], options: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that is none of the known ones, with the nearest one that is."""
     import difflib
 
-    known = [f.name for f in fields(kind)]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -207,60 +205,26 @@ class Recipe:
             keys = [key for key, _, _ in pairs]
             if twice := next((key for key in keys if keys.count(key) > 1), None):
                 raise UsageError(f"The recipe is {text!r:.80}, whose pass {name} has {twice:.40} twice; give it once.")
-            steps.append(Step(name, tuple((key, _number(value)) for key, _, value in pairs)))
+            steps.append(Step(name, tuple((key, number_of(value)) for key, _, value in pairs)))
         return cls(tuple(steps))
 
-    def sparse(self, mode: str | None) -> Recipe:
-        """Return the recipe with `sparse` of this mode behind the other passes, instead of its own; of none, itself."""
-        return self._with("sparse", mode)
-
-    def head(self, mode: str | None) -> Recipe:
-        """As `sparse`, with the pass `head`."""
-        return self._with("head", mode)
-
-    def attention(self, text: str | None) -> Recipe:
-        """Return the recipe with `attention` as ``eps:0.01`` or ``top:64`` says, none for ``exact``; of None, itself.
-
-        Raises
-        ------
-        UsageError
-            The text says nothing of the kind.
-        """
-        if text is None:
-            return self
-        asked = checked("attention", text, _ATTENTION)
-        return Recipe((*(step for step in self.steps if step.name != "attention"), *asked))
-
-    def _with(self, name: str, mode: str | None) -> Recipe:
-        others = (step for step in self.steps if step.name != name)
-        return self if mode is None else Recipe((*others, Step(name, (("mode", mode),))))
+    def replacing(self, name: str, step: Step | None) -> Recipe:
+        """Return the recipe with a step behind the others, instead of those of this name; with None, without them."""
+        others = (one for one in self.steps if one.name != name)
+        return Recipe((*others, *([] if step is None else [step])))
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
-def _number(text: str) -> str | float:
+def number_of(text: str) -> str | float:
+    """Return the number that a text is, else the text."""
     if not _NUMBER.fullmatch(text):
         return text
     try:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
     except ValueError:  # of thousands of digits
         return text
-
-
-def _attention(value: Any) -> tuple[Step, ...]:
-    """The steps that an attention asks for."""
-    if not isinstance(value, str):
-        raise ValueError
-    name, _, text = value.partition(":")
-    number = _number(text)
-    good = name == "eps" and not isinstance(number, str) and 0 <= number <= 1
-    if value != "exact" and not good and not (name == "top" and isinstance(number, int) and number >= 1):
-        raise ValueError
-    return () if value == "exact" else (Step("attention", ((name, number),)),)
-
-
-_ATTENTION = Rule(ATTENTIONS, _attention, lead="choose")
 
 
 def _recipe(value: Any) -> Recipe:

@@ -31,6 +31,7 @@ from .models import DEMO, GROUP_SIZE, KNOWN_NAMES, WEIGHTS, Storage, demo_path, 
 from .quant import KV_TYPES as STORED_KV
 from .quant import TYPES, embedding_type
 from .sizes import format_size
+from .technique import with_techniques
 
 if TYPE_CHECKING:
     from .converters import FileDescription, GgufHeader
@@ -148,7 +149,7 @@ class ModelDescription:
         reads = list(self._kv(stores=False))
         chosen = [access for access in reads if access.choosing]
         full, windowed = ([access for access in reads if bool(access.window) == w] for w in (False, True))
-        return Traffic(
+        found = Traffic(
             weight_bytes=self.bytes_per_token,
             layers=self.layers,
             operations=self.operations_per_token,
@@ -168,9 +169,8 @@ class ModelDescription:
             kv_values=self.kv_values_per_position,
             pure_kv_bits=STORED_KV[kv].bits,
             ffn_bytes=self.ffn_bytes,
-            neuron_layers=self.sparse.layers() if self.sparse else (),
-            gate_share=self.sparse.gates if self.sparse else 0.0,
         )
+        return with_techniques(found, self, self.recipe)
 
     def _kv(self, stores: bool) -> Iterator[KvAccess]:
         return (op.kv for op in self.graph.ops if op.kv and op.kv.stores == stores)

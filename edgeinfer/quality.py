@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import __version__
 from .cache import cache_root, make_directories
 from .config import MAX_KLD as MAX_KLD
-from .config import Recipe, RuntimeConfig, Step
+from .config import RuntimeConfig
 from .dataclass import dataclass
 from .errors import BundleError
 from .evaluate import Evaluation, Stream
 from .files import open_plain, replacement
 from .json_text import parse_json
+from .technique import Technique, recipe_with, techniques
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -56,7 +57,7 @@ class Setting:
         from .graph import approximates
 
         steps = [step for step in config.recipe.steps if approximates(step)]
-        names = [name for name, _ in TECHNIQUES.values()]
+        names = [one.name for one in techniques() if one.by_itself] if steps else []
         if all(step.name in names for step in steps):  # whose order says nothing
             steps.sort(key=lambda step: names.index(step.name))
         pruned = {"lazy": str(config.lazy)} if config.lazy and config.lazy.keep[-1] < 1 else {}
@@ -162,10 +163,6 @@ def objection(known: Iterable[Measurement], setting: Setting, bundle: Bundle, ma
     return ""
 
 
-TECHNIQUES = {"predictor": ("sparse", "predict"), "screen": ("head", "screened")}
-"""What a part of a bundle allows: a pass and its mode."""
-
-
 class Judged(NamedTuple):
     """What may be added to a run that did not ask for it."""
 
@@ -187,19 +184,19 @@ def judge(bundle: Bundle, config: RuntimeConfig, max_kld: float = MAX_KLD) -> Ju
         As `read_quality`.
     """
     said = {step.name for step in config.recipe.steps}
-    parts = {entry.part for entry in bundle.header.files}
-    free = [how for part, how in TECHNIQUES.items() if part in parts and how[0] not in said]
+    free = [one for one in techniques()
+            if one.by_itself and one.part and one.part.name in bundle.parts and one.name not in said]
     known = read_quality(bundle) if free and max_kld > 0 else []
     within: list[RuntimeConfig] = []
-    refused: dict[tuple[tuple[str, str], ...], str] = {}
+    refused: dict[tuple[Technique, ...], str] = {}
     for some in (some for n in range(1, len(free) + 1) for some in combinations(free, n)):
-        steps = tuple(Step(name, (("mode", mode),)) for name, mode in some)
-        found = replace(config, recipe=Recipe((*config.recipe.steps, *steps)))
+        options = {one.options[0].name: one.by_itself for one in some}
+        found = replace(config, recipe=recipe_with(config.recipe, **options))
         why = objection(known, Setting.of_run(found), bundle, max_kld)
         if not why:
             within.append(found)
         elif not any(set(less) < set(some) for less in refused):
-            refused[some] = f"{' '.join(f'--{name} {mode}' for name, mode in some)} ({why})"
+            refused[some] = f"{' '.join(f'{one.options[0].flag} {one.by_itself}' for one in some)} ({why})"
     within.sort(key=lambda one: -len(one.recipe.steps))
     return Judged(tuple(within), tuple(refused.values()))
 

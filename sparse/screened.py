@@ -18,6 +18,7 @@ from edgeinfer.progress import Progress
 from edgeinfer.quality import MAX_KLD, QUALITY_FILE, Setting, measured_identity, measurement, read_quality, to_json
 from edgeinfer.rules import plain
 from edgeinfer.runtime import Session, everywhere
+from edgeinfer.technique import recipe_with
 
 from .head import make_screen
 from .making import OUTPUTS, RULES, cut, cut_held_out, kld_of, open_source
@@ -110,7 +111,7 @@ def _measure(path: Path, stream: Stream, host: Session, told: Progress) -> list[
         exact = opened(Recipe())
         modes = [None, "predict"] if any(entry.part == "predictor" for entry in exact.bundle.header.files) else [None]
         for mode in modes:
-            recipe = Recipe().sparse(mode).head("screened")
+            recipe = recipe_with(sparse=mode, head="screened")
             result = evaluate(opened(everywhere(recipe)), stream, reference=exact, window=host.config.ctx, decoded=True,
                               progress=lambda done, total, _: told("measure", done, total, "tokens"))
             results.append((Setting.of_run(RuntimeConfig(kv=host.config.kv, recipe=recipe)), result))

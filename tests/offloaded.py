@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe, RuntimeConfig
+from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request
 from edgeinfer.runtime import Session
+from edgeinfer.technique import recipe_with
 from tests.sessions import TINY, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers=4, num_attention_heads=4,
@@ -24,7 +25,7 @@ CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers
 WIDE = replace(CONFIG, hidden_size=704, num_attention_heads=22, num_hidden_layers=2)
 """One neuron in a cluster."""
 IDS = tokens(70)
-OPTIONS: dict[str, Any] = {"prefill_chunk": 48, "ctx": 256, "recipe": Recipe().sparse("predict")}
+OPTIONS: dict[str, Any] = {"prefill_chunk": 48, "ctx": 256, "recipe": recipe_with(sparse="predict")}
 COLD, MIXED, HOT = (0, 0, 0, 0), (64, 0, 128, 328), (320, 328, 328, 256)
 
 

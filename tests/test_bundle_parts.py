@@ -27,6 +27,7 @@ from edgeinfer.converters import write_random_bundle
 from edgeinfer.describe import describe
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime import plan_run
+from edgeinfer.technique import recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, session
 
@@ -198,7 +199,7 @@ def test_a_graph_is_made_of_no_kind_and_rank_that_cannot_be(
 ) -> None:
     path = bundle_with(plain, tmp_path / "m", changed(**fields))
     with pytest.raises(BundleError, match=r"is of the unknown kind|has the rank"), \
-            session(path, recipe=Recipe().sparse("predict")):
+            session(path, recipe=recipe_with(sparse="predict")):
         pass
 
 
@@ -232,7 +233,7 @@ def test_only_a_run_looks_through_a_predictor(plain: Path, tmp_path: Path, monke
     path = bundle_with(plain, tmp_path / "m", lambda weights: b"".join(predictor().pack(weights)))
     looked: list[object] = []
     monkeypatch.setattr("edgeinfer.bundle.parts.check_scales", lambda *args: looked.append(args))
-    recipe = Recipe().sparse("predict")
+    recipe = recipe_with(sparse="predict")
     assert describe(path, recipe=recipe).sparse and not looked
     with Bundle.open(path) as bundle:
         plan_run(bundle, RuntimeConfig(ctx=64, recipe=recipe))

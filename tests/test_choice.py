@@ -18,12 +18,13 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.offload import placer
 from edgeinfer.quality import Measurement, Setting, measured_identity, of_run, remember
 from edgeinfer.runtime import plan_run
+from edgeinfer.technique import recipe_with
 from tests.command_line import edgeinfer
 from tests.offloaded import CONFIG, made
 
 WIDE = replace(CONFIG, vocab_size=300, intermediate_size=4096)
 LOOSE = RuntimeConfig(ctx=256, threads=1, prefill_chunk=48)
-PREDICT = replace(LOOSE, recipe=Recipe().sparse("predict"))
+PREDICT = replace(LOOSE, recipe=recipe_with(sparse="predict"))
 Chosen = Callable[..., Choice]
 
 
@@ -61,7 +62,7 @@ def test_only_what_was_measured_is_used_by_itself(bundle: Bundle) -> None:
     for bound in (0.0, 0.0005):
         assert choose(bundle, LOOSE, bound).way.name == "resident"
     assert choose(bundle, replace(LOOSE, kv="f16")).way.name == "resident"
-    assert choose(bundle, replace(LOOSE, recipe=Recipe().sparse("off"))).way.name == "resident"
+    assert choose(bundle, replace(LOOSE, recipe=recipe_with(sparse="off"))).way.name == "resident"
     assert choose(bundle, PREDICT, 0.0).way.name == "sparse"  # asked for
 
 
@@ -82,7 +83,7 @@ def test_a_measurement_of_a_few_tokens_enables_nothing(bundle: Bundle) -> None:
 
 def test_the_default_run_is_predicted_with_the_statistics_of_the_bundle(bundle: Bundle, path: Path) -> None:
     """It is the program of --sparse exact."""
-    own, exact = (describe(path, recipe=recipe) for recipe in (Recipe(), Recipe().sparse("exact")))
+    own, exact = (describe(path, recipe=recipe) for recipe in (Recipe(), recipe_with(sparse="exact")))
     assert own.sparse and exact.sparse and own.sparse.densities == exact.sparse.densities != ()
     assert own.sparse.layers() == exact.sparse.layers() and own.recipe == Recipe()
     speeds = [estimate(load_profile("rpi5"), one.traffic()).decode_tok_per_s for one in (own, exact)]

@@ -16,6 +16,7 @@ from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.errors import CheckpointError, EdgeInferError, UnsupportedModelError
 from edgeinfer.graph import ModelConfig, RopeConfig, build_graph, read_config, requested_types
+from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.checkpoints import make_checkpoint, read_tensors
 from tests.reference import forward
@@ -73,7 +74,7 @@ def test_chosen_rows_of_v_see_capped_scores(kv: str, tmp_path: Path) -> None:
     write_random_bundle(config, tmp_path / "bundle", "int8", 32)
     rows = []
     for attention in ("exact", "eps:0"):
-        with session(tmp_path / "bundle", kv=kv, ctx=400, recipe=Recipe().attention(attention)) as opened:
+        with session(tmp_path / "bundle", kv=kv, ctx=400, recipe=recipe_with(attention=attention)) as opened:
             sequence = opened.new_sequence()
             opened.prefill(sequence, tokens(300))
             rows.append(np.stack([opened.decode([sequence], [t])[0].copy() for t in (1, 2, 3)]))
@@ -95,7 +96,7 @@ def test_relufied_models(model_type: str, layout: str, tmp_path: Path) -> None:
     weights = "f32" if layout == "tile16" else "int8"
     convert(source, tmp_path / "bundle", weights=weights, ffn_layout=layout)
     found = []
-    for recipe in (Recipe().sparse("off"), Recipe().sparse("exact")) if layout == "neuron" else (Recipe(),):
+    for recipe in (recipe_with(sparse="off"), recipe_with(sparse="exact")) if layout == "neuron" else (Recipe(),):
         with session(tmp_path / "bundle", kv="f32", outputs=16, recipe=recipe) as opened:
             sequence = opened.new_sequence()
             rows = [opened.prefill(sequence, ids[:20]).copy(), *(opened.decode([sequence], [t])[0].copy()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter
-from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UsageError
@@ -18,6 +17,7 @@ from edgeinfer.graph import build_graph, expected_types, read_config, requested_
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import Planner, Request
 from edgeinfer.quant import layouts
+from edgeinfer.technique import recipe_with
 from tests.bundles import tensor_bytes
 from tests.checkpoints import make_checkpoint, random_tensors, read_tensors, tiny_config
 from tests.command_line import edgeinfer
@@ -51,7 +51,7 @@ def test_dead_neurons_change_no_bit(weights: str, group: int, shape: dict[str, i
     for mode in ("off", "exact"):
         for threads, chunk in WALKS:
             with session(tmp_path / "m", ctx=128, threads=threads, prefill_chunk=chunk,
-                         recipe=Recipe().sparse(mode)) as opened:
+                         recipe=recipe_with(sparse=mode)) as opened:
                 records = [record for record in opened.program.records if record.kernel.startswith("neuron")]
                 flags = {record.flags & abi.FLAG_DENSE for record in records}
                 assert flags == {abi.FLAG_DENSE if mode == "off" else 0}

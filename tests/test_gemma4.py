@@ -20,6 +20,7 @@ from edgeinfer.errors import BundleError, CheckpointError, EdgeInferError, Unsup
 from edgeinfer.graph import Attention, ExpertsConfig, ModelConfig, TokenRows, build_graph, read_config, requested_types
 from edgeinfer.kernels import abi
 from edgeinfer.pruning import Schedule
+from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.command_line import edgeinfer
 from tests.sessions import SPLIT, logits_of, scored, session, tokens
@@ -108,7 +109,7 @@ def test_rows_of_values_are_chosen_of_other_layers_too(model: Path) -> None:
     """Where all are wanted the bits are those of attention; else it shows."""
     found = {}
     for attention in ("exact", "eps:0", "top:2"):
-        with session(model, ctx=512, recipe=Recipe.parse("fuse_input").attention(attention)) as opened:
+        with session(model, ctx=512, recipe=recipe_with(Recipe.parse("fuse_input"), attention=attention)) as opened:
             found[attention] = logits_of(opened, tokens(200), n_decoded=3)
     np.testing.assert_array_equal(found["eps:0"], found["exact"])
     assert np.abs(found["top:2"] - found["exact"]).max() > 1e-3

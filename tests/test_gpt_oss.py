@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import CheckpointError, UnsupportedModelError, UsageError
 from edgeinfer.graph import ExpertsConfig, build_graph, read_config, requested_types
 from edgeinfer.pruning import Schedule
 from edgeinfer.runtime.stages import importance
+from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.bundles import weights_of
 from tests.gguf_files import write_gguf
@@ -172,7 +172,7 @@ def test_bytes_of_a_token_are_those_of_its_experts(tmp_path: Path) -> None:
 
 def test_rows_of_v_are_not_chosen(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="those of gpt_oss do not, for its heads have sinks; leave attention out"), \
-            session(write_model(tmp_path, MIXTURE), recipe=Recipe().attention("top:8")):
+            session(write_model(tmp_path, MIXTURE), recipe=recipe_with(attention="top:8")):
         pass
 
 

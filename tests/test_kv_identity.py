@@ -18,6 +18,7 @@ from edgeinfer.errors import BundleError, DestinationError
 from edgeinfer.kernels import Kernels, available
 from edgeinfer.models import demo_path
 from edgeinfer.runtime import Session
+from edgeinfer.technique import recipe_with
 from tests import tested
 from tests.sessions import TINY, session, tokens, write_model
 from tests.test_offload import made
@@ -139,7 +140,7 @@ def test_a_request_with_a_fifo_is_refused_at_once(tmp_path: Path, at_once: None)
 def test_what_leaves_prompts_as_they_are_shares_their_caches(tmp_path: Path) -> None:
     """Neurons are left out of decoded tokens only, so a prompt is that of the exact model, however it runs."""
     path, full = made(tmp_path / "m"), tmp_path / "cache"
-    modes = [Recipe(), *(Recipe().sparse(mode) for mode in ("off", "exact", "predict")),
+    modes = [Recipe(), *(recipe_with(sparse=mode) for mode in ("off", "exact", "predict")),
              Recipe.parse("fuse_input+sparse:mode=predict,dense=0,exact=1"), Recipe.parse("fuse_input+sparse:mode=off")]
     for saves in modes[2:5]:
         with session(path, ctx=100, recipe=saves) as opened:

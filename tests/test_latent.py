@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import Recipe
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError, UsageError
 from edgeinfer.graph import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, read_config
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, Segment
+from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.make_golden import DEEPSEEK, GLM
 from tests.pruned import run
@@ -210,7 +210,7 @@ def test_configs_that_no_graph_can_have(config: dict[str, Any], message: str) ->
 
 def test_rows_of_v_cannot_be_chosen(models: Path) -> None:
     with pytest.raises(UsageError, match=r"chooses rows of V, and this model stores none.*leave --attention out"), \
-            session(write_model(models, MODEL), recipe=Recipe().attention("top:8")):
+            session(write_model(models, MODEL), recipe=recipe_with(attention="top:8")):
         pass
 
 

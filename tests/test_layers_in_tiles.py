@@ -16,6 +16,7 @@ from edgeinfer.memory_planner import Planner, Request
 from edgeinfer.offload import placer
 from edgeinfer.runtime import SparseFfn, decide, dense_layers, predicted_time
 from edgeinfer.sparse import sparsify
+from edgeinfer.technique import recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens
 from tests.test_offload import OPTIONS, offloaded
@@ -25,7 +26,7 @@ from tests.test_sparsify import STREAM
 MODEL = replace(TINY, hidden_size=128, vocab_size=300, hidden_act="relu", intermediate_size=328, num_hidden_layers=4,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 DENSE = [0, 2]
-PREDICT = Recipe().sparse("predict")
+PREDICT = recipe_with(sparse="predict")
 IDS = tokens(40)
 
 
@@ -83,7 +84,7 @@ def test_a_run_has_no_predictor_there_and_the_commands_name_them(made: Path) -> 
 
 def test_exact_has_the_bits_of_dense_and_a_step_names_layers(made: Path) -> None:
     rows = []
-    for recipe in (Recipe().sparse("off"), Recipe().sparse("exact"), Recipe.parse("sparse:mode=exact,dense=1")):
+    for recipe in (recipe_with(sparse="off"), recipe_with(sparse="exact"), Recipe.parse("sparse:mode=exact,dense=1")):
         with session(made / "sparse", recipe=recipe) as opened:
             rows.append(logits_of(opened, IDS, 8))
     assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import LLM, GenerationConfig, config
+from edgeinfer import LLM, GenerationConfig, config, technique
+from edgeinfer.errors import UsageError
 from edgeinfer.llm import options
 from edgeinfer.quant import KV_TYPES
 
 CHOICES = {
     options.KvType: tuple(KV_TYPES), options.WeightType: config.WEIGHT_TYPES, options.GroupSize: config.GROUP_SIZES,
-    options.SparseMode: config.SPARSE_MODES, options.HeadMode: config.HEAD_MODES, options.Device: config.DEVICES,
+    options.Device: config.DEVICES,
     options.Speculation: config.SPECULATIONS, options.KvLayout: config.KV_LAYOUTS,
 }
 
@@ -29,6 +30,15 @@ def test_a_type_names_the_choices_that_are_taken(literal: object) -> None:
 
 def test_each_field_of_a_request_is_an_option() -> None:
     assert set(options.GenerationOptions.__annotations__) == {one.name for one in fields(GenerationConfig)}
+
+
+def test_each_option_of_a_technique_is_typed() -> None:
+    assert set(options.TechniqueOptions.__annotations__) == {one.name for one in technique.options("run")}
+
+
+def test_a_slip_in_an_option_of_a_technique_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UsageError, match="Unknown option 'sprase'; did you mean 'sparse'"):
+        LLM("demo", sprase="off")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["generate", "complete", "stream", "chat", "chat_stream"])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, read_cold, read_statistics
-from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
 from edgeinfer.describe import describe
@@ -20,6 +19,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.runtime import everywhere
 from edgeinfer.sparse import ffns, parts, sparsify
 from edgeinfer.sparse.ffn import biases
+from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.offloaded import COLD, HOT, IDS, MIXED, OPTIONS, offloaded, resident
 from tests.sessions import TINY, logits_of, scored, session, tokens
@@ -74,7 +74,7 @@ def test_an_opt_has_the_same_bits_dense_and_exact(
     for mode in ("off", "exact"):
         for threads, chunk in ((1, 64), (2, 7)):
             with session(tmp_path / "m", ctx=64, threads=threads, prefill_chunk=chunk,
-                         recipe=Recipe().sparse(mode)) as opened:
+                         recipe=recipe_with(sparse=mode)) as opened:
                 records = [record for record in opened.program.records if record.kernel.startswith("neuron")]
                 assert {record.flags & abi.FLAG_DENSE for record in records} == {abi.FLAG_DENSE if mode == "off" else 0}
                 rows.append(logits_of(opened, ids, n_decoded=3))
@@ -82,8 +82,8 @@ def test_an_opt_has_the_same_bits_dense_and_exact(
 
 
 def test_what_a_token_reads_of_two_parts(placed: Path) -> None:
-    exact = describe(placed, recipe=everywhere(Recipe().sparse("exact"))).traffic()
-    masked = describe(placed, recipe=everywhere(Recipe().sparse("predict"))).traffic()
+    exact = describe(placed, recipe=everywhere(recipe_with(sparse="exact"))).traffic()
+    masked = describe(placed, recipe=everywhere(recipe_with(sparse="predict"))).traffic()
     assert exact.gate_share == 0.5 and exact.neuron_layers[0] == ("exact", pytest.approx(0.3, abs=0.01))
     assert exact.skipped_bytes == pytest.approx(0.35 * exact.ffn_bytes, rel=0.05)
     assert masked.skipped_bytes == pytest.approx(0.7 * masked.ffn_bytes, rel=0.05)
@@ -131,7 +131,7 @@ def test_neurons_with_biases_get_a_predictor(config: ModelConfig, kind: str, lay
                 assert np.array_equal(biases(source, old)[:, order], biases(bundle, new))
     assert made.against_source.divergence is not None and made.against_source.divergence.kld_mean < 1e-3
     assert all(0 < layer.density < 1 for layer in made.layers)
-    with session(tmp_path / "sparse", ctx=64, recipe=everywhere(Recipe().sparse("predict"))) as opened:
+    with session(tmp_path / "sparse", ctx=64, recipe=everywhere(recipe_with(sparse="predict"))) as opened:
         assert any(kernel.startswith("neuron_mask") for kernel in opened.program.kernels)
         assert np.isfinite(logits_of(opened, tokens(20, vocab_size=300), 3)).all()
 

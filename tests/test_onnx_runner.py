@@ -38,6 +38,7 @@ from edgeinfer.graph import RopeConfig
 from edgeinfer.memory_planner import DEVICE, Region
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import DECODE, Cancellation, Segment
+from edgeinfer.technique import recipe_with
 from tests.onnx_models import difference, expected
 from tests.sessions import TINY, WINDOWED, logits_of, running, scored, session, tokens, write_model
 
@@ -318,9 +319,10 @@ def test_sequences_of_others_and_bad_walks_are_refused(tmp_path: Path) -> None:
     ({"kv": "int8"}, "--kv int8 is not offered on device onnx-cpu, for onnxruntime's int8 KV has constant scales"),
     ({"lazy": Schedule.parse("keep=0.5")}, "--lazy is not offered on device onnx-cpu"),
     ({"mlock": True}, "--mlock is not offered"), ({"mmap": False}, "--no-mmap is not offered"),
-    ({"recipe": Recipe().attention("eps:0.01")}, "has no pass attention:eps=0.01: leave it out, or run with --device"),
-    ({"recipe": Recipe().sparse("predict")}, "has no pass sparse:mode=predict"),
-    ({"recipe": Recipe().head("screened")}, "has no pass head:mode=screened"),
+    ({"recipe": recipe_with(attention="eps:0.01")},
+     "has no pass attention:eps=0.01: leave it out, or run with --device"),
+    ({"recipe": recipe_with(sparse="predict")}, "has no pass sparse:mode=predict"),
+    ({"recipe": recipe_with(head="screened")}, "has no pass head:mode=screened"),
 ])
 def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said), runner(write_model(tmp_path), **options):
@@ -328,7 +330,7 @@ def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], said: str
 
 
 def test_exact_passes_are_what_it_does_anyway(tmp_path: Path) -> None:
-    with runner(write_model(tmp_path), recipe=Recipe().sparse("exact").head("exact")) as opened:
+    with runner(write_model(tmp_path), recipe=recipe_with(sparse="exact", head="exact")) as opened:
         assert opened.config.recipe == Recipe(())
 
 

@@ -21,7 +21,7 @@ from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import convert
 from edgeinfer.errors import CheckpointError, ModelNotFoundError, RequestError, UsageError
 from edgeinfer.evaluate import evaluate, token_stream
-from edgeinfer.llm.options import ChatOptions, RequestOptions
+from edgeinfer.llm.options import ChatOptions, RequestOptions, TechniqueOptions
 from edgeinfer.runner import Segment
 from edgeinfer.sparse import screen_head, sparsify
 from tests.sessions import session, write_model
@@ -276,7 +276,7 @@ def test_wrong_values_of_every_option_of_every_entry_point(llm: LLM, value: Any,
 
 
 def test_the_tables_name_every_option_of_every_entry_point() -> None:
-    assert set(MODEL) == parameters_of(LLM.__init__)
+    assert set(MODEL) == parameters_of(LLM.__init__) | TechniqueOptions.__optional_keys__
     assert set(CONVERT) == parameters_of(convert)
     assert set(SPARSIFY) == parameters_of(sparsify)
     assert set(SPARSIFY) >= parameters_of(screen_head)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import KernelError
 from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import catalogue
 from edgeinfer.runtime import Program, Record, Session
+from edgeinfer.technique import recipe_with
 from tests.sessions import TINY, WINDOWED, session
 
 BIASED = replace(TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
@@ -66,7 +66,7 @@ def test_operands_of_real_programs_lie_inside_their_regions(opened: Session) -> 
 
 def test_operands_of_chosen_rows_and_pruned_prompts_are_used(tmp_path: Path) -> None:
     write_random_bundle(TINY, tmp_path / "bundle")
-    with session(tmp_path / "bundle", ctx=600, recipe=Recipe().attention("top:16"), lazy="keep=0.5") as running:
+    with session(tmp_path / "bundle", ctx=600, recipe=recipe_with(attention="top:16"), lazy="keep=0.5") as running:
         used = {name for record in running.program.records if (family := catalogue.family_of(record.kernel))
                 for name, extent in zip(family.operands, record.extents, strict=False) if extent}
         assert {"scores", "holes", "means"} <= used

@@ -17,6 +17,7 @@ from edgeinfer.errors import RequestError, UsageError
 from edgeinfer.graph import ModelConfig, Product, RopeConfig
 from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Segment
+from edgeinfer.technique import recipe_with
 from tests.pruned import ALL, HALF, MODEL, answer, run, written
 from tests.sessions import WINDOWED, session, tokens
 
@@ -147,10 +148,11 @@ def test_decoding_with_chosen_rows_of_v_behind_a_pruned_prompt(model: Path, kv: 
     the blocks that are read, and these are others where blocks are left out."""
     ids = tokens(400)
     plain = np.frombuffer(run(model, ids, kv=kv, lazy=HALF)[2], np.float32)
-    above, most = (run(model, ids, kv=kv, lazy=HALF, recipe=Recipe().attention(all_)) for all_ in ("eps:0", "top:640"))
+    above, most = (run(model, ids, kv=kv, lazy=HALF, recipe=recipe_with(attention=all_))
+                   for all_ in ("eps:0", "top:640"))
     assert above == most and (kv == "int8" or most[2] == plain.tobytes())
     np.testing.assert_allclose(np.frombuffer(most[2], np.float32), plain, atol=0.03 * np.abs(plain).max())
-    few = Recipe().attention("top:16")
+    few = recipe_with(attention="top:16")
     first = run(model, ids, kv=kv, lazy=HALF, recipe=few)
     assert first[2] != plain.tobytes()
     assert run(model, ids, kv=kv, lazy=HALF, recipe=few, threads=3, prefill_chunk=33) == first

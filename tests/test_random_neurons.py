@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.sparse_speed import counted, crossing, watch
 from edgeinfer.bundle import Bundle, read_predictor, read_statistics
-from edgeinfer.config import Recipe
 from edgeinfer.converters import SHAPES, Sparsity, write_random_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import WeightType
 from edgeinfer.runtime import everywhere
+from edgeinfer.technique import recipe_with
 from tests.sessions import session
 
 SMALL = replace(SHAPES["tinyllama-1.1b"], hidden_size=256, intermediate_size=700, num_hidden_layers=2, vocab_size=300,
@@ -27,7 +27,7 @@ NEAR = 0.03
 
 def rates(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """By layer and neuron, shares of the tokens for which it fires, and of those for which it is chosen."""
-    with session(path, ctx=256, prefill_chunk=256, recipe=everywhere(Recipe().sparse(mode))) as opened:
+    with session(path, ctx=256, prefill_chunk=256, recipe=everywhere(recipe_with(sparse=mode))) as opened:
         fired, chosen = watch(opened, 256)
     return fired / 256, chosen / 256
 

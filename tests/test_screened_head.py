@@ -24,12 +24,13 @@ from edgeinfer.quality import MAX_KLD, Setting, find, judge, read_quality
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
 from edgeinfer.sparse import screen_head
+from edgeinfer.technique import recipe_with
 from tests.checkpoints import make_checkpoint
 from tests.command_line import edgeinfer
 from tests.sessions import session, write_model
 from tests.test_sparse_predict import with_predictor
 
-SCREENED = Recipe().head("screened")
+SCREENED = recipe_with(head="screened")
 PROMPT_TEXT = "Once upon a time"
 
 
@@ -225,12 +226,12 @@ def test_a_screen_beside_a_predictor_is_measured_with_it(tmp_path: Path, own_cac
     assert 0 <= alone < both and made.reasons[1].endswith("is within 1e+09; enabled")
     with Bundle.open(tmp_path / "both") as bundle:
         bundle.verify()
-        together = Recipe().sparse("predict").head("screened")
+        together = recipe_with(sparse="predict", head="screened")
         assert [one.recipe for one in judge(bundle, RuntimeConfig(), both).enabled] == [together, SCREENED]
         assert [one.recipe for one in judge(bundle, RuntimeConfig(), (alone + both) / 2).enabled] == [SCREENED]
-        asked = Recipe().sparse("exact")
+        asked = recipe_with(sparse="exact")
         (found,) = judge(bundle, RuntimeConfig(recipe=asked), both).enabled
-        assert found.recipe == asked.head("screened")
+        assert found.recipe == recipe_with(asked, head="screened")
         (other,) = judge(bundle, RuntimeConfig(recipe=SCREENED), both).enabled  # the order of naming them is none
         assert Setting.of_run(other) == Setting.of_run(RuntimeConfig(recipe=together))
         assert [way.config.recipe for way in ways_of(bundle, both)] == [together, Recipe(), SCREENED]

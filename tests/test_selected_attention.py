@@ -22,6 +22,7 @@ from edgeinfer.pruning import Schedule
 from edgeinfer.quality import Setting
 from edgeinfer.runner import DECODE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
+from edgeinfer.technique import recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import WINDOWED, session, tokens, write_model
 
@@ -30,7 +31,7 @@ WORDS = tokens(40, seed=2)
 
 
 def of(attention: str, **settings: str) -> Recipe:
-    recipe = Recipe().attention(attention)
+    recipe = recipe_with(attention=attention)
     if not settings:
         return recipe
     step = recipe.steps[-1]
@@ -165,7 +166,7 @@ def test_the_plan_has_room_for_scores(tmp_path: Path) -> None:
                                   "some", "", "top:٣", "eps:٠.٥", "top:1_0", "eps:0_1", "eps:²"])
 def test_other_choices_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^attention is '.*'; choose exact, eps:X with X from 0 to 1, or top:N"):
-        Recipe().attention(text)
+        recipe_with(attention=text)
 
 
 @pytest.mark.parametrize(("recipe", "message"), [
@@ -190,9 +191,9 @@ def test_a_replacement_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_gate_knows_the_setting() -> None:
-    config = RuntimeConfig(recipe=Recipe().attention("eps:0.01"))
+    config = RuntimeConfig(recipe=recipe_with(attention="eps:0.01"))
     assert str(Setting.of_run(config)) == "kv=int8 passes=attention:eps=0.01"
-    assert Setting.of_run(RuntimeConfig(recipe=config.recipe.attention("exact"))).exact
+    assert Setting.of_run(RuntimeConfig(recipe=recipe_with(config.recipe, attention="exact"))).exact
 
 
 def test_guesses_and_samples_have_the_text_of_one(tmp_path: Path) -> None:

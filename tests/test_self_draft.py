@@ -16,6 +16,7 @@ from edgeinfer.engine import SelfDraft
 from edgeinfer.errors import BudgetError, CancelledError, RequestError, UsageError
 from edgeinfer.runner import DECODE, Cancellation, Segment
 from edgeinfer.runtime import Lighter, LighterSession, Session
+from edgeinfer.technique import recipe_with
 from tests.drafts import SETTINGS, Written
 from tests.sessions import SPLIT, TINY, free_blocks, logits_of, session, tokens, write_model
 from tests.test_sparse_predict import with_predictor
@@ -108,7 +109,7 @@ def test_masks_guess_for_a_model_that_computes_all_neurons(tmp_path: Path, kind:
         fork = target.fork(text.sequence)
         expected = target.walk([Segment(fork, text.tokens[-1:] * 4, range(4), DECODE)]).tobytes()
         target.release(fork)
-        sparse = f"{Recipe().sparse('predict')}"
+        sparse = f"{recipe_with(sparse='predict')}"
         assert drafter.guess([text], 6) == guesses_alone(model, [text], sparse, 6)
         assert drafter.guess([text], 6) != guesses_alone(model, [text], str(Recipe()), 6)
         assert target.walk([Segment(text.sequence, text.tokens[-1:] * 4, range(4), DECODE)]).tobytes() == expected
@@ -118,7 +119,7 @@ def test_without_a_predictor_or_with_the_weights_in_memory_it_leaves_early(path:
     with opened(path) as (_, ahead):
         assert {op.layer for op in ahead.graph.ops} == {None, 0}
     model = with_predictor(tmp_path, "sign", 0.0)
-    for options in ({"mmap": False}, {"recipe": Recipe().sparse("predict")}):
+    for options in ({"mmap": False}, {"recipe": recipe_with(sparse="predict")}):
         with opened(model, **options) as (target, ahead):
             text = Written(target, tokens(20), 0)
             assert {op.layer for op in ahead.graph.ops} == {None, 0}

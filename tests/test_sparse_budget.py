@@ -13,11 +13,12 @@ from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.graph import build_graph, requested_types
+from edgeinfer.technique import recipe_with
 from tests.sessions import TINY, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32, hidden_act="relu")
-PREDICT = Recipe().sparse("predict")
+PREDICT = recipe_with(sparse="predict")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_the_plan_says_of_each_region_what_lies_there(model: Path) -> None:
 
 def test_sparse_is_said_once(model: Path) -> None:
     for first in ("off", "exact", "predict"):
-        assert Recipe().sparse(first).sparse("exact") == Recipe().sparse("exact")
+        assert recipe_with(recipe_with(sparse=first), sparse="exact") == recipe_with(sparse="exact")
     for text in ("sparse:mode=predict+sparse:mode=exact", "sparse:mode=off+sparse:mode=predict"):
         with pytest.raises(UsageError, match="has the pass sparse twice"), session(model, recipe=Recipe.parse(text)):
             pass

@@ -35,6 +35,7 @@ from edgeinfer.offload import placer
 from edgeinfer.quality import Setting
 from edgeinfer.runtime import Session, decide, everywhere, plan_run
 from edgeinfer.runtime import fallback as fallback_module
+from edgeinfer.technique import recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import session, tokens
 from tests.test_sparse_predict import decoded, with_predictor
@@ -90,7 +91,7 @@ def test_a_damaged_profile_is_said_and_the_default_decides(
     local_path().parent.mkdir(parents=True)
     local_path().write_text("title = 3")
     with Bundle.open(model) as bundle:
-        _, found = decide(Recipe().sparse("exact"), bundle)
+        _, found = decide(recipe_with(sparse="exact"), bundle)
     assert found and found.runs == ("exact",) * 3 and "default curves" in found.basis
     said = capsys.readouterr().err
     assert "this machine's profile cannot be used" in said and said.count("\n") == 1
@@ -109,8 +110,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decided_on(path: Path, mode: str, profile: DeviceProfile) -> tuple[str, ...]:
     with Bundle.open(path) as bundle:
-        recipe, found = decide(Recipe().sparse(mode), bundle, profile)
-        assert found and decide(Recipe().sparse(mode), bundle, profile) == (recipe, found)  # the same each time
+        recipe, found = decide(recipe_with(sparse=mode), bundle, profile)
+        assert found and decide(recipe_with(sparse=mode), bundle, profile) == (recipe, found)  # the same each time
         return found.runs
 
 
@@ -125,9 +126,9 @@ def test_the_curves_decide(model: Path) -> None:
 def test_thresholds_read_the_gates_of_all_neurons(tmp_path: Path) -> None:
     """So their times and their break-even are those of exact runs with as many neurons."""
     path = with_predictor(tmp_path, "threshold", 0.3, activation="silu")
-    found = describe(path, recipe=Recipe().sparse("predict")).sparse
+    found = describe(path, recipe=recipe_with(sparse="predict")).sparse
     assert found and found.runs[0] == "predict" and set(found.layers()) == {("exact", 1.0)}
-    object_ = neurons_object(describe(path, recipe=Recipe().sparse("predict")), None)
+    object_ = neurons_object(describe(path, recipe=recipe_with(sparse="predict")), None)
     assert object_ and object_["break_even_density"]["predict"] == object_["break_even_density"]["exact"] < 0.95
 
 
@@ -140,7 +141,7 @@ def test_statistics_say_how_much_masks_choose(model: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "exact", "predict"])
 def test_bench_counts_the_bytes_that_the_estimator_counts(model: Path, mode: str) -> None:
-    recipe = Recipe().sparse(mode)
+    recipe = recipe_with(sparse=mode)
     with session(model, ctx=64, recipe=recipe) as opened:
         counted = bytes_per_token(opened, Case("tg", 1, 0))
         whole = opened.program.bytes_read
@@ -157,15 +158,15 @@ def opened(path: Path, recipe: Recipe, profile: DeviceProfile,
 
 def test_layers_that_fall_back_have_no_mask_and_the_same_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, slow, quick = tokens(5, 300), measured(0.1, 0.3, 0.9), measured(0.9, 0.9, 0.5)
-    with opened(model, Recipe().sparse("off"), quick, monkeypatch) as all_neurons:
+    with opened(model, recipe_with(sparse="off"), quick, monkeypatch) as all_neurons:
         want = decoded(all_neurons, ids)
     for mode, profile in (("exact", slow), ("exact", quick), ("predict", slow)):
-        with opened(model, Recipe().sparse(mode), profile, monkeypatch) as own:
+        with opened(model, recipe_with(sparse=mode), profile, monkeypatch) as own:
             assert np.array_equal(decoded(own, ids), want), mode
             kernels = [record.kernel for record in own.program.records]
             assert "neuron_mask_scores" not in kernels and own.sparse is not None
             assert (profile is slow) == ("dense (densities 0.50 to 0.5" in own.sparse.sentence())
-    with opened(model, Recipe().sparse("predict"), quick, monkeypatch) as own:
+    with opened(model, recipe_with(sparse="predict"), quick, monkeypatch) as own:
         assert not np.array_equal(decoded(own, ids), want) and own.sparse and not own.sparse.sentence()
 
 
@@ -184,7 +185,7 @@ def test_some_layers_fall_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_quality_is_measured_of_all_layers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the stored figure bounds that of a run in which layers fall back."""
-    recipe = Recipe().sparse("predict")
+    recipe = recipe_with(sparse="predict")
     with opened(model, everywhere(recipe), measured(0.1, 0.3, 0.9), monkeypatch) as own:
         assert own.sparse and own.sparse.runs == ("predict",) * 3
     with opened(model, recipe, measured(0.1, 0.3, 0.9), monkeypatch) as own:
@@ -203,7 +204,7 @@ def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: p
         asked.append(len(masked(planner.graph)) == 3)
 
     monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
-    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=Recipe().sparse("predict"))
+    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=recipe_with(sparse="predict"))
     with Bundle.open(model) as bundle, pytest.raises(BudgetError):
         Session(bundle, replace(config, budget_bytes=1 << 20), place=place)
     assert asked == [True, False]
@@ -216,7 +217,7 @@ def test_nothing_falls_back_where_neurons_are_placed(model: Path, monkeypatch: p
 def test_layers_of_exact_runs_fall_back_where_they_are_streamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is placed by masks there."""
     monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
-    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=Recipe().sparse("exact"))
+    config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=recipe_with(sparse="exact"))
     with Bundle.open(model) as bundle:
         full = plan_run(bundle, config, placer(bundle)).plan.total_bytes
         tight = plan_run(bundle, replace(config, budget_bytes=full - 100_000), placer(bundle))
@@ -226,7 +227,7 @@ def test_layers_of_exact_runs_fall_back_where_they_are_streamed(model: Path, mon
 def test_it_is_printed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = tmp_path / "slow.toml"
     save_profile(measured(0.1, 0.3, 0.9), device)
-    described = describe(model, recipe=Recipe().sparse("exact"), profile=measured(0.1, 0.3, 0.9))
+    described = describe(model, recipe=recipe_with(sparse="exact"), profile=measured(0.1, 0.3, 0.9))
     assert described.traffic().neuron_layers[0] == ("off", pytest.approx(0.5, abs=0.01))
     said = "faster to run layers 0, 1, 2 dense"
     assert said in " ".join(edgeinfer("estimate", str(model), "--device", str(device), "--sparse", "exact").out.split())

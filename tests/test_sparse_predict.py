@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, BundleWriter, Predictor, weights_identity
-from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import PREDICTOR_TYPE
 from edgeinfer.quant import layouts, quantise
 from edgeinfer.runner import DECODE, PROMPT, Segment
 from edgeinfer.runtime import Session
+from edgeinfer.technique import recipe_with
 from tests.sessions import TINY, logits_of, session, tokens
 
 MODEL = replace(TINY, hidden_act="relu")
 N, H, LAYERS = MODEL.intermediate_size, MODEL.hidden_size, MODEL.num_hidden_layers
-PREDICT = Recipe().sparse("predict")
+PREDICT = recipe_with(sparse="predict")
 
 
 def matrix(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_a_token_has_the_same_bits_whoever_walks_with_it(kind: str, group: int, 
                                 Segment(opened.new_sequence(), ids[:4], (), PROMPT)]).copy()
             assert np.array_equal(both, rows[0][5:])
     assert all(np.array_equal(row, rows[0]) for row in rows)
-    with session(path, ctx=128, recipe=Recipe().sparse("exact")) as opened:
+    with session(path, ctx=128, recipe=recipe_with(sparse="exact")) as opened:
         assert not np.array_equal(decoded(opened, ids), rows[0])
 
 

@@ -16,6 +16,8 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from guessing import Model, guess  # noqa: E402
 from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids  # noqa: E402
 
+from edgeinfer.technique import recipe_with  # noqa: E402
+
 MOST_CHECKED = 16
 """Tokens whose logits are all computed; more are a prompt."""
 
@@ -48,7 +50,7 @@ class EdgeInfer:
         began = time.perf_counter()
         bundle = Bundle.open(self._path)
         config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget, outputs=outputs,
-                               recipe=Recipe().sparse(sparse) if sparse else Recipe())
+                               recipe=recipe_with(sparse=sparse) if sparse else Recipe())
         session = Session(bundle, config, place=placer(bundle))
         load_ms = 1000 * (time.perf_counter() - began)
         sequence = session.new_sequence()

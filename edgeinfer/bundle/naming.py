@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.config import Recipe, Step
 from edgeinfer.errors import UsageError
-
-from .parts import predictor_settings
-from .screens import screen_settings
+from edgeinfer.technique import technique
 
 if TYPE_CHECKING:
     from .reader import Bundle
-
-_PARTS = {("sparse", "predict"): ("predictor", predictor_settings), ("head", "screened"): ("screen", screen_settings)}
-"""Of a pass with a mode: the part that it needs, and what reads its settings."""
-
 
 def named(recipe: Recipe, bundle: Bundle) -> Recipe:
     """Return the recipe with kind, rank and the like of the bundle's predictor, or screen, where its steps need one.
@@ -34,13 +28,12 @@ def named(recipe: Recipe, bundle: Bundle) -> Recipe:
 
 
 def _named(step: Step, bundle: Bundle) -> Step:
-    given: dict[str, str | float] = dict(step.settings)
-    part, read = _PARTS.get((step.name.rpartition(".")[2], str(given.get("mode"))), ("", None))
-    if read is None:
+    if not (one := technique(step.name)) or not one.part or one.exact(dict(step.settings)):
         return step
-    own = read(bundle)
-    if any(given[name] != own.get(name) for name in ("kind", "rank", "share") if name in given):
+    given: dict[str, str | float] = dict(step.settings)
+    own = one.part.read(bundle)
+    if any(given[name] != own.get(name) for name in one.part.shown if name in given):
         has = " of rank ".join(str(own[name]) for name in ("kind", "rank") if name in own) or "none"
-        raise UsageError(f"The recipe asks for {step}, but the {part} of {bundle.path} is {has}; leave "
-                         f"{'kind' if part == 'predictor' else 'share'} and rank out.")
+        raise UsageError(f"The recipe asks for {step}, but the {one.part.name} of {bundle.path} is {has}; leave "
+                         f"{' and '.join(one.part.shown)} out.")
     return replace(step, settings=tuple((given | own).items()))

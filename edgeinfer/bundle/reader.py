@@ -231,9 +231,14 @@ class Bundle:
                 compare(cold, progress=behind(sum(piece.nbytes for piece in pieces)))
 
     @property
+    def parts(self) -> frozenset[str]:
+        """Names of the optional parts that it has."""
+        return frozenset(entry.part for entry in self.header.files if entry.part)
+
+    @property
     def approximates(self) -> bool:
         """Whether it has parts that a run may approximate with."""
-        return any(entry.part in APPROXIMATING for entry in self.header.files)
+        return not self.parts.isdisjoint(APPROXIMATING)
 
     def close(self) -> None:
         """Let go of the mapping; it ends when the last view of it is gone."""

@@ -13,16 +13,16 @@ from ..checks import NATS, checked
 from ..config import CPU, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..sizes import parse_size
+from ..technique import recipe_with
 from .bench_report import bench_object, print_report
 from .bench_run import find_bundle, first_token, run_tests, speculated
 from .decision import FIELD
 from .options import (
     DEFAULT_RECIPE,
     GROUPS,
+    NO_TECHNIQUES,
     WEIGHTS,
-    Attention,
     Budget,
-    Head,
     Json,
     Kv,
     KvLayout,
@@ -32,10 +32,11 @@ from .options import (
     Passes,
     PrefillChunk,
     RunOn,
-    Sparse,
+    Techniques,
     Threads,
     kv_on,
     pruned,
+    takes_techniques,
 )
 from .output import print_json
 from .prediction import bench_estimate, learn_from_bench, make_predictor
@@ -77,6 +78,7 @@ JSON_FIELDS = {
 """Fields of the JSON object, by command."""
 
 
+@takes_techniques("bench")
 def bench(
     command: typer.Context,
     model: Annotated[
@@ -106,9 +108,7 @@ def bench(
     kv: Kv = "int8",
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
-    sparse: Sparse = None,
-    head: Head = None,
-    attention: Attention = None,
+    techniques: Techniques = NO_TECHNIQUES,
     max_kld: MaxKld = MAX_KLD,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
@@ -158,7 +158,7 @@ def bench(
     provider = opening.provider(device)
     check_device(device, profile, speculate)
     config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
+                           recipe=recipe_with(Recipe.parse(recipe), **techniques),
                            lazy=pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, limit)

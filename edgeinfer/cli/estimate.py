@@ -11,16 +11,16 @@ import typer
 from ..checks import NATS, checked
 from ..config import CUDA, DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
+from ..technique import recipe_with
 from . import decision, neurons, windows
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .on_gpu import Cards
 from .options import (
     DEFAULT_RECIPE,
     LAZY_FIELDS,
-    Attention,
+    NO_TECHNIQUES,
     Device,
     GroupSize,
-    Head,
     Json,
     Kv,
     Lazy,
@@ -28,12 +28,13 @@ from .options import (
     MaxKld,
     Passes,
     Samples,
-    Sparse,
+    Techniques,
     Weights,
     from_environment,
     kv_on,
     option,
     pruned,
+    takes_techniques,
 )
 from .output import print_json
 
@@ -94,6 +95,7 @@ JSON_FIELDS = {
 """Fields of the JSON object, by command."""
 
 
+@takes_techniques("estimate")
 def estimate(
     command: typer.Context,
     model: Annotated[
@@ -116,9 +118,7 @@ def estimate(
     group_size: GroupSize = None,
     kv: Kv = "int8",
     recipe: Passes = DEFAULT_RECIPE,
-    sparse: Sparse = None,
-    head: Head = None,
-    attention: Attention = None,
+    techniques: Techniques = NO_TECHNIQUES,
     max_kld: MaxKld = MAX_KLD,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
@@ -164,7 +164,7 @@ def estimate(
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    passes, bound = Recipe.parse(recipe).sparse(sparse).head(head).attention(attention), \
+    passes, bound = recipe_with(Recipe.parse(recipe), **techniques), \
         checked("max_kld", max_kld, NATS)
     asked = RuntimeConfig(ctx, kv, recipe=passes, lazy=schedule, max_sequences=samples,
                           draft_tokens=DEFAULT_DRAFT_TOKENS)

@@ -17,13 +17,13 @@ from ..errors import UsageError
 from ..process import peak_rss_bytes
 from ..pruning import LEAST_PROMPT, Schedule, calibrated
 from ..sizes import parse_size
+from ..technique import recipe_with
 from .options import (
     DEFAULT_RECIPE,
-    Attention,
+    NO_TECHNIQUES,
     Budget,
     ConvertGroups,
     ConvertTo,
-    Head,
     Json,
     Kv,
     KvLayout,
@@ -32,10 +32,11 @@ from .options import (
     Model,
     Passes,
     RunOn,
-    Sparse,
+    Techniques,
     Threads,
     kv_on,
     pruned,
+    takes_techniques,
 )
 from .output import print_json, print_table, say
 from .progress import ProgressLine
@@ -67,6 +68,7 @@ JSON_FIELDS = {
 """Fields of the JSON object, by command."""
 
 
+@takes_techniques("eval")
 def evaluate(
     command: typer.Context,
     model: Model,
@@ -99,9 +101,7 @@ def evaluate(
     threads: Threads = None,
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
-    sparse: Sparse = None,
-    head: Head = None,
-    attention: Attention = None,
+    techniques: Techniques = NO_TECHNIQUES,
     lazy: Lazy = None,
     lazy_layers: LazyLayers = None,
     device: RunOn = CPU,
@@ -154,7 +154,7 @@ def evaluate(
     kv = asked or (provider.kv[0] if provider else kv)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
+    own = config(kv=kv, budget_bytes=limit, recipe=recipe_with(Recipe.parse(recipe), **techniques),
                  lazy=pruned(command, lazy, lazy_layers) if lazy_target is None
                  else _searched(lazy, lazy_layers, lazy_target), kv_layout=kv_layout)
     if own.lazy and (decode is None or decode < LEAST_PROMPT):

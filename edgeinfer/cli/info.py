@@ -8,14 +8,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import technique
 from ..checks import NATS, checked
 from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
+from ..technique import recipe_with
 from . import info_gguf
 from .decision import FIELD
-from .options import DEFAULT_RECIPE, Attention, Budget, Converted, Ctx, Head, Json, Kv, MaxKld, Passes, Sparse, Threads
+from .options import (
+    DEFAULT_RECIPE,
+    NO_TECHNIQUES,
+    Budget,
+    Converted,
+    Ctx,
+    Json,
+    Kv,
+    MaxKld,
+    Passes,
+    Techniques,
+    Threads,
+    takes_techniques,
+)
 from .output import print_json, print_table
 from .progress import ProgressLine
 
@@ -32,11 +47,7 @@ JSON_FIELDS = {
         "config": "architecture and its sizes",
         "quantisation": "storage that was asked for",
         "ffn_layout": "tile16 (matrices) or neuron (neuron by neuron; `sparse` has the layers that are in tiles)",
-        "predictor": "of live neurons: `kind`, `rank`, `bytes`, or null",
-        "sparse": "FFNs by neuron: `mode`, per layer in `layers` how it `runs` (tiles: stored so), which share of its "
-        "neurons `fires`, and which is `chosen` by masks (null without statistics), `basis` of the decision, `said`; "
-        "null for tile16",
-        "screen": "of the output head: `rank`, `share` of it that is computed, `bytes`, or null",
+        **technique.fields("info"),
         "decision": FIELD + "; `sparse` and `program` are of that way",
         "weights_bytes": "length of weights.bin",
         "files": "per file `name`, `bytes`",
@@ -48,6 +59,7 @@ JSON_FIELDS = {
 """Fields of the JSON object, by command."""
 
 
+@takes_techniques("info")
 def info(
     model: Converted,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -59,9 +71,7 @@ def info(
     kv: Kv = "int8",
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
-    sparse: Sparse = None,
-    head: Head = None,
-    attention: Attention = None,
+    techniques: Techniques = NO_TECHNIQUES,
     max_kld: MaxKld = MAX_KLD,
     json: Json = False,
 ) -> None:
@@ -91,7 +101,7 @@ def info(
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
         config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,
-                               recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention))
+                               recipe=recipe_with(Recipe.parse(recipe), **techniques))
         choice, decision = told(bundle, config, bound)
         config = choice.way.config if choice else config
         report = {**describe(path, bundle, config.recipe), "decision": decision}
@@ -114,15 +124,14 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
     from ..graph import build_graph, expected_types
     from ..runtime import decide
 
-    recipe, sparse = decide(recipe, bundle)
+    asked, recipe = recipe, decide(recipe, bundle)[0]
     parameters = build_graph(bundle.config, expected_types(bundle.types), recipe).weight_count
     return {
         "path": str(path), "format_version": bundle.header.version, "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
-        "predictor": _predictor(bundle), "sparse": None if sparse is None else sparse.report(),
-        "screen": _screen(bundle),
+        **technique.reports(technique.Reported("info", asked, model=bundle)),
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [
@@ -135,24 +144,6 @@ def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
             for entry in bundle.tensors.values()
         ],
     }
-
-
-def _predictor(bundle: Bundle) -> dict[str, Any] | None:
-    if all(entry.part != "predictor" for entry in bundle.header.files):
-        return None
-    from ..bundle import read_predictor
-
-    found = read_predictor(bundle)
-    return {"kind": found.kind, "rank": found.rank, "bytes": found.nbytes} if found else None
-
-
-def _screen(bundle: Bundle) -> dict[str, Any] | None:
-    if all(entry.part != "screen" for entry in bundle.header.files):
-        return None
-    from ..bundle import read_screen
-
-    found = read_screen(bundle)
-    return {"rank": found.rank, "share": found.share, "bytes": found.nbytes} if found else None
 
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, Optional
 
 import typer
 
+from .. import technique
 from ..config import (
     CPU,
     DEFAULT_DRAFT_TOKENS,
     DEVICES,
     GROUP_SIZES,
-    HEAD_MODES,
     KV_LAYOUTS,
     KV_TYPES,
     SAMPLING,
-    SPARSE_MODES,
     SPECULATIONS,
     WEIGHT_TYPES,
     Recipe,
@@ -83,18 +85,6 @@ DEFAULT_RECIPE = str(Recipe())
 Passes = Annotated[str, option(
     "--recipe", metavar="PASSES",
     help="Passes over the model's graph, as name:key=value,... joined by +; none applies none.")]
-Sparse = Annotated[str | None, option(
-    "--sparse", metavar="|".join(SPARSE_MODES),
-    help="What FFNs by neuron read: all neurons, those that live, or what a predictor names.  [default: exact where "
-         "it applies]")]
-Head = Annotated[str | None, option(
-    "--head", metavar="|".join(HEAD_MODES),
-    help="What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter; "
-         "without sampling the text is the same.  [default: exact]")]
-Attention = Annotated[str | None, option(
-    "--attention", metavar="exact|eps:X|top:N",
-    help="What decoded tokens read of V: all rows, blocks with one that weighs X times its head's largest or more, or "
-         "blocks with one of the N largest of a head; a mean stands for the rest.  [default: exact]")]
 MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
@@ -148,6 +138,47 @@ ConvertTo = Annotated[str | None, typer.Option(
     help="Type of weights that a checkpoint or GGUF file is converted to.  [default: q4; of GGUF each as it is]")]
 ConvertGroups = Annotated[int | None, typer.Option(
     "--group-size", metavar=GROUPS, help="Weights per scale, where it is converted.  [default: 32]")]
+
+
+Command = Callable[..., Any]
+Techniques = dict[str, Any]
+"""Values of the options of all techniques; see `takes_techniques`."""
+NO_TECHNIQUES: Techniques = {}
+"""Default of such a parameter."""
+
+
+def of_technique(one: technique.Option) -> Any:
+    """Return the annotation of a parameter for an option of a technique."""
+    kind = one.kind if one.default is not None else Optional[one.kind]  # noqa: UP045
+    return Annotated[kind, option(one.flag, metavar=one.metavar, help=one.help)]
+
+
+def takes_techniques(name: str) -> Callable[[Command], Command]:
+    """Give a command, by its name, the options of all techniques where its parameter `techniques` stands.
+
+    The command is called with their values by name in that parameter.
+    """
+    known = tuple(technique.options(name))
+
+    def with_options(function: Command) -> Command:
+        signature = inspect.signature(function, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for one in signature.parameters.values():
+            parameters += [one] if one.name != "techniques" else [
+                inspect.Parameter(each.name, one.kind, default=each.default, annotation=of_technique(each))
+                for each in known]
+
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            values = {each.name: given.pop(each.name) for each in known}
+            return function(**given, techniques=values)
+
+        del command.__wrapped__  # typer would ask it for its parameters
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return with_options
 
 
 def from_environment(command: typer.Context, name: str) -> bool:

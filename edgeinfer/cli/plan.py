@@ -23,6 +23,7 @@ from ..config import (
 )
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
+from ..technique import recipe_with
 from . import options
 from .decision import described_as_run
 from .output import print_json
@@ -42,6 +43,7 @@ LONGEST_CTX = 1 << 27
 MOST_SAMPLES = 64
 
 
+@options.takes_techniques("plan")
 def plan(
     command: typer.Context,
     model: Annotated[
@@ -67,9 +69,7 @@ def plan(
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
-    sparse: options.Sparse = None,
-    head: options.Head = None,
-    attention: options.Attention = None,
+    techniques: options.Techniques = options.NO_TECHNIQUES,
     max_kld: options.MaxKld = MAX_KLD,
     lazy: options.Lazy = None,
     lazy_layers: options.LazyLayers = None,
@@ -113,7 +113,7 @@ def plan(
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
-                           mmap=not no_mmap, recipe=Recipe.parse(recipe).sparse(sparse).head(head).attention(attention),
+                           mmap=not no_mmap, recipe=recipe_with(Recipe.parse(recipe), **techniques),
                            lazy=options.pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
@@ -191,7 +191,7 @@ def _guesser(speculate: str, draft: str | None, stored: tuple[str | None, int | 
     if speculate == "self":
         from ..runtime import Lighter
 
-        return Lighter.of(model.config, config.recipe, _has_predictor(model), partial(planner, model.name)).beside
+        return Lighter.of(model.config, config.recipe, _parts(model), partial(planner, model.name)).beside
     if draft is None and speculate == "draft":
         raise UsageError("--speculate is draft, and no draft model is given; add --draft MODEL.")
     if draft is None or speculate not in ("auto", "draft"):
@@ -203,10 +203,10 @@ def _guesser(speculate: str, draft: str | None, stored: tuple[str | None, int | 
     return beside_draft(planner(draft))
 
 
-def _has_predictor(model: ModelDescription) -> bool:
+def _parts(model: ModelDescription) -> frozenset[str]:
     from ..bundle import Bundle
 
     if model.bundle is None:
-        return False
+        return frozenset()
     with Bundle.open(model.bundle) as bundle:
-        return any(entry.part == "predictor" for entry in bundle.header.files)
+        return bundle.parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .. import technique
 from ..process import peak_rss_bytes
 from . import decision
 
@@ -47,7 +48,7 @@ JSON_FIELDS = {
         "quality": "where the run approximates: `setting`, `kld_mean` as measured or null, `said`, `by_itself`: "
         "whether nobody asked for it; else null",
         "decision": decision.FIELD,
-        "sparse": "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null",
+        **technique.fields("run"),
         "lazy": "with --lazy: `schedule` of the pruning, `tokens` of the prompt in each stage of layers, `share` of "
         "tokens times layers that was computed, `said`; else null",
         "speculation": "unless --speculate off: `drafter`, `state` (on; off, where it was measured to be slower; idle, "

@@ -17,6 +17,7 @@ from ..checks import PATH, checked
 from ..config import CPU, MAX_KLD, GenerationConfig, RuntimeConfig
 from ..errors import RequestError, UsageError
 from ..process import peak_rss_bytes, process_age_ms
+from ..technique import Reported, reports
 from . import options, streaming
 from .decision import announce, approximation
 from .output import figures, print_json, say
@@ -36,6 +37,7 @@ LONG_PROMPT = 1_000_000_000
 _GENERATION, _RUNTIME = GenerationConfig(), RuntimeConfig()
 
 
+@options.takes_techniques("run")
 def run(
     command: typer.Context,
     model: Annotated[
@@ -70,9 +72,7 @@ def run(
     mlock: options.Mlock = False,
     no_mmap: options.NoMmap = False,
     recipe: options.Passes = options.DEFAULT_RECIPE,
-    sparse: options.Sparse = None,
-    head: options.Head = None,
-    attention: options.Attention = None,
+    techniques: options.Techniques = options.NO_TECHNIQUES,
     max_kld: options.MaxKld = MAX_KLD,
     lazy: options.Lazy = None,
     lazy_layers: options.LazyLayers = None,
@@ -149,7 +149,7 @@ def run(
             ctx=ctx, budget=budget, kv=options.kv_on(command, device, kv), threads=threads,
             prefill_chunk=prefill_chunk, max_sequences=samples, beams=beams,
             own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
-            recipe=recipe, sparse=sparse, head=head, attention=attention, max_kld=max_kld, speculate=speculate,
+            recipe=recipe, **techniques, max_kld=max_kld, speculate=speculate,
             draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device,
             kv_layout=kv_layout, weights=weights, group_size=group_size, progress=progress,
         )
@@ -280,14 +280,14 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there
-    sparse = llm.runner.sparse
     if json:
         report = run_object(llm, completion, load_ms, first_ms[0] if first_ms else None)
         print_json({**report, "estimate": predicted, "offload": reading.report(),
                     "quality": approximation(llm.runner, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "speculation": speculation_object(completion.speculation),
-                    "sparse": sparse.report() if sparse else None, "lazy": pruned and pruned.report()})
+                    **reports(Reported("run", llm.runner.config.recipe, runner=llm.runner)),
+                    "lazy": pruned and pruned.report()})
     elif whole and options["n"] == 1:
         print(completion.text, flush=True)
     elif whole:
@@ -295,7 +295,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
         print(figures(completion, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
-        said = sparse.sentence() if sparse else ""
+        said = llm.runner.sparse.sentence() if llm.runner.sparse else ""
         for line in filter(None, (pruned and str(pruned), sentence(predicted), streaming.line(reading.report()), said)):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)

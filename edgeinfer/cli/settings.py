@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+from .. import technique
 from ..checks import checked
 from ..errors import EdgeInferError, UsageError
 from ..rules import RULES
@@ -35,7 +36,7 @@ def known() -> dict[str, tuple[str, Any]]:
     from . import options
 
     found = {}
-    for declared in vars(options).values():
+    for declared in (*vars(options).values(), *map(options.of_technique, technique.options())):
         kind, *more = get_args(declared) or (None,)
         variable = getattr(more[0], "envvar", None) if more else None
         if isinstance(variable, str):
@@ -102,8 +103,9 @@ def check(name: str, value: Any, where: str = "") -> Any:
     if isinstance(value, str) and not value.isprintable():
         raise UsageError(f"{name}{where} is {value!r:.80}; it must be text without control characters.")
     field = _FIELDS.get(name, name.replace("-", "_"))
-    if field in _RULES:
-        checked(f"{name}{where}", value, _RULES[field])
+    rule = _RULES.get(field) or next((one.rule for one in technique.options() if one.name == field), None)
+    if rule:
+        checked(f"{name}{where}", value, rule)
     return value
 
 

@@ -10,7 +10,7 @@ from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .fields import QUANTISED, is_quantised
 from .graph import Graph
-from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head
+from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head, with_screen
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .mixture import MOST_OF_A_LAYER
 from .model import build_graph, read_config, supported_architectures
@@ -32,11 +32,11 @@ from .ops import (
     TokenRows,
 )
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
-from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask
+from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask, with_predictor
 from .products import RELUS, Gated, Linear, LinearPart, NeuronDown, NeuronGated, Product, parameters
 from .reader import ConfigReader
 from .rope import fill_rope_tables, inverse_frequencies, rope_tables
-from .selection import INSTEAD, SelectedAttention, least_score
+from .selection import INSTEAD, SelectedAttention, least_score, with_selection
 from .storage import ORDER, ROUTER, TypeOf, expected_types, requested_types
 from .types import Tensor, Types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
@@ -57,6 +57,6 @@ __all__ = ["INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDI
            "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables",
            "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
            "parameters", "place_of_head", "read_config", "requested_types", "rope_tables", "supported_architectures",
-           "without_approximations"]
+           "with_predictor", "with_screen", "with_selection", "without_approximations"]
 __getattr__ = lazily(__name__, {"shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

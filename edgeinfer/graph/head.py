@@ -13,7 +13,6 @@ from typing import Any
 
 from edgeinfer.kernels import abi, catalogue
 
-from ..config import HEAD_MODES
 from ..dataclass import dataclass
 from ..errors import UnsupportedModelError, UsageError
 from ..quant import WeightType
@@ -131,17 +130,16 @@ def inner_type(stored: WeightType) -> WeightType:
     return WeightType("int8", stored.group_size)
 
 
-def with_screen(graph: Graph, mode: str, rank: int, share: float) -> Graph:
-    """The pass `head`; see passes.py."""
-    if mode not in HEAD_MODES:
-        raise UsageError(f"head is {mode!r}; choose one of {', '.join(HEAD_MODES)}.")
-    if any(isinstance(op, ScreenedHead) for op in graph.ops):
-        raise UsageError("The recipe has the pass head twice; name it once.")
-    if mode == "exact":
-        return graph
-    if not rank:
-        raise UsageError("head is 'screened', but the model has nothing to screen it with; choose exact, or make a "
-                         "bundle that has with `edgeinfer sparsify --head`.")
+def with_screen(graph: Graph, rank: int, share: float) -> Graph:
+    """Put a screen of a rank, with which so large a share of the head is computed, before the head of a graph.
+
+    Raises
+    ------
+    UsageError
+        No screen has such numbers.
+    UnsupportedModelError
+        The head is none that can be screened.
+    """
     hidden = graph.config.head_width
     if type(rank) is not int or not 1 <= rank <= hidden or not 0 <= share <= 1:
         raise UsageError(f"A screen of rank {rank!r} of which a share of {share!r} is computed does not exist; ranks "

@@ -10,22 +10,20 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-from ..config import SPARSE_MODES, Recipe, Step
+from ..config import Recipe, Step
 from ..errors import UnsupportedModelError, UsageError
+from ..technique import technique, techniques
 from .check import check
 from .graph import Graph
-from .head import with_screen
 from .operation import Op
 from .ops import Quantize, RmsNorm
-from .predict import with_predictor
-from .products import NeuronDown, NeuronGated, Product
-from .selection import with_selection
+from .products import Product
 from .types import Tensor
 
 Pass = Callable[..., Graph]
 """``f(graph, **settings) -> Graph``."""
 PASSES: dict[str, Pass] = {}
-"""Passes by the name that recipes call them."""
+"""Passes by the name that recipes call them; techniques bring theirs themselves."""
 APPROXIMATE: dict[str, Callable[[dict[str, str | float]], bool]] = {}
 """Of passes after which a model's predictions may differ: whether they do with these settings."""
 
@@ -55,8 +53,12 @@ def without_approximations(recipe: Recipe) -> Recipe:
 
 def approximates(step: Step) -> bool:
     """Whether a step of a recipe changes what a model predicts; raises `UsageError` for one that does not exist."""
-    when = APPROXIMATE.get(_pass(step.name).__name__)
-    return when is not None and when(dict(step.settings))
+    _pass(step.name)
+    own, settings = step.name.rpartition(".")[2], dict(step.settings)
+    if own in PASSES:
+        return own in APPROXIMATE and APPROXIMATE[own](settings)
+    one = technique(own)
+    return one is not None and not one.exact(settings)
 
 
 def apply(graph: Graph, recipe: Recipe) -> Graph:
@@ -97,11 +99,14 @@ def _pass(name: str) -> Pass:
             import_module(module)
         except ImportError as error:
             raise UsageError(f"The recipe names the pass {name!r}, whose module cannot be imported: {error}.") from None
-    if own not in PASSES:
-        near = difflib.get_close_matches(own, PASSES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PASSES)}."
-        raise UsageError(f"The recipe names the pass {name!r}, which does not exist; {hint}")
-    return PASSES[own]
+    if own in PASSES:
+        return PASSES[own]
+    if (one := technique(own)) and one.rewrite:
+        return one.rewrite
+    known = [*PASSES, *(one.name for one in techniques() if one.rewrite)]
+    near = difflib.get_close_matches(own, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
+    raise UsageError(f"The recipe names the pass {name!r}, which does not exist; {hint}")
 
 
 def insert_after(graph: Graph, found: Callable[[Op], bool], make: Callable[[Op], Op]) -> Graph:
@@ -144,43 +149,6 @@ def fuse_input(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-@approximate(when=lambda settings: settings.get("mode") == "predict")
-@graph_pass
-def sparse(graph: Graph, mode: str, kind: str = "", rank: int = 0, dense: str | float = "none",
-           exact: str | float = "none") -> Graph:
-    """Say what FFNs stored neuron by neuron read.
-
-    All neurons (off), of dead ones the gates alone (exact; the same bits), or for decoded tokens what a predictor of a
-    kind and a rank names (predict). `dense` and `exact` name layers, as in 0/3/4, that do so whatever the mode is: what
-    falls back where leaving out neurons would cost more. FFNs in tiles have nothing to leave out.
-    """
-    if mode not in SPARSE_MODES:
-        raise UsageError(f"sparse is {mode!r}; choose one of {', '.join(SPARSE_MODES)}.")
-    if any(isinstance(op, NeuronGated) and (op.dense or op.mask or op.threshold) for op in graph.ops):
-        raise UsageError("The recipe has the pass sparse twice; name it once.")
-    if mode == "predict" and not kind:
-        raise UsageError("sparse is 'predict', but the model has no predictor of its neurons; choose off or exact, or "
-                         "make one with `edgeinfer sparsify`.")
-    layers = graph.config.num_hidden_layers
-    whole, gates = _layers("dense", dense, layers), _layers("exact", exact, layers)
-    if mode == "predict":
-        graph = with_predictor(graph, kind, rank, whole | gates)
-    everywhere = mode == "off"
-    return replace(graph, ops=tuple(
-        replace(op, dense=everywhere or op.layer in whole) if isinstance(op, NeuronGated | NeuronDown) else op
-        for op in graph.ops))
-
-
-def _layers(name: str, value: str | float, layers: int) -> set[int]:
-    """The numbers of layers that a setting names, joined by slashes; none is "none"."""
-    text = str(value)
-    numbers = [] if text == "none" else text.split("/")
-    if not all(number.isascii() and number.isdigit() and int(number) < layers for number in numbers):
-        raise UsageError(f"sparse has {name} {text!r:.60}; name layers from 0 to {layers - 1}, joined by slashes, or "
-                         "none.")
-    return {int(number) for number in numbers}
-
-
 @approximate()
 @graph_pass
 def early_exit(graph: Graph, layers: int) -> Graph:
@@ -193,26 +161,3 @@ def early_exit(graph: Graph, layers: int) -> Graph:
     ends = {op.layer: op.out for op in graph.ops}  # of each layer: the residual that its last operation leaves
     instead = {ends[n - 1].name: ends[layers - 1]}
     return replace(graph, ops=tuple(op.reading(instead) for op in kept))
-
-
-@approximate(when=lambda settings: settings.get("mode") == "screened")
-@graph_pass
-def head(graph: Graph, mode: str, rank: int = 0, share: float = 0.0) -> Graph:
-    """Say what decoded tokens compute of the output head.
-
-    All rows (exact), or those that a low-rank product says can hold the largest logit; the others keep its estimates
-    (screened). What it leaves out never is the largest logit, so greedy decoding gives the same text.
-    """
-    return with_screen(graph, mode, rank, share)
-
-
-@approximate()
-@graph_pass
-def attention(graph: Graph, eps: float | None = None, top: int | None = None, instead: str = "mean",
-              exact: int = 0) -> Graph:
-    """Say which rows of V decoded tokens read, in layers without a window.
-
-    Those whose weight is at least `eps` times their head's largest, or the `top` largest of each head; `instead` says
-    what stands for the others: nothing, scale (the rest adds up to 1) or mean. The first `exact` layers read all.
-    """
-    return with_selection(graph, eps, top, instead, exact)

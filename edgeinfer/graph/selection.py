@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from edgeinfer.kernels import abi
 
 from ..choosing import Choosing
-from ..config import ATTENTIONS
 from ..dataclass import dataclass
 from ..errors import UsageError
 from .graph import Graph
@@ -67,13 +66,13 @@ class SelectedAttention(Attention):
 
 
 def with_selection(graph: Graph, eps: float | None, top: int | None, instead: str, exact: int) -> Graph:
-    """The pass `attention`; see passes.py."""
-    if (eps is None) == (top is None):
-        raise UsageError("The pass attention takes either eps or top; give one of them.")
-    if not (top is None or (type(top) is int and top >= 1)) \
-            or not (eps is None or (isinstance(eps, int | float) and 0 <= eps <= 1)):
-        asked = f"eps:{eps}" if top is None else f"top:{top}"
-        raise UsageError(f"attention is {asked:.60}; choose {ATTENTIONS}.")
+    """Let the attention of a graph choose rows of V: by `eps` or `top`, of which one is None.
+
+    Raises
+    ------
+    UsageError
+        `instead` or `exact` is none that there is, or the model's attention cannot choose.
+    """
     if not isinstance(instead, str) or instead not in INSTEAD:
         raise UsageError(f"attention has instead {instead!r}; choose one of {', '.join(INSTEAD)}.")
     if graph.config.attention_sinks:

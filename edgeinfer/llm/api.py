@@ -36,14 +36,13 @@ if TYPE_CHECKING:
         ChatOptions,
         Device,
         GroupSize,
-        HeadMode,
         KvLayout,
         KvType,
         Messages,
         Prompt,
         RequestOptions,
-        SparseMode,
         Speculation,
+        TechniqueOptions,
         WeightType,
     )
 
@@ -82,16 +81,6 @@ class LLM(Requests):
         Map the weights from their file, as by default; False copies them into memory of the process.
     recipe : str or Recipe, optional
         The passes over the model's graph.
-    sparse : {"off", "exact", "predict"}, optional
-        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone, with the
-        same text; or for decoded tokens what the bundle's predictor names, an approximation.
-    head : {"exact", "screened"}, optional
-        What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
-        with the same text where nothing is sampled.
-    attention : str, optional
-        What decoded tokens read of V: all rows (``"exact"``, as by default), blocks with a row that weighs at least X
-        times its head's largest (``"eps:X"``), or blocks with one of a head's N largest (``"top:N"``); a mean of V
-        stands for the rest.
     max_kld : float, optional
         What of `sparse` and `head` is not given, and no recipe either, is approximated by itself where exactly that was
         measured to diverge by so many nats at most, by default 0.02; 0 leaves the model exact.
@@ -121,6 +110,16 @@ class LLM(Requests):
         A bundle that is stored otherwise is refused.
     group_size : {32, 64, 128}, optional
         Weights per scale, where it is converted; by default 32.
+    sparse : {"off", "exact", "predict"}, optional
+        What FFNs stored neuron by neuron read: all neurons, or (as by default) of dead ones the gates alone, with the
+        same text; or for decoded tokens what the bundle's predictor names, an approximation.
+    head : {"exact", "screened"}, optional
+        What decoded tokens compute of the output head: all rows, or those that the bundle's screen says can matter,
+        with the same text where nothing is sampled.
+    attention : str, optional
+        What decoded tokens read of V: all rows (``"exact"``, as by default), blocks with a row that weighs at least X
+        times its head's largest (``"eps:X"``), or blocks with one of a head's N largest (``"top:N"``); a mean of V
+        stands for the rest.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded or lowered.
@@ -174,9 +173,6 @@ class LLM(Requests):
         mlock: bool | None = None,
         mmap: bool | None = None,
         recipe: str | Recipe | None = None,
-        sparse: SparseMode | None = None,
-        head: HeadMode | None = None,
-        attention: str | None = None,
         max_kld: float | None = None,
         speculate: Speculation | None = None,
         draft_tokens: int | None = None,
@@ -187,8 +183,9 @@ class LLM(Requests):
         weights: WeightType | None = None,
         group_size: GroupSize | None = None,
         progress: Progress | None = None,
+        **techniques: Unpack[TechniqueOptions],
     ):
-        passes = recipe_of(recipe, sparse, head, attention)
+        passes = recipe_of(recipe, techniques, LLM.__init__.__kwdefaults__ or ())
         self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,

@@ -29,6 +29,14 @@ Device = Literal["cpu", "cuda", "auto", "onnx-cpu"]
 KvLayout = Literal["slots", "pages"]
 
 
+class TechniqueOptions(TypedDict, total=False):
+    """Options of all techniques (`edgeinfer.technique`); None leaves the model as it is."""
+
+    sparse: SparseMode | None
+    head: HeadMode | None
+    attention: str | None
+
+
 class GenerationOptions(TypedDict, total=False):
     """Fields of `GenerationConfig`; None stands for the default."""
 

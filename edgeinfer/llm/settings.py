@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import GenerationConfig, Recipe, RuntimeConfig
+from ..config import GenerationConfig, Recipe, RuntimeConfig, check_known
 from ..errors import UsageError
 from ..rules import plain
+from ..technique import options, recipe_with
 
 
-def recipe_of(recipe: str | Recipe | None, sparse: str | None, head: str | None,
-              attention: str | None) -> Recipe | None:
-    """Return the recipe with what is to be approximated; None where nothing is said."""
-    asked = plain({"recipe": recipe, "sparse": sparse, "head": head})
-    passes: Recipe | None = asked["recipe"]
-    if sparse is not None or head is not None or attention is not None:
-        passes = (passes or Recipe()).sparse(asked["sparse"]).head(asked["head"]).attention(attention)
-    return passes
+def recipe_of(recipe: str | Recipe | None, techniques: Mapping[str, Any], others: Iterable[str]) -> Recipe | None:
+    """Return the recipe with what the options of techniques ask for; None where nothing is said.
+
+    Raises `UsageError` for an option that no technique has, with the nearest one, which may be one of the `others`.
+    """
+    if techniques:  # else nothing is imported for them
+        check_known([*(one.name for one in options()), *others], techniques)
+    passes: Recipe | None = plain({"recipe": recipe})["recipe"]
+    if all(value is None for value in techniques.values()):
+        return passes
+    return recipe_with(passes, **techniques)
 
 
 def runtime_config(budget: int | str | None, **settings: Any) -> RuntimeConfig:

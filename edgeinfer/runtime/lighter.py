@@ -7,7 +7,7 @@ walk that checks guesses computes K and V of all of them anew, in each layer, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from edgeinfer.errors import RequestError
 from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.memory_planner import Beside, MemoryPlan, Planner
 from edgeinfer.runner import Cancellation, Sequence, decoding
+from edgeinfer.technique import recipe_with, techniques
 
 from .loading import load_parts
 from .lowering import Lowering
@@ -48,16 +49,17 @@ class Lighter(NamedTuple):
     planners: tuple[Planner, ...]
 
     @classmethod
-    def of(cls, model: ModelConfig, plain: Recipe, predictor: bool, make: Callable[[Recipe], Planner]) -> Lighter:
-        """Return the ways of a model that runs with the recipe `plain`: with its predictor, if it has one, and an early
-        exit. `make` gives the planner of a recipe.
+    def of(cls, model: ModelConfig, plain: Recipe, parts: Collection[str],
+           make: Callable[[Recipe], Planner]) -> Lighter:
+        """Return the ways of a model that runs with the recipe `plain`: what its `parts` let it approximate, such as a
+        predictor, and an early exit. `make` gives the planner of a recipe.
 
         Raises
         ------
         RequestError
             The model has nothing to leave out.
         """
-        recipes = list(_recipes(model, plain, predictor))
+        recipes = list(_recipes(model, plain, parts))
         if not recipes:
             raise RequestError("The model has one layer and no predictor, so no part of it can guess for it; leave "
                                "--speculate self out.")
@@ -68,8 +70,7 @@ class Lighter(NamedTuple):
         """Return those of a bundle, or the one by its `own` recipe."""
         if own:
             return cls((planner_of(bundle, own),))
-        predictor = any(entry.part == "predictor" for entry in bundle.header.files)
-        return cls.of(bundle.config, plain, predictor, partial(planner_of, bundle))
+        return cls.of(bundle.config, plain, bundle.parts, partial(planner_of, bundle))
 
     @property
     def beside(self) -> Beside:
@@ -145,9 +146,10 @@ class LighterSession(Session):
         self.executor.regions.clear()
 
 
-def _recipes(model: ModelConfig, plain: Recipe, predictor: bool) -> Iterator[Recipe]:
-    if predictor:
-        yield plain.sparse("predict")
+def _recipes(model: ModelConfig, plain: Recipe, parts: Collection[str]) -> Iterator[Recipe]:
+    for one in techniques() if parts else ():
+        if one.drafts and one.part and one.part.name in parts:
+            yield recipe_with(plain, **{one.options[0].name: one.by_itself})
     if (layers := model.num_hidden_layers) > 1:
         yield Recipe((*plain.steps, Step("early_exit", (("layers", max(1, layers // SHARE)),))))
 

@@ -17,10 +17,11 @@ from edgeinfer.bundle import Bundle, read_cold, watch
 from edgeinfer.checks import shown
 from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import ModelConfig, approximates
+from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
+from edgeinfer.technique import ALWAYS, DECODED, technique
 
 from .loading import fill_constants, load
 from .lowering import Lowering
@@ -264,10 +265,10 @@ class Session(Walker):
     def _identity(self, decoded: bool) -> str:
         """What the bits of K and V depend on: weights, what the passes made of the graph, kernels.
 
-        The head has no part in them, and neurons and rows of V are left out of decoded tokens alone.
+        Techniques say whether they have a part in them: always, or in those of decoded tokens alone.
         """
-        steps = tuple(step for step in self.recipe.steps if step.name != "head"
-                      and (step.name not in ("sparse", "attention") or (decoded and approximates(step))))
+        steps = tuple(step for step in self.recipe.steps if not (one := technique(step.name))
+                      or one.kv == ALWAYS or (one.kv == DECODED and decoded and not one.exact(dict(step.settings))))
         parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic, *self._stretched())
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 

@@ -27,6 +27,7 @@ from edgeinfer.memory_planner import (
     to_request,
 )
 from edgeinfer.sizes import format_size, round_up
+from edgeinfer.technique import technique
 
 from .best import BEST
 from .data import data_bytes
@@ -59,9 +60,7 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
     """Return the settings of a run as its device takes them; raise `UsageError` for what it cannot do, by its name."""
     device = provider.device
     for step in config.recipe.steps:
-        mode = dict(step.settings).get("mode")
-        if step.name == "fuse_input" or (step.name == "sparse" and mode in ("off", "exact")) \
-                or (step.name == "head" and mode == "exact"):
+        if step in Recipe().steps or ((one := technique(step.name)) and one.exact(dict(step.settings))):
             continue
         raise UsageError(f"Device {device} runs models exactly and as they are stored; it has no pass {step}: leave it "
                          "out, or run with --device cpu.")

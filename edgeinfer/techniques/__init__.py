@@ -1,0 +1,5 @@
+"""edgeinfer.techniques: techniques that are neither sparse feed-forward layers nor weights in storage.
+
+Each module has one `edgeinfer.technique.Technique`, by the name `TECHNIQUE`. It imports what it needs where it is used:
+the command line reads all of them for the help.
+"""
