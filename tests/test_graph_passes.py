@@ -17,7 +17,9 @@ from edgeinfer.graph import (
     Attention,
     Embed,
     Graph,
+    LayerNorm,
     Linear,
+    LinearPart,
     Op,
     Product,
     Quantize,
@@ -31,6 +33,7 @@ from edgeinfer.graph import (
     check_runnable,
     graph_pass,
     insert_after,
+    quantize_activations,
     read_config,
     requested_types,
 )
@@ -52,6 +55,68 @@ def changed(graph: Graph, at: int, **fields: Any) -> Graph:
     ops = list(graph.ops)
     ops[at] = dataclasses.replace(ops[at], **fields)
     return dataclasses.replace(graph, ops=tuple(ops))
+
+
+# -- the pass before all others ----------------------------------------------------------------------------------------
+
+
+def stored(**types: str) -> Callable[[Weight], WeightType]:
+    """Storage of q4 but for the matrices of layer 0 whose names these are; `parted` gives q, k and v types."""
+    requested = requested_types("q4", 64)
+    parts = {f"layers.0.qkv.{i}": name for i, name in enumerate(types.pop("parted", "").split()) if name}
+
+    def of(weight: Weight) -> WeightType:
+        name = types.get(weight.name.removeprefix("layers.0."), parts.get(weight.name))
+        return WeightType.of(name, 64) if name else requested(weight)
+
+    return of
+
+
+def norms(graph: Graph, layer: int | None = 0) -> list[tuple[str, int]]:
+    """Types of the rows that a layer's norms write."""
+    return [(op.out.dtype, op.out.group_size) for op in graph.ops if isinstance(op, RmsNorm) and op.layer == layer]
+
+
+def test_a_norm_writes_what_its_only_matrix_multiplies() -> None:
+    graph = build_graph(read_config(CONFIG), stored(qkv="int8", gate_up="f16"), NONE)
+    assert norms(graph) == [("q8", 64), ("f32", 0)] and norms(graph, 1) == [("q8", 64)] * 2
+    quantised = [op for op in graph.ops if isinstance(op, Quantize)]
+    assert [op.out.name for op in quantised] == [f"q.{i}" for i in range(len(quantised))]
+    assert sum(op.layer == 0 for op in quantised) == 2  # o and down; gate and up multiply floats
+
+
+def test_readers_of_several_types_quantise_themselves() -> None:
+    config = read_config({**CONFIG, "model_type": "phi", "hidden_size": 96})  # attention and FFN share a norm
+    same = build_graph(config, stored(), NONE)
+    apart = build_graph(config, stored(up="f16"), NONE)
+    shared = [op for op in same.ops if isinstance(op, LayerNorm) and op.layer == 0]
+    floats = [op for op in apart.ops if isinstance(op, LayerNorm) and op.layer == 0]
+    assert [op.out.dtype for op in shared] == ["q8"] and [op.out.dtype for op in floats] == ["f32"]
+    readers = [op for op in apart.ops if floats[0].out in op.inputs]
+    assert [type(op) for op in readers] == [Quantize, Linear], "qkv quantises, up reads floats"
+
+
+def test_each_part_of_a_matrix_has_a_norm_of_its_own() -> None:
+    graph = build_graph(read_config({**CONFIG, "hidden_size": 96}), stored(parted="q4 int8 f16"), Recipe())
+    made = [op for op in graph.ops if isinstance(op, RmsNorm) and op.layer == 0][:3]
+    parts = [op for op in graph.ops if isinstance(op, LinearPart)]
+    assert [op.x for op in parts] == [op.out for op in made] and len({op.out.name for op in made}) == 3
+    assert [op.out.dtype for op in made] == ["q8", "q8", "f32"]
+    assert [op.source is not None for op in parts] == [True, True, False]
+
+
+def test_quantising_a_quantised_graph_changes_nothing() -> None:
+    for weights in ("q4", "f16"):
+        graph = build(weights=weights)
+        assert quantize_activations(graph) == graph
+
+
+def test_replaced_is_what_dataclasses_give() -> None:
+    op = build().ops[1]
+    assert op.inputs and op.replaced(layer=7) == dataclasses.replace(op, layer=7) != op
+    assert "inputs" not in vars(op.replaced(layer=7)), "what was derived is derived again"
+    with pytest.raises(TypeError, match="The operation rms_norm has no field 'nothing'"):
+        op.replaced(nothing=1)
 
 
 # -- the pass that every run uses --------------------------------------------------------------------------------------

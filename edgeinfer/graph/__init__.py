@@ -34,6 +34,7 @@ from .ops import (
 from .passes import PASSES, apply, approximate, approximates, graph_pass, insert_after, without_approximations
 from .predict import PREDICTOR_TYPE, PREDICTORS, ScoreMask, SignMask, with_predictor
 from .products import RELUS, Gated, Linear, LinearPart, NeuronDown, NeuronGated, Product, parameters
+from .quantize_activations import quantize_activations
 from .reader import ConfigReader
 from .rope import fill_rope_tables, inverse_frequencies, rope_tables
 from .selection import INSTEAD, SelectedAttention, least_score, with_selection
@@ -56,7 +57,7 @@ __all__ = ["INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDI
            "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",
            "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables",
            "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
-           "parameters", "place_of_head", "read_config", "requested_types", "rope_tables", "supported_architectures",
-           "with_predictor", "with_screen", "with_selection", "without_approximations"]
+           "parameters", "place_of_head", "quantize_activations", "read_config", "requested_types", "rope_tables",
+           "supported_architectures", "with_predictor", "with_screen", "with_selection", "without_approximations"]
 __getattr__ = lazily(__name__, {"shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from .builder import GraphBuilder
 from .config import ModelConfig
-from .storage import FLOATS
 from .types import Tensor
 from .weights import Source
 
@@ -44,21 +43,20 @@ class Layer(NamedTuple):
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
     """One block: x + attention(norm(x)), then + FFN(norm(x)), of the sum or, side by side, of x."""
     g.layer, name = i, f"layers.{i}."
-    feeds = g.ffn_input(name, "gate_up" if parts.gate else "up")
     other = None
     if c.parallel_residual and not parts.ffn_norm:
-        h = other = _norm(g, x, name + "attention_norm", parts.norm, g.feeds_both(name + "qkv", feeds), parts)
+        h = other = _norm(g, x, name + "attention_norm", parts.norm, parts)
     elif c.parallel_residual:
-        other = _norm(g, x, name + "ffn_norm", parts.ffn_norm, feeds, parts)
+        other = _norm(g, x, name + "ffn_norm", parts.ffn_norm, parts)
     if other is None or parts.ffn_norm:
-        h = _norm(g, x, name + "attention_norm", parts.norm, name + "qkv", parts)
+        h = _norm(g, x, name + "attention_norm", parts.norm, parts)
     widths = (c.query_width, c.kv_width, c.kv_width)
     h = g.linear(h, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)
     if parts.q_norm:
         h = g.layer_norm_heads(h, name, parts.q_norm, parts.k_norm, parts.head_norm_bias)
     h = g.attention(g.rope_store(h))
     x = g.linear(h, name + "o", (parts.o,), (c.hidden_size,), residual=x, bias=parts.o_bias)
-    h = _norm(g, x, name + "ffn_norm", parts.ffn_norm, feeds, parts) if other is None else other
+    h = _norm(g, x, name + "ffn_norm", parts.ffn_norm, parts) if other is None else other
     if parts.gate:
         return g.ffn(h, name, (parts.gate, parts.up, parts.down), residual=x)
     return g.plain_ffn(h, name, parts.up, parts.down, residual=x, bias=parts.ffn_bias)
@@ -69,13 +67,13 @@ def normed_layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Laye
     g.layer, name, widths = i, f"layers.{i}.", (c.query_width, c.kv_width, c.kv_width)
     h = g.attention(g.rope_store(g.linear(x, name + "qkv", parts.qkv, widths, bias=parts.qkv_bias)))
     x = g.linear(h, name + "o", (parts.o,), (c.hidden_size,), residual=x, bias=parts.o_bias)
-    x = _norm(g, x, name + "attention_norm", parts.norm, FLOATS, parts)
+    x = _norm(g, x, name + "attention_norm", parts.norm, parts)
     x = g.plain_ffn(x, name, parts.up, parts.down, residual=x, bias=parts.ffn_bias)
-    return _norm(g, x, name + "ffn_norm", parts.ffn_norm, FLOATS, parts)
+    return _norm(g, x, name + "ffn_norm", parts.ffn_norm, parts)
 
 
-def _norm(g: GraphBuilder, x: Tensor, name: str, module: str, feeds: object, parts: Layer) -> Tensor:
-    return g.layer_norm(x, name, module + ".weight", feeds, module + ".bias" if parts.norm_bias else "")  # type: ignore
+def _norm(g: GraphBuilder, x: Tensor, name: str, module: str, parts: Layer) -> Tensor:
+    return g.layer_norm(x, name, module + ".weight", module + ".bias" if parts.norm_bias else "")
 
 
 def heads_of(fused: Source, c: ModelConfig) -> tuple[Source, Source, Source]:

@@ -6,16 +6,17 @@ with the parts of all of them in builder_base.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgeinfer.kernels import abi
 
-from ..quant import SUPER_COLUMNS, WeightType
+from ..quant import SUPER_COLUMNS
 from ..sizes import round_up
 from .builder_attention import AttentionWords
 from .builder_experts import ExpertWords
 from .graph import Graph
 from .ops import Activate, AddPositions, Draw, Embed, GatherOutputs, LayerNorm, NormedSum, NormPart, RmsNorm, TokenRows
 from .products import Gated, Linear, NeuronDown, NeuronGated
-from .storage import FLOATS
 from .types import Tensor
 from .weights import Source, Weight, as_source
 
@@ -60,19 +61,17 @@ class GraphBuilder(AttentionWords, ExpertWords):
         return self._op(Activate(out=self._after(x), x=x, function=function, factor=factor, in_ffn=in_ffn, by=by,
                                  start=start, layer=self.layer))
 
-    def rms_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
-                 eps: float | None = None) -> Tensor:
-        """Root-mean-square norm (arXiv 1910.07467); quantised on the way out if what it feeds, by name or type, is."""
+    def rms_norm(self, x: Tensor, name: str, source: str | Source, eps: float | None = None) -> Tensor:
+        """Root-mean-square norm (arXiv 1910.07467)."""
         weight, own = self._vector(name, (source,), (x.width,)), self.config.rms_norm_eps
-        out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
+        out = replace(self._tensor("h", x.width), rows=x.rows)
         return self._op(RmsNorm(out=out, x=x, weight=weight, eps=own if eps is None else eps, layer=self.layer))
 
-    def layer_norm(self, x: Tensor, name: str, source: str | Source, feeds: str | WeightType,
-                   bias: str | Source = "") -> Tensor:
-        """Layer norm (arXiv 1607.06450), with a bias where one is named; quantised on the way out as `rms_norm` is."""
+    def layer_norm(self, x: Tensor, name: str, source: str | Source, bias: str | Source = "") -> Tensor:
+        """Layer norm (arXiv 1607.06450), with a bias where one is named."""
         weight = self._vector(name, (source,), (x.width,))
         shift = self._vector(name + "_bias", (bias,), (x.width,)) if bias else None
-        out = self._activation("h", x.width, self._feed_type(feeds), x.rows)
+        out = replace(self._tensor("h", x.width), rows=x.rows)
         return self._op(LayerNorm(out=out, x=x, weight=weight, bias=shift, eps=self.config.rms_norm_eps,
                                   layer=self.layer))
 
@@ -93,12 +92,6 @@ class GraphBuilder(AttentionWords, ExpertWords):
         return self._op(NormPart(out=self._after(x), x=x, weight=weight, start=start, eps=self.config.rms_norm_eps,
                                  layer=self.layer))
 
-    def feeds_both(self, one: str | WeightType, other: str | WeightType) -> WeightType:
-        """Return the type that a norm gives which feeds two weights, by name or type: floats where these differ."""
-        one, other = self._feed_type(one), self._feed_type(other)
-        alike = (one.quantised, one.input_group) == (other.quantised, other.input_group)
-        return one if alike else FLOATS
-
     def gated(self, x: Tensor, name: str, gate: str | Source, up: str | Source,
               bias: tuple[str | Source, ...] = (), size: int = 0) -> Tensor:
         """act(x gate^T) * (x up^T), gate and up stored as one matrix that alternates by tile of 16 rows.
@@ -112,7 +105,7 @@ class GraphBuilder(AttentionWords, ExpertWords):
         biases = None
         if bias:
             biases = self._vector(name + "_bias", bias, (size,) * 2, combine="interleave16")
-        x, weight = self._product_input(x, weight)
+        weight = self._ordered(weight)
         return self._op(Gated(out=self._tensor("f", size), x=x, weight=weight, bias=biases,
                               activation=c.hidden_act, limit=c.hidden_act_limit, layer=self.layer))
 
@@ -125,14 +118,6 @@ class GraphBuilder(AttentionWords, ExpertWords):
         f = self.linear(x, name + "up", (up,), (size,), bias[:1], in_ffn=True)
         f = self.activate(f, c.hidden_act, c.hidden_act_limit, in_ffn=True)
         return self.linear(f, name + "down", (down,), (c.hidden_size,), bias[1:], residual, in_ffn=True)
-
-    def ffn_input(self, name: str, matrix: str = "gate_up") -> WeightType:
-        """Return the type of the weight that the input of a layer's FFN feeds; `name` is the layer's prefix.
-
-        As matrices the first one is `matrix`.
-        """
-        stored = self._ffn_type(name)
-        return stored if stored.layout == "neuron" else self._feed_type(name + matrix)
 
     def ffn(self, x: Tensor, name: str, modules: tuple[str | Source, str | Source, str | Source],
             residual: Tensor | None = None, bias: bool | tuple[str | Source, ...] = False) -> Tensor:
@@ -155,7 +140,6 @@ class GraphBuilder(AttentionWords, ExpertWords):
         c, size = self.config, self.config.ffn_size(self.layer or 0)
         weight = self._ffn_weight(name, parts)
         self._weights[weight.name], self._types[weight.name] = weight, self._ffn_type(name)
-        x = self._as_input(x, self._types[weight.name])
         inner = outer = None
         if bias:
             first = name + ("gate_up_bias" if len(parts) == 3 else "up_bias")
@@ -181,17 +165,15 @@ class GraphBuilder(AttentionWords, ExpertWords):
         tied = c.tie_word_embeddings
         if not tied:
             self._weight("head", "head", (head,), ((c.vocab_size, c.head_width),))
-        feeds = "project_out" if project else "embed" if tied else "head"
         if not norm:
             h = xo
         elif layer_norm:
-            h = self.layer_norm(xo, "norm", norm, feeds, norm_bias)
+            h = self.layer_norm(xo, "norm", norm, norm_bias)
         else:
-            h = self.rms_norm(xo, "norm", norm, feeds)
+            h = self.rms_norm(xo, "norm", norm)
         if project:
             h = self.linear(h, "project_out", (project,), (c.head_width,))
         weight = self._weights["embed" if tied else "head"]
-        h = self._as_input(h, self._types[weight.name])
         bias = self._vector("head_bias", (head_bias,), (c.vocab_size,)) if head_bias else None
         logits = self._op(Linear(out=Tensor("logits", c.vocab_size, rows="outputs"), x=h, weight=weight, bias=bias))
         if c.logits_softcap:

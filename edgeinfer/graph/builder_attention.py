@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .builder_base import BuilderBase
-from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
+from .latent import HeadLinear, LatentAttention, StoreLatent
 from .ops import Activate, Attention, NormPart, RopeStore, RotateQueries
 from .types import Tensor
 from .weights import Source, as_source
@@ -89,10 +89,6 @@ class AttentionWords(BuilderBase):
         """
         (rows, cols), width = shape, heads * step + more
         weight = self._weight(name, "matrix", sources, ((heads * rows // len(sources), cols),) * len(sources))
-        stored = self._types[name]
-        if stored.quantised:
-            out = replace(self._activation("q", cols, stored, x.rows), times=heads)
-            x = self._op(QuantizeHeads(out=out, x=x, layer=self.layer))
         return self._op(HeadLinear(out=self._tensor(name.rsplit(".", 1)[-1], width), x=x, weight=weight, heads=heads,
                                    step=step, layer=self.layer))
 

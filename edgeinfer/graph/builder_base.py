@@ -9,9 +9,8 @@ from ..quant import WeightType
 from ..sizes import round_up
 from .config import ModelConfig
 from .operation import Op
-from .ops import LayerNorm, Quantize, RmsNorm
 from .products import Linear, LinearPart
-from .storage import FLOATS, ORDER
+from .storage import ORDER
 from .types import Tensor
 from .weights import Source, Weight, as_source
 
@@ -49,7 +48,7 @@ class BuilderBase:
         if firsts := self._parts(name, len(sources)):
             return self._linear_parts(x, name, sources, widths, bias, firsts, room)
         weight = self._weight(name, kind, sources, tuple((w, x.width) for w in widths))
-        x, weight = self._product_input(x, weight)
+        weight = self._ordered(weight)
         biases = self._vector(name + "_bias", bias, widths) if bias else None
         made = replace(self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), rows=x.rows)
         out = self._after(residual) if residual else made
@@ -60,14 +59,14 @@ class BuilderBase:
 
     def _linear_parts(self, x: Tensor, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                       bias: tuple[str | Source, ...], firsts: list[int], room: int) -> Tensor:
-        """A product in parts that begin at these sources; each makes its input, so that it may be fused with it."""
+        """Add a matmul in parts that begin at these sources."""
         out, onto = self._tensor(name.rsplit(".", 1)[-1], sum(widths) + room), None
         for first, end in zip(firsts, (*firsts[1:], len(sources)), strict=True):
             part, mine = f"{name}.{first}", slice(first, end)
             weight = self._weight(part, "matrix", sources[mine], tuple((w, x.width) for w in widths[mine]))
             biases = self._vector(part + "_bias", bias[mine], widths[mine]) if bias else None
-            made, weight = self._product_input(x, weight, again=onto is not None)
-            onto = self._op(LinearPart(out=out, x=made, weight=weight, bias=biases, first=sum(widths[:first]),
+            weight = self._ordered(weight)
+            onto = self._op(LinearPart(out=out, x=x, weight=weight, bias=biases, first=sum(widths[:first]),
                                        onto=onto, layer=self.layer))
             out = self._after(onto)
         assert onto
@@ -101,49 +100,20 @@ class BuilderBase:
         count = self._names[stem] = self._names.get(stem, -1) + 1
         return Tensor(f"{stem}.{count}", width)
 
-    def _activation(self, stem: str, width: int, feeds: WeightType, rows: str) -> Tensor:
-        name = self._tensor(stem, width).name
-        return Tensor(name, width, "q8" if feeds.quantised else "f32", feeds.input_group, rows)
-
-    def _feed_type(self, feeds: str | WeightType) -> WeightType:
-        """Type of the weight that a norm feeds; a matrix may be added only later."""
-        if isinstance(feeds, WeightType):
-            return feeds
-        if feeds in self._types:
-            return self._types[feeds]
-        first, whole = Weight(feeds + ".0", (), "part"), Weight(feeds, (), "matrix")
-        weight = first if self._type_of(first).layout != "plain" else whole
-        return FLOATS if self._order(weight) else self._type_of(weight)
-
-    def _again(self, x: Tensor, weight: WeightType) -> Tensor:
-        """What a norm has made, made once more as another weight reads it; other tensors as they are."""
-        norm = next(op for op in reversed(self._ops) if op.out == x)
-        if not isinstance(norm, RmsNorm | LayerNorm):
-            return self._as_input(x, weight)
-        return self._op(replace(norm, out=self._activation(x.name.rsplit(".", 1)[0], x.width, weight, x.rows)))
-
     def _order(self, weight: Weight) -> Weight | None:
         """The order of a matrix's columns, where it is not that of its inputs."""
         sources = tuple(replace(source, shared=True) for source in weight.sources[:1])
         order = Weight(weight.order_name, weight.shape[1:], "order", sources)
         return replace(order, kind="vector") if self._type_of(order) == ORDER else None
 
-    def _product_input(self, x: Tensor, weight: Weight, again: bool = False) -> tuple[Tensor, Weight]:
-        """x as the columns of a matrix take it, and the matrix; `again` where it stands behind another's product."""
-        stored, order = self._types[weight.name], self._order(weight)
-        if order is None:
-            return self._again(x, stored) if again else self._as_input(x, stored), weight
+    def _ordered(self, weight: Weight) -> Weight:
+        """Return the matrix with the order of its columns in the table, where it has one of its own."""
+        if (order := self._order(weight)) is None:
+            return weight
         weight = replace(weight, ordered=True)
         self._weights |= {weight.name: weight, order.name: order}
         self._types[order.name] = ORDER
-        x = self._again(x, FLOATS) if x.dtype == "q8" else x
-        return self._op(Quantize(out=self._activation("q", x.width, stored, x.rows), x=x, order=order,
-                                 layer=self.layer)), weight
-
-    def _as_input(self, x: Tensor, weight: WeightType) -> Tensor:
-        if not weight.quantised or (x.dtype == "q8" and x.group_size == weight.input_group):
-            return x
-        return self._op(Quantize(out=self._activation("q", x.width, weight, x.rows), x=x, layer=self.layer))
+        return weight
 
     def _vector(self, name: str, sources: tuple[str | Source, ...], widths: tuple[int, ...],
                 combine: str = "concat") -> Weight:

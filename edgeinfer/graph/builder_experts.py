@@ -45,24 +45,20 @@ class ExpertWords(BuilderBase):
         inner, outer = (self._stack_bias(name + which, hf + "experts.{}.", parts, rows) if e.bias else None
                         for which, parts, rows in (("experts_gate_up_bias", ("gate_proj", "up_proj"), size),
                                                    ("experts_down_bias", ("down_proj",), c.hidden_size)))
+        rows = self._op(ExpertsInput(out=replace(self._tensor("e", x.width), rows=x.rows, times=e.active), x=x,
+                                     listed=listed, active=e.active, several=True, layer=self.layer))
         f = self._op(ExpertsGated(
-            out=replace(self._tensor("f", size), times=e.active), x=self._listed(x, listed, gate_up, e.active),
+            out=replace(self._tensor("f", size), times=e.active), x=rows,
             weight=gate_up, bias=inner, source=x, routes=routes, listed=listed, activation=c.hidden_act,
             limit=c.hidden_act_limit, experts=e.total, active=e.active, layer=self.layer))
-        rows = self._listed(f, listed, down, e.active) if self._types[down.name].quantised else f
         out = self._after(residual) if residual else self._tensor("experts", c.hidden_size)
-        return self._op(ExpertsDown(out=out, x=rows, weight=down, bias=outer, source=f,
+        return self._op(ExpertsDown(out=out, x=f, weight=down, bias=outer, source=f,
                                     routes=routes, listed=listed, residual=residual, experts=e.total, active=e.active,
                                     layer=self.layer))
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x sigmoid(gate), a gate for each row."""
         return self._op(SigmoidGate(out=self._after(x), x=x, gate=gate, layer=self.layer))
-
-    def _listed(self, x: Tensor, listed: Tensor, feeds: Weight, active: int) -> Tensor:
-        """x in the order in which experts take it, in the type that they multiply."""
-        out = replace(self._activation("e", x.width, self._types[feeds.name], x.rows), times=active)
-        return self._op(ExpertsInput(out=out, x=x, listed=listed, active=active, several=True, layer=self.layer))
 
     def _stack(self, name: str, module: str, parts: tuple[str, ...], shape: tuple[int, int]) -> Weight:
         """Matrices of all experts, each padded to whole tiles; of two, tiles alternate."""

@@ -13,9 +13,9 @@ from edgeinfer.kernels import abi, routes
 
 from ..dataclass import dataclass
 from ..sizes import round_up
-from .operation import Read, RowOp, Scratch, Sizes, other_width
+from .operation import Op, Read, RowOp, Scratch, Sizes, other_width
 from .products import Product, parameters
-from .types import Tensor, Types
+from .types import Number, Tensor, Types
 from .weights import Weight
 
 ENTRY = routes.ROUTE_BYTES // 4
@@ -86,6 +86,7 @@ class ExpertsInput(RowOp):
     """A row for each entry of the list, quantised where the experts want that."""
 
     KERNELS = ("experts_input_{out.dtype}",)
+    quantises = True
     x: Tensor
     listed: Tensor
     active: int
@@ -150,6 +151,11 @@ class _Experts(Product):
     def dynamic_share(self) -> float:
         """Which experts is the token's choice."""
         return 1.0
+
+    def quantiser(self, x: Tensor, group: int, number: Number) -> Op:
+        """Quantise x in the order of the list."""
+        out = Tensor(number("e"), x.width, "q8", group, x.rows, self.active)
+        return ExpertsInput(out=out, x=x, listed=self.listed, active=self.active, several=True, layer=self.layer)
 
     def scratch(self, sizes: Sizes) -> Scratch:
         """A block of results, and a single token's quantised rows, with a row of floats."""

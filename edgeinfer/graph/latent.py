@@ -14,10 +14,10 @@ from edgeinfer.kernels import abi
 
 from ..dataclass import dataclass
 from ..sizes import round_up
-from .operation import KvAccess, RowOp, Scratch, Sizes, layer_of, other_width
+from .operation import KvAccess, Op, RowOp, Scratch, Sizes, layer_of, other_width
 from .ops import Attention
 from .products import Product
-from .types import Tensor, Types
+from .types import Number, Tensor, Types
 from .weights import Weight
 
 
@@ -49,6 +49,11 @@ class HeadLinear(Product):
     def rows(self) -> int:
         """Rows of a head's matrix."""
         return self.weight.shape[0] // self.heads
+
+    def quantiser(self, x: Tensor, group: int, number: Number) -> Op:
+        """Quantise the piece of each head."""
+        out = Tensor(number("q"), self.weight.shape[-1], "q8", group, x.rows, self.heads)
+        return QuantizeHeads(out=out, x=x, layer=self.layer)
 
     def faults(self, types: Types) -> Iterator[str]:
         """Whole tiles of rows, that fit into the output; x has a row, or a piece of one, for each head."""

@@ -133,14 +133,13 @@ def _queries_and_latents(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> 
     down, shift = Source(module + ".weight", (c.head_dim, c.hidden_size)), Source(module + ".bias", (c.head_dim,))
     keys, biases = ((part.rows(0, rank), halves(part.rows(rank, c.head_dim))) for part in (down, shift))
     if not latent.q_rank and not c.attention_bias:
-        h = g.rms_norm(x, name + "attention_norm", norm, feeds=name + "q_kv")
+        h = g.rms_norm(x, name + "attention_norm", norm)
         both = g.linear(h, name + "q_kv", (*queries, *keys), (*widths, *key_widths))
         return both, both, sum(widths)
-    one = name + ("q_a" if latent.q_rank else "q")
-    h = g.rms_norm(x, name + "attention_norm", norm, feeds=g.feeds_both(one, name + "kv_a"))
+    h = g.rms_norm(x, name + "attention_norm", norm)
     kv_rows = g.linear(h, name + "kv_a", keys, key_widths, bias=biases if c.attention_bias else ())
     if latent.q_rank:
         h = g.linear(h, name + "q_a", (attn + "q_a_proj.weight",), (latent.q_rank,),
                      bias=(attn + "q_a_proj.bias",) if c.attention_bias else ())
-        h = g.rms_norm(h, name + "q_a_norm", attn + "q_a_layernorm.weight", feeds=name + "q", eps=NORM_EPS)
+        h = g.rms_norm(h, name + "q_a_norm", attn + "q_a_layernorm.weight", eps=NORM_EPS)
     return g.linear(h, name + "q", queries, widths), kv_rows, 0

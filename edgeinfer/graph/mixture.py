@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import CheckpointError
-from ..quant import WeightType
 from .builder import GraphBuilder
 from .config import ExpertsConfig, ModelConfig
 from .reader import ConfigReader
@@ -71,9 +70,9 @@ def mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, routes: Tensor |
     e, hf, name = c.experts, f"model.layers.{i}.", f"layers.{i}."
     mlp, norm = hf + "mlp.", hf + "post_attention_layernorm.weight"
     if e is None or i in e.dense_layers:
-        h = g.rms_norm(x, name + "ffn_norm", norm, feeds=g.ffn_input(name))
+        h = g.rms_norm(x, name + "ffn_norm", norm)
         return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
-    h = g.rms_norm(x, name + "ffn_norm", norm, feeds=WeightType("f32"))
+    h = g.rms_norm(x, name + "ffn_norm", norm)
     routes = routes or g.route(h, name, mlp)  # first: what stands behind it runs while experts are read
     if e.shared_size:
         x = _shared(g, h, x, name, mlp, e.shared_size)

@@ -18,6 +18,7 @@ from .check import check_runnable
 from .config import ModelConfig, RopeConfig
 from .graph import Graph
 from .passes import apply
+from .quantize_activations import quantize_activations
 from .reader import ConfigReader
 from .rope import KINDS
 from .storage import TypeOf
@@ -84,7 +85,7 @@ def build_graph(config: ModelConfig, type_of: TypeOf, recipe: Recipe | None = No
     architecture = _architecture(config.model_type, "The model")
     _check(config)
     graph: Graph = architecture.forward(GraphBuilder(config, type_of), config)
-    return check_runnable(apply(graph, recipe or Recipe()))
+    return check_runnable(apply(quantize_activations(graph), recipe or Recipe()))
 
 
 def _check(config: ModelConfig) -> None:

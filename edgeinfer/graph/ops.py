@@ -55,6 +55,7 @@ class RmsNorm(RowOp):
     """Root-mean-square norm (arXiv 1910.07467), quantised on the way out where its readers want that."""
 
     KERNELS = ("rms_norm_{out.dtype}",)
+    quantises = True
     x: Tensor
     weight: Weight
     eps: float
@@ -74,6 +75,7 @@ class LayerNorm(RowOp):
     """Layer norm (arXiv 1607.06450): the mean is taken off, and a bias added where there is one."""
 
     KERNELS = ("norm_{out.dtype}",)
+    quantises = True
     x: Tensor
     weight: Weight
     bias: Weight | None = None

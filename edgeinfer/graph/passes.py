@@ -145,7 +145,7 @@ def fuse_input(graph: Graph) -> Graph:
             continue
         how: dict[str, Any] = {"norm": maker.weight, "eps": maker.eps} if isinstance(maker, RmsNorm) else {
             "order": maker.order}
-        ops[i], ops[i + 1] = replace(maker, several=True), replace(product, source=maker.x, **how)
+        ops[i], ops[i + 1] = maker.replaced(several=True), product.replaced(source=maker.x, **how)
     return replace(graph, ops=tuple(ops))
 
 

@@ -11,7 +11,8 @@ from ..dataclass import dataclass
 from ..quant import WeightType
 from ..sizes import round_up
 from .operation import Op, Read, Scratch, Sizes, other_width
-from .types import Tensor, Types
+from .ops import Quantize
+from .types import Number, RowType, Tensor, Types
 from .weights import Weight
 
 RELUS = ("relu", "relu2", "drelu", "fatrelu")
@@ -58,6 +59,15 @@ class Product(Op):
         floats = 4 * round_up(self.x.width, 16) if self.norm or self.order else 0
         return Scratch(abi.GATED_SCRATCH_BYTES + row + floats)
 
+    @property
+    def again(self) -> bool:
+        """Whether its input is made again for it, as for another matmul of the same rows (quantize_activations)."""
+        return False
+
+    def quantiser(self, x: Tensor, group: int, number: Number) -> Op:
+        """Return the operation that makes its input of rows x of floats; `number` completes the name of the output."""
+        return Quantize(out=Tensor(number("q"), x.width, "q8", group, x.rows), x=x, layer=self.layer)
+
     def faults(self, types: Types) -> Iterator[str]:
         """The matrix's columns are the input's, in the type that its products take."""
         yield from other_width("the matrix has columns:", self.weight.shape[-1], self.x)
@@ -94,6 +104,11 @@ class LinearPart(Linear):
     """Column where they begin."""
     onto: Tensor | None = None
     """What the parts before it have written; None for the first."""
+
+    @property
+    def again(self) -> bool:
+        """Each part is fused with a norm of its own."""
+        return self.onto is not None
 
     def faults(self, types: Types) -> Iterator[str]:
         """The columns are the output's, from a whole tile on."""
@@ -230,6 +245,11 @@ def mask_width(neurons: int) -> int:
 def parameters(weight: Weight) -> int:
     """Parameters of a weight, without padding."""
     return sum(math.prod(shape) for shape in weight.source_shapes)
+
+
+def row_type(stored: WeightType) -> RowType:
+    """Return the type of rows that weights multiply."""
+    return ("q8", stored.input_group) if stored.quantised else ("f32", 0)
 
 
 def _parts(op: NeuronGated | NeuronDown, parts: int, types: Types) -> tuple[Read, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..dataclass import dataclass
 from ..quant import WeightType
 
@@ -28,5 +30,9 @@ class Tensor:
         return f"{self.name}[{rows} x {self.width} {kind}]"
 
 
+RowType = tuple[str, int]
+"""Type of rows and elements that share a scale: ("f32", 0), or q8 in groups."""
+Number = Callable[[str], str]
+"""Gives the first part of a tensor's name the next number: ``q`` becomes ``q.7``."""
 Types = dict[str, WeightType]
 """Storage of each weight, by name."""

@@ -37,14 +37,14 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
         g.layer = i
         hf, name = f"model.layers.{i}.", f"layers.{i}."
         qkv = hf + "self_attn.qkv_proj"
-        h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm.weight"), feeds=name + "qkv")
+        h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm.weight"))
         h = g.linear(h, name + "qkv", parts(Source(qkv + ".weight", (width, c.hidden_size))),
                      (c.query_width, c.kv_width, c.kv_width),
                      bias=parts(Source(qkv + ".bias", (width,))) if c.attention_bias else ())
         h = g.attention(g.rope_store(h))
         x = g.linear(h, name + "o", (hf + "self_attn.o_proj.weight",), (c.hidden_size,), residual=x,
                      bias=(hf + "self_attn.o_proj.bias",) if c.attention_output_bias else ())
-        h = g.rms_norm(x, name + "ffn_norm", norm(hf + "post_attention_layernorm.weight"), feeds=g.ffn_input(name))
+        h = g.rms_norm(x, name + "ffn_norm", norm(hf + "post_attention_layernorm.weight"))
         gate_up = Source(hf + "mlp.gate_up_proj.weight", (2 * ffn, c.hidden_size))
         x = g.ffn(h, name, (gate_up.rows(0, ffn), gate_up.rows(ffn, 2 * ffn), hf + "mlp.down_proj"), residual=x)
     last = norm("model.norm.weight")  # a tied head is multiplied by the scale too

@@ -33,12 +33,12 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
         name, q, kv = f"layers.{i}.", c.query_width, c.kv_width
         turned = [matrix("h.q", i, hidden, q), matrix("h.k", i, hidden, kv)]
         biases = [vector("h.q_bias", i, q), vector("h.k_bias", i, kv)]
-        h = g.rms_norm(x, name + "attention_norm", vector("h.norm_1", i, hidden), feeds=name + "qkv")
+        h = g.rms_norm(x, name + "attention_norm", vector("h.norm_1", i, hidden))
         h = g.linear(h, name + "qkv", (*(s.rope_halves(c.head_dim) for s in turned), matrix("h.v", i, hidden, kv)),
                      (q, kv, kv), (*(s.rope_halves(c.head_dim) for s in biases), vector("h.v_bias", i, kv)))
         h = g.attention(g.rope_store(h))
         x = g.linear(h, name + "o", (matrix("h.o", i, q, hidden),), (hidden,), residual=x)
-        h = g.rms_norm(x, name + "ffn_norm", vector("h.norm_2", i, hidden), feeds=g.ffn_input(name))
+        h = g.rms_norm(x, name + "ffn_norm", vector("h.norm_2", i, hidden))
         gate_up = matrix("h.gate_up", i, hidden, 2 * ffn)
         modules = (gate_up.every(2), gate_up.every(2, first=1), matrix("h.down", i, ffn, hidden))
         x = g.ffn(h, name, modules, residual=x)

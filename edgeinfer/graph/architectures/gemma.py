@@ -60,7 +60,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = F
     before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     norms = (norm(attn + "q_norm", c.head_dim), norm(attn + "k_norm", c.head_dim)) if qk_norm else ()
 
-    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", d), feeds=name + "qkv")
+    h = g.rms_norm(x, name + "attention_norm", norm(hf + "input_layernorm", d))
     widths = (c.query_width, c.kv_width, c.kv_width)
     h = g.linear(h, name + "qkv", weights(qkv), widths, biases(qkv) if c.attention_bias else ())
     h = g.attention(g.rope_store(h, *norms))
@@ -69,7 +69,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = F
                  residual=None if sandwich else x)
     if sandwich:
         h = g.normed_sum(x, h, name + "attention_out_norm", norm(hf + "post_attention_layernorm", d))
-    x, h = h, g.rms_norm(h, name + "ffn_norm", norm(hf + before, d), feeds=g.ffn_input(name))
+    x, h = h, g.rms_norm(h, name + "ffn_norm", norm(hf + before, d))
     modules = (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj")
     if not sandwich:
         return g.ffn(h, name, modules, residual=x)

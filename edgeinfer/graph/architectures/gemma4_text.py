@@ -8,7 +8,6 @@ from math import sqrt
 from typing import Any
 
 from ...errors import CheckpointError
-from ...quant import WeightType
 from ..builder import GraphBuilder
 from ..common import LAYER_TYPES
 from ..config import ExpertsConfig, ModelConfig, RopeConfig
@@ -193,7 +192,7 @@ def _layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, inputs: Tensor | 
 def _ffn(g: GraphBuilder, x: Tensor, hf: str, name: str) -> Tensor:
     """The plain FFN of norm(x)."""
     mlp = hf + "mlp."
-    h = g.rms_norm(x, name + "ffn_norm", hf + "pre_feedforward_layernorm.weight", feeds=g.ffn_input(name))
+    h = g.rms_norm(x, name + "ffn_norm", hf + "pre_feedforward_layernorm.weight")
     return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
 
 
@@ -203,13 +202,11 @@ def _mixture(g: GraphBuilder, c: ModelConfig, x: Tensor, hf: str, name: str) -> 
     The router comes first: the FFN is computed while experts are read. What the model multiplies each expert's weights
     by stays an operand: matrices are not scaled, so that codes of a file can be kept.
     """
-    d, floats = c.hidden_size, WeightType("f32")
-    scale = Source(hf + "router.scale", (d,)).scaled(d**-0.5)
-    routes = g.route(g.rms_norm(x, name + "router_norm", scale, feeds=floats), name, hf + "mlp.",
+    scale = Source(hf + "router.scale", (c.hidden_size,)).scaled(c.hidden_size**-0.5)
+    routes = g.route(g.rms_norm(x, name + "router_norm", scale), name, hf + "mlp.",
                      hf + "router.per_expert_scale")
-    h = g.rms_norm(_ffn(g, x, hf, name), name + "ffn_own_norm", hf + "post_feedforward_layernorm_1.weight",
-                   feeds=floats)
-    e = g.rms_norm(x, name + "experts_norm", hf + "pre_feedforward_layernorm_2.weight", feeds=floats)
+    h = g.rms_norm(_ffn(g, x, hf, name), name + "ffn_own_norm", hf + "post_feedforward_layernorm_1.weight")
+    e = g.rms_norm(x, name + "experts_norm", hf + "pre_feedforward_layernorm_2.weight")
     e = g.experts(e, routes, name, hf + "mlp.", residual=None)
     return g.normed_sum(h, e, name + "experts_own_norm", hf + "post_feedforward_layernorm_2.weight")
 
@@ -220,7 +217,7 @@ def _attended(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, hf: str, name:
     own, same = c.kv_layer(i) == i, i in c.keys_as_values
     heads = (c.num_attention_heads * n, *((c.kv_count(i) * n,) * (2 - same) if own else ()))
     parts = tuple(attn + p + ".weight" for p in ("q_proj", "k_proj", "v_proj")[: len(heads)])
-    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
     h = g.linear(h, name + "qkv", parts, heads, room=heads[1] if own and same else 0)
     h = g.attention(g.rope_store(h, attn + "q_norm.weight", attn + "k_norm.weight" if own else ""))
     h = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,))

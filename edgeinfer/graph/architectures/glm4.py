@@ -43,10 +43,10 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
         q, k, v = (Source(f"{attn}{p}_proj.{kind}", (w, *columns)) for p, w in zip("qkv", widths, strict=True))
         return q.rope_halves(c.head_dim, c.rope_dim), k.rope_halves(c.head_dim, c.rope_dim), v
 
-    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
     h = g.linear(h, name + "qkv", of("weight", d), widths, bias=of("bias") if c.attention_bias else ())
     h = g.linear(g.attention(g.rope_store(h)), name + "o", (attn + "o_proj.weight",), (d,))
     x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_self_attn_layernorm.weight")
-    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
     h = g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), Source(hf + "mlp.down_proj.weight", (d, n))))
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_mlp_layernorm.weight")

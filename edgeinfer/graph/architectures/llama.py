@@ -31,7 +31,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = Fa
     x = attend(g, c, x, i, qk_norm)
     hf, name = f"model.layers.{i}.", f"layers.{i}."
     mlp = hf + "mlp."
-    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight", feeds=g.ffn_input(name))
+    h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
     return g.ffn(h, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"), residual=x, bias=c.mlp_bias)
 
 
@@ -44,7 +44,7 @@ def attend(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, qk_norm: bool = F
     qkv = tuple(attn + p for p in ("q_proj", "k_proj", "v_proj"))
     widths = (c.query_width, c.kv_width, c.kv_width)
 
-    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight", feeds=name + "qkv")
+    h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
     h = g.linear(h, name + "qkv", weights(qkv), widths, bias=biases(qkv) if c.attention_bias else ())
     if wide_norm:
         h = g.norm_part(h, name + "q_norm", attn + "q_norm.weight", 0, c.query_width)
