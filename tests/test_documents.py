@@ -53,6 +53,7 @@ NOT_RUN = {
     "edgeinfer bench ./my-bundle -d 0,4096": "the bundle that stands in knows 1024 positions",
     "edgeinfer sparsify ./prosparse-7b": "needs a model of gigabytes; the other example runs",
     "edgeinfer bench --shape": "writes and reads gigabytes",
+    "python benchmarks/": "measures for minutes",
 }
 """Beginnings of the commands that are not run here, and why."""
 SLOW = ("edgeinfer bench", "edgeinfer eval", "edgeinfer sparsify")
