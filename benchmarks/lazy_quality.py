@@ -43,6 +43,7 @@ from edgeinfer.models import resolve  # noqa: E402
 from edgeinfer.pruning import Schedule  # noqa: E402
 from edgeinfer.runtime import Session  # noqa: E402
 from edgeinfer.runtime.stages import most_important  # noqa: E402
+from edgeinfer.technique import configured  # noqa: E402
 from edgeinfer.text import Tokenizer  # noqa: E402
 
 Rows = NDArray[np.int64]
@@ -86,7 +87,8 @@ WAYS = {"importance": most_important, "chance, but the first and the last 16": b
 def opened(path: Path, ctx: int, kv: str = "int8", lazy: Schedule | None = None, threads: int | None = None,
            host: Session | None = None) -> Iterator[Session]:
     """A session."""
-    session = Session(Bundle.open(path), RuntimeConfig(ctx=ctx, kv=kv, lazy=lazy, threads=threads), host=host)
+    config = configured(RuntimeConfig(ctx=ctx, kv=kv, threads=threads), {"lazy": lazy})
+    session = Session(Bundle.open(path), config, host=host)
     try:
         yield session
     finally:
@@ -104,8 +106,9 @@ def predictions(session: Session, ids: list[int], prompt: int) -> NDArray[np.flo
 
 def chosen_anew(session: Session, ids: list[int], prompt: int) -> NDArray[np.float32]:
     """The same where every token chooses from the whole prompt: the tokens after it go on besides."""
-    assert session.stages
-    keep, rows, n_stages = session.config.lazy.keep, [], len(session.config.lazy.keep)  # type: ignore[union-attr]
+    assert session.prefill_strategy
+    keep, rows = session.prefill_strategy.schedule.keep, []
+    n_stages = len(keep)
     for n in range(prompt, len(ids) + 1):
         stage = iter(range(n_stages))
 
@@ -114,7 +117,7 @@ def chosen_anew(session: Session, ids: list[int], prompt: int) -> NDArray[np.flo
             most = -int(-keep[next(stage)] * prompt // 1) + n - prompt
             return most_important(np.where(rows >= prompt, np.inf, weight).astype(np.float32), rows, most)
 
-        session.stages.choose = choose
+        session.prefill_strategy.choose = choose
         sequence = session.new_sequence()
         rows.append(session.prefill(sequence, ids[:n]).copy())
         session.release(sequence)
@@ -150,14 +153,14 @@ def quality(path: Path, text: str, args: argparse.Namespace) -> None:
     for shares, where in ((shares, where) for where in places for shares in SHARES):
         schedule = Schedule(shares, where)
         with opened(path, length, args.kv, schedule) as session:
-            assert session.stages
+            assert session.prefill_strategy
             for name, choose in WAYS.items():
-                session.stages.choose = choose
+                session.prefill_strategy.choose = choose
                 found = [predictions(session, ids, args.prompt) for ids in texts]
-                assert session.stages.last
-                _print(schedule, name, compared(exact, found), session.stages.last.share)
+                assert session.prefill_strategy.last
+                _print(schedule, name, compared(exact, found), session.prefill_strategy.last.share)
                 if name == "importance":
-                    share = session.stages.last.share
+                    share = session.prefill_strategy.last.share
             if args.anew:
                 found = [chosen_anew(session, ids, args.prompt) for ids in texts]
                 _print(schedule, "each token anew", compared(exact, found), share)
@@ -205,9 +208,9 @@ def retrieval(path: Path, text: str, args: argparse.Namespace) -> None:
             continue
         for shares in SHARES:
             with opened(path, length, args.kv, Schedule(shares, (layers - 3, layers - 1))) as session:
-                assert session.stages
+                assert session.prefill_strategy
                 for name, choose in WAYS.items():
-                    session.stages.choose = choose
+                    session.prefill_strategy.choose = choose
                     found = np.mean([loss(session, yes, args.after) for each, yes, _ in asked if each == kind])
                     print(f"  keep {', '.join(map(str, shares))}, {name}: {found:.3f}", flush=True)
 
@@ -233,10 +236,11 @@ def speed(path: Path, args: argparse.Namespace) -> None:
                 session.prefill(warm, ids[:64])
                 session.release(warm)
                 session.settle()
-                sequence, name = session.new_sequence(), str(session.config.lazy or "plain")
+                sequence, stages = session.new_sequence(), session.prefill_strategy
+                name = str(stages.schedule if stages else "plain")
                 clock, used = _timed(lambda: session.prefill(sequence, ids))  # noqa: B023
                 token = min(_timed(lambda: session.decode([sequence], [5]))[0] for _ in range(DECODED))  # noqa: B023
-                shares[name] = session.stages.last.share if session.stages and session.stages.last else 1.0
+                shares[name] = stages.last.share if stages and stages.last else 1.0
                 times.setdefault(name, []).append((clock, used, token))
                 print(f"# {name}: {clock:.2f} s, {used:.2f} s of processors, {1000 * token:.1f} ms a token", flush=True)
     print(f"\n{path.name}: prompts of {args.prompt} tokens, {args.rounds} rounds in turns")

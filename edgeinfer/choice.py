@@ -21,7 +21,7 @@ from .files import open_plain, replacement
 from .json_text import parse_json
 from .quality import MAX_KLD, Judged, Setting, judge, measured_identity
 from .sizes import format_size
-from .technique import technique, used
+from .technique import technique
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -126,8 +126,8 @@ def choose(bundle: Bundle, config: RuntimeConfig, max_kld: float | None = None,
     found = [way for way in ways if way.config is config or way.key not in known] or ways  # a slow one before none
     for way in ways:
         if way not in found:
-            flags = " ".join(f"{one.options[0].flag} {one.by_itself}" for one, _ in used(way.config.recipe)
-                             if one not in [other for other, _ in used(config.recipe)])
+            flags = " ".join(f"{one.options[0].flag} {one.by_itself}" for step in way.config.recipe.steps
+                             if step not in config.recipe.steps and (one := technique(step.name)))
             refused.append(f"{way.name}, which gave {known[way.key]:.3g} tok/s when it was last used; {flags} uses it "
                            "again")
     found.sort(key=lambda way: -way.tok_per_s)

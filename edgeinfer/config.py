@@ -12,7 +12,6 @@ from . import quant
 from .checks import BIASES, FLAG, TEXTS, Rule, check_fields, checked, choice, instance, integer, number, option
 from .dataclass import dataclass
 from .errors import UsageError
-from .pruning import SCHEDULE, Schedule
 from .quant import FFN_LAYOUTS as FFN_LAYOUTS
 from .quant import GROUP_SIZES as GROUP_SIZES
 
@@ -233,6 +232,15 @@ def _recipe(value: Any) -> Recipe:
     return value
 
 
+def _techniques(value: Any) -> tuple[tuple[str, Any], ...]:
+    pairs = tuple(map(tuple, value))
+    if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ValueError
+    return pairs
+
+
+_TECHNIQUES = Rule("pairs of a technique's name and its settings, such as technique.configured makes", _techniques,
+                   lead="give")
 _RECIPE = Rule("a Recipe of Steps, such as Recipe.parse makes", _recipe, lead="give")
 
 
@@ -266,8 +274,8 @@ class RuntimeConfig:
     """Map the weights from their file; False copies them into memory of the process."""
     recipe: Recipe = field(default_factory=Recipe, metadata={"rule": _RECIPE})
     """The passes that make the model's graph."""
-    lazy: Schedule | None = option(None, SCHEDULE)
-    """Which share of a prompt's tokens goes through which layers; None is all through all."""
+    techniques: tuple[tuple[str, Any], ...] = option((), _TECHNIQUES)
+    """Names and settings of the techniques that are no passes (`edgeinfer.technique`)."""
     kv_layout: str | None = option(None, choice(KV_LAYOUTS))
     """Slots or pages on devices of onnxruntime; None is slots there, and pages of 16 tokens on cpu, which has no other.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import field, replace
 from typing import Any
 
-from .checks import Rule, real, shown, whole
+from .checks import real, shown, whole
 from .dataclass import dataclass
 from .errors import RequestError, UsageError
 
@@ -76,10 +76,7 @@ class Schedule:
         share = r"(\d*\.)?\d+(e-\d+)?"  # with an exponent, as small ones are printed
         if not re.fullmatch(f"keep={share}(,{share})*", text, re.ASCII):
             raise UsageError(f"The pruning schedule {text!r:.80} cannot be read; {_FORM}.")
-        if layers is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", layers, re.ASCII):
-            raise UsageError(f"The boundaries {layers!r:.80} cannot be read; write after which layers, as in 9,18,27.")
-        numbers = () if layers is None else tuple(map(int, layers.split(",")))
-        return cls(tuple(float(share) for share in text.removeprefix("keep=").split(",")), numbers)
+        return cls(tuple(float(share) for share in text.removeprefix("keep=").split(",")), layers_of(layers))
 
     def placed(self, n_layers: int) -> Schedule:
         """Return the schedule for a model of so many layers.
@@ -136,14 +133,6 @@ class Schedule:
         return f"keep={','.join(f'{share:g}' for share in self.keep)}{places}"
 
 
-def _schedule(value: Any) -> Schedule | None:
-    if isinstance(value, str):
-        return asked(value, None)
-    if not isinstance(value, Schedule):
-        raise ValueError
-    return value
-
-
 def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float], target: float) -> Schedule:
     """Return the schedule with these boundaries that drops most of those that diverge by the target at most.
 
@@ -167,15 +156,11 @@ def calibrated(layers: tuple[int, ...], divergence: Callable[[Schedule], float],
     return schedule(high)
 
 
-def asked(lazy: str | None, layers: str | None) -> Schedule | None:
-    """Return what --lazy and --lazy-layers ask for, ``off`` being nothing; raises `UsageError` as `Schedule.parse`."""
-    if lazy is None or lazy == "off":
-        if layers is not None:
-            raise UsageError(f"--lazy-layers is {layers:.80}, and without --lazy no prompt is pruned; add --lazy."
-                             if lazy is None else f"--lazy-layers is {layers:.80}, and --lazy off prunes no prompt; "
-                             "leave one of them out.")
-        return None
-    return Schedule.parse(lazy, layers)
+def layers_of(text: str | None) -> tuple[int, ...]:
+    """Return the boundaries that a text such as ``9,18,27`` stands for; none for None.
 
-
-SCHEDULE = Rule("a Schedule, or text such as keep=0.7,0.5,0.35 or off", _schedule, lead="give")
+    Raises `UsageError` for a text that is no such list.
+    """
+    if text is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
+        raise UsageError(f"The boundaries {text!r:.80} cannot be read; write after which layers, as in 9,18,27.")
+    return () if text is None else tuple(map(int, text.split(",")))

@@ -25,7 +25,7 @@ from .errors import BundleError
 from .evaluate import Evaluation, Stream
 from .files import open_plain, replacement
 from .json_text import parse_json
-from .technique import Technique, recipe_with, techniques
+from .technique import Technique, each, recipe_with, techniques
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -51,8 +51,8 @@ class Setting:
 
     @classmethod
     def of_run(cls, config: RuntimeConfig) -> Setting:
-        """Return that of a run: the steps of its recipe that approximate, the type of its KV cache, and the schedule by
-        which prompts are pruned, whose boundaries are in their places.
+        """Return that of a run: the steps of its recipe that approximate, the type of its KV cache, and the settings of
+        other techniques that do, settled for the model.
         """
         from .graph import approximates
 
@@ -60,13 +60,14 @@ class Setting:
         names = [one.name for one in techniques() if one.by_itself] if steps else []
         if all(step.name in names for step in steps):  # whose order says nothing
             steps.sort(key=lambda step: names.index(step.name))
-        pruned = {"lazy": str(config.lazy)} if config.lazy and config.lazy.keep[-1] < 1 else {}
-        return cls.of(kv=config.kv, passes="+".join(map(str, steps)) or "none", **pruned)
+        others = {one.name: str(settings) for one, settings in each(config.techniques) if not one.exact(settings)}
+        return cls.of(kv=config.kv, passes="+".join(map(str, steps)) or "none", **others)
 
     @property
     def exact(self) -> bool:
         """Whether it has the predictions of the model itself."""
-        return dict(self.values).get("passes", "none") == "none" and "lazy" not in dict(self.values)
+        others = {name: value for name, value in self.values if name != "kv"}
+        return others in ({}, {"passes": "none"})
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.values)

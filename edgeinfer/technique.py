@@ -8,18 +8,20 @@ the prompt cache, other backends and the manual read the registry; none of them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from .checks import Rule, checked
-from .config import Recipe, Step
+from .config import Recipe, RuntimeConfig, Step
 from .dataclass import dataclass
 
 MODULES = (
     "edgeinfer.sparse.inactive_neurons",
     "edgeinfer.sparse.head_screening",
     "edgeinfer.techniques.topn_attention",
+    "edgeinfer.techniques.prompt_pruning",
 )
 """Modules with a `TECHNIQUE` each, in the order in which options are listed; imported when somebody asks."""
 COMMANDS = ("run", "plan", "estimate", "bench", "eval", "info")
@@ -67,12 +69,16 @@ class Part:
     """Names of settings by which a recipe may ask for a certain one."""
 
 
+Settings = tuple[tuple[str, Any], ...]
+"""Names of techniques with their settings."""
+
+
 class Reported(NamedTuple):
     """One model in one command, as far as reports need it."""
 
     command: str
     """One of `COMMANDS`."""
-    recipe: Recipe
+    config: RuntimeConfig
     """Of the run."""
     settings: Any = None
     """Of the technique, or None where it is not used."""
@@ -120,6 +126,12 @@ class Technique:
     """Whether a prompt cache depends on it: `NEVER`, `DECODED` (where it approximates) or `ALWAYS`."""
     rewrite: Callable[..., Any] | None = None
     """``rewrite(graph, **settings) -> Graph``."""
+    settle: Callable[[Any, int], Any] = lambda settings, layers: settings
+    """``settle(settings, layers)`` fills in what depends on how many layers a model has."""
+    boundaries: Callable[[Any], tuple[int, ...]] = lambda settings: ()
+    """After which layers tokens of a prompt may be left behind, whose K and V later layers then lack."""
+    prompt_share: Callable[[Any, int, int, int], float] = lambda settings, tokens, depth, layers: 1.0
+    """``prompt_share(settings, tokens, depth, layers)``: share of a prompt's tokens times layers that is computed."""
     regions: Callable[[Any, Any, Any], Iterable[Any]] = _nothing
     """``regions(graph, request, settings)`` yields the regions of memory that it takes."""
     traffic: Callable[[Any, Any, Any], Any] = lambda traffic, model, settings: traffic
@@ -130,6 +142,14 @@ class Technique:
     """Returns its fields of a command's JSON object."""
     fields: tuple[tuple[str, str, str], ...] = ()
     """Command, field and meaning of what `report` returns."""
+    label: str = ""
+    """What ``plan`` and ``estimate`` put before the words of their field (`said`, `assumed`) for people."""
+    target: str = ""
+    """Option of ``eval`` with a divergence for which settings are to be found by `search`."""
+    search: Callable[[Any, Callable[[Any], float], float], Any] = lambda settings, divergence, target: settings
+    """``search(settings, divergence, target)`` returns the boldest settings that diverge by the target at most."""
+    measurable: Callable[[Any, int | None], None] = lambda settings, prompt: None
+    """``measurable(settings, prompt)`` raises `UsageError` where prompts of so many tokens, or none, show nothing."""
 
     def step(self, settings: Mapping[str, Any]) -> Step:
         """Return the step of a recipe with these settings."""
@@ -194,6 +214,50 @@ def recipe_with(recipe: Recipe | None = None, /, **values: Any) -> Recipe:
     return recipe
 
 
+def configured(config: RuntimeConfig, values: Mapping[str, Any]) -> RuntimeConfig:
+    """Return the settings of a run with what options, by name, ask for.
+
+    Raises as `asked_for`.
+    """
+    found = tuple((one.name, settings) for one, settings in asked_for(values) if settings and not one.rewrite)
+    return replace(config, recipe=recipe_with(config.recipe, **values), techniques=found or config.techniques)
+
+
+def in_use(config: RuntimeConfig) -> Settings:
+    """Return the techniques that a run uses: name and settings of each, those of passes as their step has them."""
+    steps = ((step.name.rpartition(".")[2], step.settings) for step in config.recipe.steps if technique(step.name))
+    return (*steps, *config.techniques)
+
+
+def each(settings: Settings) -> Iterator[tuple[Technique, Any]]:
+    """Yield techniques with their settings, of passes as a dict."""
+    for name, own in settings:
+        if one := technique(name):
+            yield one, dict(own) if one.rewrite else own
+
+
+def settled(settings: Settings, layers: int) -> Settings:
+    """Return the settings of techniques for a model of so many layers."""
+    return tuple((name, own if (one := technique(name)) is None or one.rewrite else one.settle(own, layers))
+                 for name, own in settings)
+
+
+def prompt_share(settings: Settings, tokens: int, depth: int, layers: int) -> float:
+    """Return the share of a prompt's tokens times layers that is computed, behind `depth` others."""
+    share = 1.0
+    for one, own in each(settings):
+        share *= one.prompt_share(own, tokens, depth, layers)
+    return share
+
+
+def said(command: str, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield label and words of the fields that techniques with a label have in a report, for people."""
+    for one in techniques():
+        for where, name, _ in one.fields:
+            if one.label and where == command and (found := report.get(name)):
+                yield one.label, "; ".join(found[key] for key in ("said", "assumed") if key in found)
+
+
 def with_techniques(traffic: Any, model: Any, recipe: Recipe) -> Any:
     """Return a described model's traffic as all techniques leave it."""
     steps = {step.name: dict(step.settings) for step in recipe.steps}
@@ -204,13 +268,8 @@ def with_techniques(traffic: Any, model: Any, recipe: Recipe) -> Any:
 
 def reports(run: Reported) -> dict[str, Any]:
     """Return the fields of all techniques in a command's JSON object."""
-    steps = {step.name: dict(step.settings) for step in run.recipe.steps}
+    own = {one.name: settings for one, settings in each(in_use(run.config))}
     found: dict[str, Any] = {}
     for one in techniques():
-        found |= one.report(run._replace(settings=steps.get(one.name)))
+        found |= one.report(run._replace(settings=own.get(one.name)))
     return found
-
-
-def used(recipe: Recipe) -> tuple[tuple[Technique, Any], ...]:
-    """Return the techniques that a run uses, with their settings."""
-    return tuple((one, dict(step.settings)) for step in recipe.steps if (one := technique(step.name)))

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.kernels import abi
-from edgeinfer.pruning import Schedule
 from edgeinfer.sizes import round_up
+from edgeinfer.technique import Settings
 
 from .blocks import shared_blocks
 from .cold import ColdPlan
@@ -47,8 +47,8 @@ class Request:
     """Experts that are kept, where all are read when a token wants them; 0: they lie where other weights do."""
     own_tokens: int | None = None
     """Tokens that each sequence may have of its own behind a prompt of all; None: each may have a whole context."""
-    lazy: Schedule | None = None
-    """Which share of a prompt's tokens goes through which layers."""
+    techniques: Settings = ()
+    """Techniques that the run uses, with their settings."""
 
     @property
     def decoded_tokens(self) -> int:
@@ -121,12 +121,14 @@ class MemoryPlan:
     experts: ExpertsPlan | None = None
     """Experts that are read when they are wanted, where there are any."""
     holes: Placement | None = None
-    """With a schedule of pruning: which tokens of a block each stage but the first lacks (abi.FLAG_HOLES); the stages
-    one after the other, `stride` bytes each."""
+    """Where tokens of prompts may be left behind: which tokens of a block each stage but the first lacks
+    (abi.FLAG_HOLES); the stages one after the other, `stride` bytes each."""
     filed: tuple[str, ...] = ()
     """Tables that stay in their file: of these a token reads a row, and the sum has the pages of rows alone."""
     windowed: Windowed | None = None
     """Layers whose blocks are of a smaller pool, where there are any: they keep what their window sees."""
+    boundaries: tuple[int, ...] = ()
+    """After which layers tokens of prompts may be left behind: the stages are the layers between two of them."""
 
     @property
     def mode(self) -> str:

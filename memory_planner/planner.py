@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from edgeinfer.graph import Graph, KvAccess, Op, Sizes, Types
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up
+from edgeinfer.technique import each, settled
 
 from .lifetimes import Placement, place_activations, row_stride
 from .plan import RESERVE, MemoryPlan, Region, Request
@@ -75,14 +76,14 @@ class Planner:
     def _plan(self, request: Request) -> MemoryPlan:
         """The plan without what runs beside the model."""
         c, graph = self.graph.config, self.graph
-        lazy = request.lazy and request.lazy.placed(c.num_hidden_layers)
-        request = replace(request, lazy=lazy)
+        request = replace(request, techniques=settled(request.techniques, c.num_hidden_layers))
+        boundaries = boundaries_of(request)
         placements, arena = self._place_activations(request)
         weights = self._place_weights(request)
         kv_blocks = request.kv_blocks
         windowed, kv_layers, kv_bytes = self._place_kv(request)
         flags = kv_blocks * abi.BLOCK_TOKENS  # of a stage
-        holes = Placement("kv", kv_bytes, len(lazy.keep) * flags, flags) if lazy else None
+        holes = Placement("kv", kv_bytes, len(boundaries) * flags, flags) if boundaries else None
         logits = Placement("logits", 0, request.outputs * row_stride(graph.logits) + 64, row_stride(graph.logits))
         rope_row = 2 * 4 * round_up(c.longest_rotation // 2, 16)
         splits = -(-request.ctx // (abi.BLOCK_TOKENS * abi.SPLIT_BLOCKS))
@@ -99,7 +100,7 @@ class Planner:
             Region("scratch", round_up(request.threads * thread, 64) + shared + 64,
                    f"{request.threads} threads; partial attention of {splits} splits{scored(graph, sizes)}"),
             *self._state(request),
-            *self._aux(request),
+            *self._of_techniques(request),
             Region("tables", self._table_bytes(request, windowed) + weights.table_bytes,
                    "ctx block, tokens, block tables, program"),
             Region("python", PYTHON_RESERVE_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
@@ -109,7 +110,7 @@ class Planner:
         made = (name for name, home in home_of.items() if home == home_of[graph.logits.name])
         places = {**placements, **dict.fromkeys(made, logits), **weights.places}
         return MemoryPlan(request, regions, places, kv_blocks, kv_layers, thread, splits, rope_row, weights.parts,
-                          weights.cold, weights.experts, holes, weights.filed, windowed)
+                          weights.cold, weights.experts, holes, weights.filed, windowed, boundaries)
 
     def _place_activations(self, request: Request) -> tuple[dict[str, Placement], int]:
         """Lay out activations, once for all contexts."""
@@ -127,7 +128,8 @@ class Planner:
 
     def _place_kv(self, request: Request) -> tuple[Windowed | None, dict[int, Placement], int]:
         """Lay out K and V: layers that keep all, then those that keep what their window sees."""
-        windowed = Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
+        windowed = None if boundaries_of(request) else \
+            Windowed.of((op.kv for op in self.graph.ops if op.kv), request)
         if not windowed:
             return None, *place_kv(self._stores, request.kv, request.kv_blocks)
         whole = [access for access in self._stores if access.layer not in windowed.layers]
@@ -150,14 +152,14 @@ class Planner:
             yield Region("state", request.sequences * self._state_bytes + 64,
                          f"recurrent state of {request.sequences} sequences")
 
-    def _aux(self, request: Request) -> Iterator[Region]:
-        if request.lazy:
-            hidden = self.graph.config.hidden_size
-            heads = max((op.kv for op in self.graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
-            score = score_bytes(self.graph.config.num_attention_heads // heads.heads, heads.head_dim)
-            yield Region("aux", request.ctx * (4 * hidden + score) + 64,
-                         f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {request.lazy}, "
-                         f"and {score} to choose who goes on")
+    def _of_techniques(self, request: Request) -> Iterator[Region]:
+        for one, settings in each(request.techniques):
+            yield from one.regions(self.graph, request, settings)
+
+
+def boundaries_of(request: Request) -> tuple[int, ...]:
+    """Return after which layers tokens of prompts may be left behind, by techniques whose settings are settled."""
+    return next((found for one, settings in each(request.techniques) if (found := one.boundaries(settings))), ())
 
 
 def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, windowed: Windowed | None,
@@ -169,11 +171,6 @@ def _kv_region(request: Request, layers: Mapping[int, Placement], nbytes: int, w
     return Region("kv", nbytes + (holes.nbytes if holes else 0) + 64,
                   f"{request.kv}{pools(request.kv_blocks, held, strides, windowed)}"
                   + (f"; {holes.nbytes} bytes say what later layers lack of prompts" if holes else ""))
-
-
-def score_bytes(group: int, head_dim: int) -> int:
-    """Bytes for each position while tokens are chosen: a head's keys, stored and as floats; scores of its queries."""
-    return 8 * abi.padded_head_dim(head_dim) + 12 * group + 32
 
 
 def one_of_each(graph: Graph) -> list[Op]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
 from edgeinfer.graph import ModelConfig
+from edgeinfer.technique import in_use, settled
 
 from .budget import default_threads
 from .plan import MemoryPlan, Request
@@ -42,7 +43,7 @@ def resolve(config: RuntimeConfig, model: ModelConfig) -> RuntimeConfig:
     ctx = config.ctx or default_ctx(model)
     return replace(config, ctx=ctx, threads=config.threads or default_threads(),
                    prefill_chunk=min(config.prefill_chunk, ctx), outputs=_outputs(config),
-                   lazy=config.lazy and config.lazy.placed(model.num_hidden_layers))
+                   techniques=settled(config.techniques, model.num_hidden_layers))
 
 
 def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = None) -> Request:
@@ -52,7 +53,7 @@ def to_request(config: RuntimeConfig, ctx: int | None = None, kv: str | None = N
     tokens = max(min(config.prefill_chunk, ctx), config.max_sequences, outputs)
     homes = () if config.mmap else RESIDENT
     return Request(ctx, kv or config.kv, config.threads or 1, tokens, outputs, config.max_sequences, config.mlock,
-                   homes, own_tokens=config.own_tokens, lazy=config.lazy)
+                   homes, own_tokens=config.own_tokens, techniques=in_use(config))
 
 
 def in_memory(request: Request) -> Request:
@@ -82,7 +83,7 @@ def to_draft_request(request: Request) -> Request:
     homes = RESIDENT if RESIDENT[0] in request.homes else ()
     own = None if request.own_tokens is None else request.own_tokens + _BEHIND
     return replace(request, outputs=request.sequences, homes=homes, hot=(), slots=0, expert_slots=0,
-                   own_tokens=own, lazy=None)
+                   own_tokens=own, techniques=())
 
 
 def draft_config(plan: MemoryPlan, budget_bytes: int) -> RuntimeConfig:

@@ -40,14 +40,15 @@ class Windowed:
     def of(cls, accesses: Iterable[KvAccess], request: Request) -> Windowed | None:
         """Plan them, given what all operations do with K and V; None where all layers keep all.
 
-        With a schedule of pruning they do: every layer's K and V of a whole prompt are there at once.
+        Where tokens of prompts may be left behind nobody asks: every layer's K and V of a whole prompt are there at
+        once.
         """
         windows: dict[int, list[int]] = {}
         for access in accesses:
             if not access.stores:
                 windows.setdefault(access.layer, []).append(access.window)
         windows = {layer: each for layer, each in windows.items() if all(each)}
-        if not windows or request.lazy:
+        if not windows:
             return None
         window, walk = max(map(max, windows.values())), max(request.tokens, MARGIN_TOKENS)
         most = _blocks(window + walk + MARGIN_TOKENS) + 1

@@ -79,7 +79,7 @@ def report(run: Reported) -> dict[str, Any]:
     from edgeinfer.bundle import read_predictor
     from edgeinfer.runtime import decide
 
-    own, found = read_predictor(run.model), decide(run.recipe, run.model)[1]
+    own, found = read_predictor(run.model), decide(run.config.recipe, run.model)[1]
     return {"predictor": own and {"kind": own.kind, "rank": own.rank, "bytes": own.nbytes},
             TECHNIQUE.name: found and found.report()}
 

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.config import RuntimeConfig
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.converters.random_neurons import Sparsity
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request
 from edgeinfer.runtime import Session
 from edgeinfer.technique import recipe_with
-from tests.sessions import TINY, logits_of, session, tokens
+from tests.sessions import TINY, config_of, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=328, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32)
@@ -45,7 +44,7 @@ def placed(hot: tuple[int, ...], more: int = 0) -> Callable[[Planner, Request, i
 
 @contextmanager
 def offloaded(path: Path, hot: tuple[int, ...] = MIXED, more: int = 3, **options: Any) -> Iterator[Session]:
-    config = RuntimeConfig(**{"threads": 1, "budget_bytes": 1, **OPTIONS, **options})
+    config = config_of(**{"threads": 1, "budget_bytes": 1, **OPTIONS, **options})
     opened = Session(Bundle.open(path), config, place=placed(hot, more))
     try:
         yield opened

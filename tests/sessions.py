@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from edgeinfer import technique
 from edgeinfer.backends import OnnxRunner, provider_of
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import RuntimeConfig
@@ -44,10 +45,17 @@ def write_model(directory: Path, config: ModelConfig = TINY, weights: str = "q4"
     return path
 
 
+def config_of(**options: Any) -> RuntimeConfig:
+    """Settings of a run from their fields and from options of techniques."""
+    own = {one.name for one in technique.options()}
+    fields = {name: value for name, value in options.items() if name not in own}
+    return technique.configured(RuntimeConfig(**fields), {name: options[name] for name in own & options.keys()})
+
+
 @contextmanager
 def session(path: Path, **options: Any) -> Iterator[Session]:
     """An open session; one thread and a small chunk unless asked otherwise."""
-    config = RuntimeConfig(**{"threads": 1, "prefill_chunk": 64, **options})
+    config = config_of(**{"threads": 1, "prefill_chunk": 64, **options})
     opened = Session(Bundle.open(path), config)
     try:
         yield opened
@@ -86,7 +94,7 @@ def running(path: Path, device: str = "cpu", **options: Any) -> Iterator[Runner]
     else:
         provider = provider_of(device)
         assert provider
-    config = RuntimeConfig(**{"threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options})
+    config = config_of(**{"threads": 1, "prefill_chunk": 64, "kv": provider.kv[0], **options})
     opened = OnnxRunner(Bundle.open(path), config, provider)
     try:
         yield opened

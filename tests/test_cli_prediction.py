@@ -31,6 +31,7 @@ from edgeinfer.pruning import Schedule
 from tests.command_line import edgeinfer
 
 TRAFFIC = Traffic(1e9, 16, operations=2e9, head_operations=2e8, kv_bytes=1e4, attention_operations=1e5)
+PRUNED = (("lazy", Schedule((0.5,), (8,))),)
 
 
 def profile(**changes: object) -> DeviceProfile:
@@ -71,7 +72,7 @@ def predicted_ms(depth: float, bandwidth: float = 40.0) -> float:
 
 def test_pruned_prompts_stand_beside_their_own_prediction() -> None:
     """As many operations as the share of tokens times layers; a prompt that is too short for stages is a plain one."""
-    plain, pruned = (Predictor(profile(), TRAFFIC, lazy) for lazy in (None, Schedule((0.5,), (8,))))
+    plain, pruned = (Predictor(profile(), TRAFFIC, used) for used in ((), PRUNED))
     assert pruned.computed(0, 512) == 0.75
     ratio = plain.prompt(0, 512)["t_per_s"] / pruned.prompt(0, 512)["t_per_s"]
     assert ratio == pytest.approx(0.75, abs=0.02)
@@ -146,7 +147,7 @@ def test_runs_that_approximate_teach_nothing(probed) -> None:
     """Behind a pruned prompt decoding passes over what a layer lacks, too; how much of V is chosen is assumed."""
     chosen = replace(TRAFFIC, value_bytes=5e3, choosing=Choosing(0.01, 0, 1))
     measured = Measurement((row("tg", 128, 512, 30.0), row("pp", 512, 0, 150.0)), (30.0,), (600.0,))
-    for predictor in (Predictor(probed, TRAFFIC, Schedule((0.5,), (8,))), Predictor(probed, chosen)):
+    for predictor in (Predictor(probed, TRAFFIC, PRUNED), Predictor(probed, chosen)):
         learn_from_run(predictor, completion(), disturbed=False)
         learn_from_bench(predictor, measured)
         assert local_profile() == probed

@@ -292,4 +292,4 @@ def test_a_prompt_in_stages_asks_for_its_neurons(q4: Path, lazy: str) -> None:
         expected = logits_of(opened, tokens(120), 3)
     with offloaded(q4, lazy=lazy) as opened:
         np.testing.assert_array_equal(logits_of(opened, tokens(120), 3), expected)
-        assert opened.stages.last.tokens[0] == 117
+        assert opened.prefill_strategy.last.tokens[0] == 117

@@ -90,7 +90,7 @@ RUNTIME: dict[str, Callable[[Any], bool]] = {
     "speculate": lambda value: False, "draft_tokens": whole(0, 64), "lazy": lambda value: False,
     "kv_layout": lambda value: False,
 }
-OF_LLM = ("budget", "progress", "recipe", "beams", "speculate")
+OF_LLM = ("budget", "progress", "recipe", "beams", "speculate", "lazy")
 """Settings of `LLM` that `RuntimeConfig` does not have, or not as they are given."""
 
 
@@ -118,7 +118,7 @@ def outcome(call: Callable[[], Any], name: str, value: Any, good: bool) -> None:
 def test_the_tables_are_complete() -> None:
     assert set(GENERATION) == {field.name for field in dataclasses.fields(GenerationConfig)}
     missing = {field.name for field in dataclasses.fields(RuntimeConfig)} - set(RUNTIME)
-    assert missing == {"budget_bytes", "outputs"}
+    assert missing == {"budget_bytes", "outputs", "techniques"}
     assert len(VALUES) * (len(GENERATION) + len(RUNTIME)) > 1000
 
 
@@ -207,7 +207,7 @@ MODEL = {
     **RUNTIME, "model": name_of, "recipe": name_of, "sparse": one_of("off", "exact", "predict"),
     "head": one_of("exact", "screened"), "attention": one_of("exact"), "max_kld": decimal(lambda x: x >= 0),
     "draft": name_of, "device": one_of("cpu"), "weights": TYPES, "group_size": one_of(32, 64, 128),
-    "draft_tokens": whole(1, 64),
+    "draft_tokens": whole(1, 64), "lazy_layers": lambda value: False,
 }
 REQUEST = {**GENERATION, "config": lambda value: False, "reuse": flag, "prompt_cache": name_of, "progress": callable}
 CHAT = {**REQUEST, "messages": lambda value: False, "tools": lambda value: isinstance(value, list) and not value,
@@ -301,7 +301,7 @@ def test_none_is_the_default_everywhere(llm: LLM) -> None:
         PROMPT, temperature=0, max_tokens=8)
     assert GenerationConfig(**dict.fromkeys(GENERATION)) == GenerationConfig()
     settings = {**dict.fromkeys(RUNTIME), "budget_bytes": None, "outputs": None}
-    for name in ("budget", "progress", "beams", "speculate"):
+    for name in ("budget", "progress", "beams", "speculate", "lazy"):
         del settings[name]
     assert RuntimeConfig(**settings) == RuntimeConfig()
     with LLM("demo", **{**dict.fromkeys(RUNTIME), "ctx": 32}) as model:

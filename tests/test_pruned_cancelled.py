@@ -61,7 +61,7 @@ def test_a_wish_to_end_is_heard_while_it_is_chosen_who_goes_on(model: Path) -> N
 
 def test_a_model_that_is_closed_while_it_is_chosen_who_goes_on_says_so(model: Path) -> None:
     with session(model, ctx=256, lazy=HALF) as opened:
-        closer, choose = threading.Thread(target=opened.close), opened.stages.choose
+        closer, choose = threading.Thread(target=opened.close), opened.prefill_strategy.choose
 
         def closed(*arguments: Any) -> Any:
             closer.start()
@@ -70,7 +70,7 @@ def test_a_model_that_is_closed_while_it_is_chosen_who_goes_on_says_so(model: Pa
             closer.join(0.1)
             return choose(*arguments)
 
-        opened.stages.choose = closed
+        opened.prefill_strategy.choose = closed
         with pytest.raises(ClosedError):
             opened.prefill(opened.new_sequence(), tokens(130))
         closer.join()

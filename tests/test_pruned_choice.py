@@ -23,12 +23,12 @@ def test_importance_is_the_attention_of_the_last_tokens(model: Path) -> None:
     with session(model, ctx=256, kv="f32", lazy=HALF) as opened:
         sequence = opened.new_sequence()
         seen = []
-        opened.stages.choose = lambda weight, rows, most: seen.append((weight, rows, most)) or rows[-most:]
+        opened.prefill_strategy.choose = lambda weight, rows, most: seen.append((weight, rows, most)) or rows[-most:]
         opened.prefill(sequence, tokens(128))
         (first, _, most), (second, rows, _) = seen
         assert most == 64 and np.isinf(first[[0, *range(112, 128)]]).all() and np.isfinite(first[1:112]).all()
         assert rows.tolist() == list(range(64, 128)) and not np.isinf(second[0])
-        op = opened.stages._stages[1].attention
+        op = opened.prefill_strategy._stages[1].attention
         q = np.random.default_rng(0).standard_normal((2, 36)).astype(np.float32)
         got = importance(opened, sequence, op, 1, q, 128)
         k = [opened.kv.keys(sequence, op.layer, head)[:128].astype(np.float64) for head in range(2)]

@@ -87,7 +87,8 @@ def test_a_token_goes_through_each_layer_once_at_most(model: Path) -> None:
         layers = [record.op.layer for record in opened.program.records]
         work = [done[layers.index(layer)].sum() for layer in range(5)]
         assert done.max() == 1 and work == [130, 130, 65, 65, 33]
-        assert opened.stages.last.tokens == (130, 65, 33) and opened.stages.last.share == sum(work) / (5 * 130)
+        last = opened.prefill_strategy.last
+        assert last.tokens == (130, 65, 33) and last.share == sum(work) / (5 * 130)
 
 
 def test_a_prompt_that_is_no_list_of_tokens_is_refused(model: Path) -> None:
@@ -114,7 +115,8 @@ def test_boundaries_behind_an_early_exit_are_refused(model: Path) -> None:
     recipe = Recipe.parse("fuse_input+early_exit:layers=3")
     with session(model, ctx=128, recipe=recipe, lazy=Schedule((0.5,), (2,))) as opened:
         opened.prefill(opened.new_sequence(), tokens(100))
-        assert opened.stages.last.tokens == (100, 50) and opened.stages.last.share == pytest.approx(250 / 300)
+        last = opened.prefill_strategy.last
+        assert last.tokens == (100, 50) and last.share == pytest.approx(250 / 300)
     with pytest.raises(UsageError, match=r"^The boundary after layer 4 has no layer behind it; the model has 3\.$"), \
             session(model, ctx=128, recipe=recipe, lazy=HALF):
         pass
@@ -136,7 +138,8 @@ def test_the_plan_names_what_pruning_takes(model: Path) -> None:
     with session(model, ctx=256) as plain, session(model, ctx=256, lazy=HALF) as opened:
         names = {region.name: region for region in opened.plan.regions}
         assert "aux" not in {region.name for region in plain.plan.regions}
-        assert opened.stages._aux.base.nbytes == 256 * 4 * MODEL.hidden_size  # the rest is for what choosing takes
+        own = opened.prefill_strategy._aux.base.nbytes
+        assert own == 256 * 4 * MODEL.hidden_size  # the rest is for what choosing takes
         assert names["aux"].nbytes > 256 * 4 * MODEL.hidden_size and str(HALF) in names["aux"].reason
         flags = 2 * 16 * opened.plan.kv_blocks
         assert names["kv"].nbytes == plain.plan.region("kv").nbytes + flags and f"{flags} bytes" in names["kv"].reason

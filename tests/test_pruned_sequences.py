@@ -26,7 +26,7 @@ def test_what_was_left_behind_is_as_if_it_had_never_been_there(model: Path) -> N
         sequence = opened.new_sequence()
         opened.prefill(sequence, ids)
         lacking = opened.kv.lacking(sequence, 200)
-        assert [int(n) for n in (~lacking).sum(axis=1)] == [100, 50] == list(opened.stages.last.tokens[1:])
+        assert [int(n) for n in (~lacking).sum(axis=1)] == [100, 50] == list(opened.prefill_strategy.last.tokens[1:])
         assert (lacking[0] <= lacking[1]).all() and not lacking[:, [0, *range(184, 200)]].any()
         expected = answer(opened, sequence)
         for layer, stage in ((2, 0), (4, 1)):  # garbage where nothing is: no result may notice
@@ -83,13 +83,14 @@ def test_a_conversation_goes_on_and_short_parts_are_dense(model: Path) -> None:
 
     with session(model, ctx=512, max_sequences=2, lazy=HALF) as opened:
         sequence = turns(opened)
-        assert opened.stages.last.tokens == (20,)
-        assert str(opened.stages.last).startswith("New prompt tokens: 20, fewer than 64, so all of them went through")
-        assert str(opened.stages.last._replace(tokens=(1,))).startswith("New prompt tokens: 1, fewer than 64")
+        assert opened.prefill_strategy.last.tokens == (20,)
+        said = str(opened.prefill_strategy.last)
+        assert said.startswith("New prompt tokens: 20, fewer than 64, so all of them went through")
+        assert str(opened.prefill_strategy.last._replace(tokens=(1,))).startswith("New prompt tokens: 1, fewer than 64")
         before = opened.kv.lacking(sequence, 121)
         assert before[:, :100].any() and not before[:, 100:].any()
         opened.prefill(sequence, tokens(80, seed=2))
-        assert opened.stages.last.tokens == (80, 40, 20)
+        assert opened.prefill_strategy.last.tokens == (80, 40, 20)
         after = opened.kv.lacking(sequence, 201)
         assert (after[:, :121] == before).all() and after[1, 121:].sum() == 60
         expected = answer(opened, sequence)

@@ -29,7 +29,7 @@ from edgeinfer.runtime import Session
 from edgeinfer.runtime import readers as readers_module
 from edgeinfer.runtime import stream as streaming
 from edgeinfer.runtime.direct import File
-from tests.sessions import TINY, logits_of, session, tokens
+from tests.sessions import TINY, config_of, logits_of, session, tokens
 
 CONFIG = replace(TINY, hidden_size=128, intermediate_size=320, num_hidden_layers=7, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32)
@@ -59,7 +59,7 @@ def budget(path: Path, layers: int, **options: Any) -> int:
     with Bundle.open(path) as bundle:
         graph = build_graph(bundle.config, expected_types(bundle.types))
         planner = Planner(graph, bundle.weights_bytes, {name: row.offset for name, row in bundle.tensors.items()})
-        request = to_request(resolve(RuntimeConfig(**{"threads": 1, **OPTIONS, **options}), bundle.config))
+        request = to_request(resolve(config_of(**{"threads": 1, **OPTIONS, **options}), bundle.config))
         limit = planner.plan(request).total_bytes - 1
         while plan := stream_plan(planner, request, limit):
             if len(plan.parts) == layers:
@@ -399,6 +399,6 @@ def test_a_pruned_prompt_goes_through_streamed_layers(q4: Path, layers: int) -> 
             sequence = opened.new_sequence()
             rows = [opened.prefill(sequence, ids).tobytes()]
             rows += [opened.decode([sequence], [token]).tobytes() for token in tokens(3, seed=1)]
-            assert opened.stages.last.tokens == (150, 75, 38)
+            assert opened.prefill_strategy.last.tokens == (150, 75, 38)
             found.append(rows)
     assert found[0] == found[1]

@@ -23,10 +23,9 @@ def chunk_ends(session: Session, case: Case, share: float = 1.0) -> list[int]:
 
 def _went(session: Session, op: Op | None) -> float:
     """Share of the last prompt's tokens that went through an operation."""
-    last = session.stages.last if session.stages else None
-    if last is None or not last.tokens[1:] or op is None or op.layer is None:
+    if session.prefill_strategy is None or op is None or op.layer is None:
         return 1.0
-    return last.tokens[last.schedule.stage(op.layer)] / last.tokens[0]
+    return session.prefill_strategy.share(op.layer)
 
 
 def record_bytes(session: Session, case: Case, record: Record) -> float:

@@ -13,7 +13,7 @@ from ..checks import NATS, checked
 from ..config import CPU, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..sizes import parse_size
-from ..technique import recipe_with
+from ..technique import configured
 from .bench_report import bench_object, print_report
 from .bench_run import find_bundle, first_token, run_tests, speculated
 from .decision import FIELD
@@ -26,8 +26,6 @@ from .options import (
     Json,
     Kv,
     KvLayout,
-    Lazy,
-    LazyLayers,
     MaxKld,
     Passes,
     PrefillChunk,
@@ -35,7 +33,6 @@ from .options import (
     Techniques,
     Threads,
     kv_on,
-    pruned,
     takes_techniques,
 )
 from .output import print_json
@@ -110,8 +107,6 @@ def bench(
     recipe: Passes = DEFAULT_RECIPE,
     techniques: Techniques = NO_TECHNIQUES,
     max_kld: MaxKld = MAX_KLD,
-    lazy: Lazy = None,
-    lazy_layers: LazyLayers = None,
     prefill_chunk: PrefillChunk = RuntimeConfig.prefill_chunk,
     device: RunOn = CPU,
     kv_layout: KvLayout = None,
@@ -157,9 +152,8 @@ def bench(
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     provider = opening.provider(device)
     check_device(device, profile, speculate)
-    config = RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
-                           recipe=recipe_with(Recipe.parse(recipe), **techniques),
-                           lazy=pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
+    config = configured(RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
+                                      recipe=Recipe.parse(recipe), kv_layout=kv_layout), techniques)
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, limit)
         provider, config = opening.taken(device, provider, path, config, kv_on(command, device, kv))

@@ -204,8 +204,8 @@ class Chat:
             _tell("No answer yet.")
             return
         print(figures(last, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
-        if llm.runner.stages and (pruned := llm.runner.stages.last):
-            _tell(str(pruned))
+        if llm.runner.prefill_strategy and (prompt := llm.runner.prefill_strategy.last):
+            _tell(str(prompt))
 
     def _clear(self, rest: str) -> None:
         self._conversation.clear()

@@ -47,7 +47,7 @@ def described_as_run(
 def approximation(session: Runner, by_itself: bool) -> dict[str, Any] | None:
     """Return what a run's approximations were measured to cost, and whether nobody asked for them; None without any."""
     config = session.config
-    if config.recipe == _RUNTIME.recipe and not config.lazy:  # as nearly always: nothing is imported for it
+    if config.recipe == _RUNTIME.recipe and not config.techniques:  # as nearly always: nothing is imported for it
         return None
     from ..quality import of_run
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .. import technique
 from ..checks import NATS, checked
 from ..config import CUDA, DEFAULT_DRAFT_TOKENS, KV_TYPES, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import UsageError
-from ..technique import recipe_with
 from . import decision, neurons, windows
 from .estimate_report import all_devices_object, chart, estimate_object, print_all_devices, print_estimate
 from .on_gpu import Cards
 from .options import (
     DEFAULT_RECIPE,
-    LAZY_FIELDS,
     NO_TECHNIQUES,
     Device,
     GroupSize,
     Json,
     Kv,
-    Lazy,
-    LazyLayers,
     MaxKld,
     Passes,
     Samples,
@@ -33,7 +31,6 @@ from .options import (
     from_environment,
     kv_on,
     option,
-    pruned,
     takes_techniques,
 )
 from .output import print_json
@@ -87,7 +84,7 @@ JSON_FIELDS = {
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
         "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
         "neurons": neurons.FIELD,
-        "lazy": "with --lazy what becomes of the prompt: " + LAZY_FIELDS + "; else null",
+        **technique.fields("estimate"),
         "decision": decision.FIELD + "; the estimate is of that way with all weights in memory; null for devices",
         "devices": "with --all-devices, instead of the device's fields: per device the same fields without `contexts`",
     },
@@ -120,8 +117,6 @@ def estimate(
     recipe: Passes = DEFAULT_RECIPE,
     techniques: Techniques = NO_TECHNIQUES,
     max_kld: MaxKld = MAX_KLD,
-    lazy: Lazy = None,
-    lazy_layers: LazyLayers = None,
     samples: Samples = 1,
     accepted: Annotated[
         float, typer.Option(metavar="N", help="Tokens that one pass yields on average (speculative decoding).")
@@ -159,28 +154,27 @@ def estimate(
         raise UsageError(f"--draft-cost {draft_cost:g} is out of range; it is a share of a token's time, 0 or more.")
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples} is out of range; it must be from 1 to {MOST_SAMPLES}.")
-    drafting, schedule = (accepted, draft_cost), pruned(command, lazy, lazy_layers)
+    drafting = accepted, draft_cost
     from ..describe import describe
     from ..devices import load_profile, profiles
 
     one = None if all_devices else load_profile("local" if device is None else device)
-    passes, bound = recipe_with(Recipe.parse(recipe), **techniques), \
-        checked("max_kld", max_kld, NATS)
-    asked = RuntimeConfig(ctx, kv, recipe=passes, lazy=schedule, max_sequences=samples,
-                          draft_tokens=DEFAULT_DRAFT_TOKENS)
-    described, decided = describe(model, weights, group_size, passes, one), None
+    bound = checked("max_kld", max_kld, NATS)
+    own = technique.configured(RuntimeConfig(ctx, kv, recipe=Recipe.parse(recipe), draft_tokens=DEFAULT_DRAFT_TOKENS),
+                               techniques)
+    asked = replace(own, max_sequences=samples)
+    described, decided = describe(model, weights, group_size, own.recipe, one), None
     cards = Cards(lambda: describe(model, weights, group_size, Recipe(())), asked, kv_on(command, CUDA, kv))
     if device in (None, "local") and one is not None:
-        described, _, decided = decision.described_as_run(described, RuntimeConfig(
-            ctx, kv, draft_tokens=DEFAULT_DRAFT_TOKENS, recipe=passes, lazy=schedule), bound)
+        described, _, decided = decision.described_as_run(described, own, bound)
     ctx = ctx or min(described.config.max_position_embeddings, DEFAULT_CTX)
-    length, schedule = prompt or min(DEFAULT_PROMPT, ctx), schedule and schedule.placed(described.layers)
+    length = prompt or min(DEFAULT_PROMPT, ctx)
+    asked = replace(asked, recipe=described.recipe, techniques=technique.settled(asked.techniques, described.layers))
     if one is not None:
-        out = estimate_object(described, one, ctx, length, kv, drafting, schedule, samples, cards)
+        out = estimate_object(described, one, ctx, length, kv, drafting, asked, samples, cards)
         _report({**out, "decision": decided}, plot, json)
         return
-    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, schedule, samples,
-                             cards)
+    out = all_devices_object(described, list(profiles().values()), ctx, length, kv, drafting, asked, samples, cards)
     if json:
         print_json(out)
     else:

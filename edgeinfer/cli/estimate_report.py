@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..choosing import SHARED, SKEW
-from ..config import DEFAULT_DRAFT_TOKENS
 from ..errors import printable
 from ..quant import TYPES, WeightType
 from ..sizes import format_size
+from ..technique import Reported, in_use, prompt_share, reports, said
 from .neurons import neurons_line, neurons_object
 from .output import REFUSED, by, folded, not_ours, print_table, speed, whose, whose_object
 from .windows import windows_object
 
 if TYPE_CHECKING:
+    from ..config import RuntimeConfig
     from ..describe import ModelDescription
     from ..devices import DeviceProfile, Estimate, Traffic
-    from ..pruning import Schedule
     from .on_gpu import Cards
     from .plot import Chart
 
@@ -33,16 +33,17 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 def estimate_object(
     model: ModelDescription, profile: DeviceProfile, ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None, sequences: int = 1, cards: Cards | None = None,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
     from ..devices import estimate
 
-    run = _run_on(model, profile, ctx, kv, lazy, sequences, cards)
+    run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
     model, profile, kv = run.model, run.profile, run.kv
     depths = [depth for depth in (0, *(2**n for n in range(8, 25))) if depth < ctx] + [ctx]
-    shared = _model_object(run, ctx, prompt, lazy)
-    curve = [estimate(profile, run.traffic, depth, prompt, *drafting, _computed(shared), sequences) for depth in depths]
+    shared = _model_object(run, ctx, prompt, asked)
+    computed = _computed(run, prompt, asked)
+    curve = [estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
     return {
@@ -54,17 +55,17 @@ def estimate_object(
 
 def all_devices_object(
     model: ModelDescription, profiles: list[DeviceProfile], ctx: int, prompt: int, kv: str, drafting: Drafting,
-    lazy: Schedule | None = None, sequences: int = 1, cards: Cards | None = None,
+    asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of all devices."""
     from ..devices import estimate
 
     found, shared = [], None
     for profile in profiles:
-        run = _run_on(model, profile, ctx, kv, lazy, sequences, cards)
+        run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
         if shared is None and not run.refused and run.device_bytes is None:
-            shared = _model_object(run, ctx, prompt, lazy)
-        computed = _computed(_model_object(run, ctx, prompt, lazy))
+            shared = _model_object(run, ctx, prompt, asked)
+        computed = _computed(run, prompt, asked)
         full, empty = (estimate(run.profile, run.traffic, depth, prompt, *drafting, computed, sequences)
                        for depth in (ctx, 0))
         row = _device_object(run, full, empty)
@@ -72,9 +73,9 @@ def all_devices_object(
     return {**(shared or {}), "devices": found}
 
 
-def _computed(shared: dict[str, Any]) -> float:
+def _computed(run: _Run, prompt: int, asked: RuntimeConfig) -> float:
     """Return the share of the prompt that is computed."""
-    return shared["lazy"]["share"] if shared["lazy"] else 1.0
+    return prompt_share(in_use(asked), prompt, 0, run.model.layers)
 
 
 def _drafting_object(drafting: Drafting) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
             "draft_cost_assumed": cost is None and accepted > 1}
 
 
-def _model_object(run: _Run, ctx: int, prompt: int, lazy: Schedule | None) -> dict[str, Any]:
+def _model_object(run: _Run, ctx: int, prompt: int, asked: RuntimeConfig) -> dict[str, Any]:
     """Return what does not depend on the device's speed."""
     model, kept, kv = run.model, run.windows, run.kv
     share, quantisation = (kept["kv_bytes"] / kept["whole_bytes"] if kept else 1), model.quantisation
@@ -96,7 +97,7 @@ def _model_object(run: _Run, ctx: int, prompt: int, lazy: Schedule | None) -> di
         "weight_bytes_read": round(model.bytes_per_token), "windows": kept,
         "kv_bytes": kept["kv_bytes"] if kept else ctx * model.kv_bytes_per_position[kv],
         "total_bytes": run.total_bytes, "unstreamed_bytes": run.unstreamed_bytes,
-        "lazy": lazy and lazy.outlook(prompt, model.layers),
+        **reports(Reported("estimate", asked, model=model, prompt=prompt)),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()),
                  "kv_bytes": round(ctx * model.kv_values_per_position * share), "parameters": model.parameters},
         "bits_per_weight": 8 * model.weight_bytes / model.parameters,
@@ -127,10 +128,9 @@ class _Run(NamedTuple):
     """Why CUDA does not run the model on the card."""
 
 
-def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, lazy: Schedule | None, sequences: int,
+def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
             cards: Cards | None) -> _Run:
     """Return the run that `plan` plans for a device."""
-    from ..config import RuntimeConfig
     from ..executors import placed, stored_traffic
     from ..memory_planner import RESIDENT, Planner, to_request
 
@@ -143,8 +143,7 @@ def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, 
         return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
                     on_card.device_bytes,
                     RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
-    config = RuntimeConfig(ctx, kv, 1, profile.usable_bytes, max_sequences=sequences,
-                           draft_tokens=DEFAULT_DRAFT_TOKENS, lazy=lazy)
+    config = replace(asked, ctx=ctx, kv=kv, threads=1, budget_bytes=profile.usable_bytes, max_sequences=sequences)
     planner = Planner(model.graph, model.weight_bytes)
     plan, within = planner.plan(to_request(config)), placed(model, planner, config, profile)
     traffic = within and stored_traffic(model, within, profile, kv)
@@ -236,8 +235,7 @@ def _rows(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
                          f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
-    if out["lazy"]:
-        yield "pruned", f"{out['lazy']['said']}; {out['lazy']['assumed']}"
+    yield from said("estimate", out)
     if out["ceiling_tok_per_s"] is not None:
         drawn = out["effective_gbs"] or out["bandwidth_gbs"]
         nbytes = round(drawn * 1e9 / out["ceiling_tok_per_s"])  # active experts, sliding windows

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..checks import NATS, checked
 from ..config import AUTO, CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..process import peak_rss_bytes
-from ..pruning import LEAST_PROMPT, Schedule, calibrated
 from ..sizes import parse_size
-from ..technique import recipe_with
+from ..technique import Settings, Technique, configured, each, in_use
+from ..technique import techniques as all_techniques
 from .options import (
     DEFAULT_RECIPE,
     NO_TECHNIQUES,
@@ -27,15 +26,12 @@ from .options import (
     Json,
     Kv,
     KvLayout,
-    Lazy,
-    LazyLayers,
     Model,
     Passes,
     RunOn,
     Techniques,
     Threads,
     kv_on,
-    pruned,
     takes_techniques,
 )
 from .output import print_json, print_table, say
@@ -102,8 +98,6 @@ def evaluate(
     budget: Budget = None,
     recipe: Passes = DEFAULT_RECIPE,
     techniques: Techniques = NO_TECHNIQUES,
-    lazy: Lazy = None,
-    lazy_layers: LazyLayers = None,
     device: RunOn = CPU,
     kv_layout: KvLayout = None,
     weights: ConvertTo = None,
@@ -111,12 +105,6 @@ def evaluate(
     reference_device: Annotated[
         str, typer.Option("--reference-device", metavar="|".join(DEVICES), help="Who runs the reference.")
     ] = CPU,
-    lazy_target: Annotated[
-        float | None,
-        typer.Option("--lazy-target", metavar="NATS", show_default=False,
-                     help="With --decode: find the schedule for --lazy that prunes most and diverges by so much at "
-                          "most."),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -154,15 +142,14 @@ def evaluate(
     kv = asked or (provider.kv[0] if provider else kv)
     limit = None if budget is None else parse_size(budget)
     config = partial(RuntimeConfig, ctx=window, threads=threads, outputs=OUTPUT_ROWS)
-    own = config(kv=kv, budget_bytes=limit, recipe=recipe_with(Recipe.parse(recipe), **techniques),
-                 lazy=pruned(command, lazy, lazy_layers) if lazy_target is None
-                 else _searched(lazy, lazy_layers, lazy_target), kv_layout=kv_layout)
-    if own.lazy and (decode is None or decode < LEAST_PROMPT):
-        raise UsageError(f"--lazy prunes prompts of {LEAST_PROMPT} tokens and more; add --decode P with so many.")
+    own = configured(config(kv=kv, budget_bytes=limit, recipe=Recipe.parse(recipe), kv_layout=kv_layout), techniques)
+    for one, settings in each(in_use(own)):
+        one.measurable(settings, decode)
+    searched = next((one for one in all_techniques() if one.target and techniques.get(one.target) is not None), None)
     stored, of_reference = Storage(weights, group_size, limit), AS_IT_IS
     setting, kept = None if decode is None else Setting.of_run(own), None
     exact: dict[str, Any] = {"kv": reference_kv or (other_provider.kv[0] if other_provider else "f32")}
-    if setting and not (setting.exact and lazy_target is None) and not reference:
+    if setting and (searched or not setting.exact) and not reference:
         reference, exact = model, {"kv": kv, "recipe": without_approximations(own.recipe)}
         of_reference = stored
         kept = setting
@@ -171,7 +158,7 @@ def evaluate(
         every = replace(own, recipe=everywhere(own.recipe))  # a layer that falls back would flatter the setting
         session, tokenizer = open_runner(stack, model, every, progress, provider, stored)
         if setting:
-            setting = Setting.of_run(replace(own, lazy=session.config.lazy))  # with its boundaries in their places
+            setting = Setting.of_run(replace(own, techniques=session.config.techniques))  # settled for the model
             kept = kept and setting
         planned, other = session.plan.total_bytes, None
         if reference:
@@ -184,11 +171,11 @@ def evaluate(
         stream = read_stream(stack, tokenizer, source, between, max_tokens)
         measured = partial(measure, session, stream, reference=other, window=window, prompt=decode,
                            progress=partial(progress, "evaluate"))
-        if lazy_target is None:
+        if searched is None:
             result = measured()
         else:
-            schedule, result = _calibrate(session, measured, lazy_target)
-            setting = Setting.of_run(replace(own, lazy=schedule))
+            found, result = _search(searched, session, measured, techniques[searched.target])
+            setting = Setting.of_run(replace(own, techniques=found))
             kept = kept and setting
         protocol = None if decode is None else f"windows of {window}, prompts of {decode}, the others one by one"
         if kept and protocol:
@@ -205,29 +192,21 @@ def evaluate(
     print_table(_rows(result) + ([("setting", str(setting)), ("protocol", str(protocol))] if setting else []))
 
 
-def _searched(lazy: str | None, layers: str | None, target: float) -> Schedule:
-    """Return the schedule that a search begins with: its boundaries, and nothing pruned."""
-    checked("lazy_target", target, NATS)
-    if lazy is not None:
-        raise UsageError(f"--lazy-target finds the shares that --lazy {lazy} gives; leave one of them out.")
-    n = 3 if layers is None else layers.count(",") + 1
-    return Schedule.parse("keep=" + ",".join("1" * n), layers)
+def _search(one: Technique, session: Runner, measured: Callable[[], Evaluation],
+            target: float) -> tuple[Settings, Evaluation]:
+    """Find the settings of a technique for a divergence; returns those of all techniques, with the evaluation."""
+    found: list[tuple[Any, Evaluation]] = []
+    techniques = dict(session.config.techniques)
 
-
-def _calibrate(session: Runner, measured: Callable[[], Evaluation], target: float) -> tuple[Schedule, Evaluation]:
-    """Find the schedule for a divergence; returns it with its evaluation."""
-    found: dict[Schedule, Evaluation] = {}
-    stages = session.stages
-    assert stages
-
-    def divergence(schedule: Schedule) -> float:
-        stages.schedule = schedule
-        found[schedule] = result = measured()
+    def divergence(settings: Any) -> float:
+        one.attach(session, settings)
+        result = measured()
         assert result.divergence
+        found.append((settings, result))
         return result.divergence.kld_mean
 
-    schedule = calibrated(stages.schedule.layers, divergence, target)
-    return schedule, found[schedule]
+    best = one.search(techniques[one.name], divergence, target)
+    return tuple({**techniques, one.name: best}.items()), next(result for own, result in found if own == best)
 
 
 def _provider(device: str, model: str, storage: Storage, kv: str | None) -> Provider | None:

@@ -14,7 +14,6 @@ from ..config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
 from ..errors import EdgeInferError, printable
 from ..quant import WeightType
 from ..sizes import format_size, parse_size
-from ..technique import recipe_with
 from . import info_gguf
 from .decision import FIELD
 from .options import (
@@ -100,11 +99,12 @@ def info(
         return
     with Bundle.open(path) as bundle:
         limit = None if budget is None else parse_size(budget)
-        config = RuntimeConfig(ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,
-                               recipe=recipe_with(Recipe.parse(recipe), **techniques))
+        config = technique.configured(RuntimeConfig(
+            ctx=ctx, threads=threads, kv=kv, budget_bytes=limit, draft_tokens=DEFAULT_DRAFT_TOKENS,
+            recipe=Recipe.parse(recipe)), techniques)
         choice, decision = told(bundle, config, bound)
         config = choice.way.config if choice else config
-        report = {**describe(path, bundle, config.recipe), "decision": decision}
+        report = {**describe(path, bundle, config), "decision": decision}
         if program:
             report["program"] = records(bundle, config)
     if json:
@@ -117,21 +117,21 @@ def info(
         _print_program(report)
 
 
-def describe(path: Path, bundle: Bundle, recipe: Recipe) -> dict[str, Any]:
+def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any]:
     """Return the JSON object of a bundle."""
     from dataclasses import asdict
 
     from ..graph import build_graph, expected_types
     from ..runtime import decide
 
-    asked, recipe = recipe, decide(recipe, bundle)[0]
+    recipe = decide(config.recipe, bundle)[0]
     parameters = build_graph(bundle.config, expected_types(bundle.types), recipe).weight_count
     return {
         "path": str(path), "format_version": bundle.header.version, "made_by": bundle.header.made_by,
         "source": bundle.header.source, "parameters": parameters, "config": asdict(bundle.config),
         "quantisation": asdict(bundle.quantisation),
         "ffn_layout": "neuron" if any(t.layout == "neuron" for t in bundle.types.values()) else "tile16",
-        **technique.reports(technique.Reported("info", asked, model=bundle)),
+        **technique.reports(technique.Reported("info", config, model=bundle)),
         "weights_bytes": bundle.weights_bytes,
         "files": [{"name": entry.name, "bytes": entry.nbytes} for entry in bundle.files.values()],
         "tensors": [

@@ -24,7 +24,6 @@ from ..config import (
     RuntimeConfig,
 )
 from ..errors import UsageError
-from ..pruning import Schedule, asked
 
 Model = Annotated[
     str,
@@ -89,15 +88,6 @@ MaxKld = Annotated[float, option(
     "--max-kld", metavar="NATS",
     help="What of --sparse and --head is not given is approximated where exactly that was measured to diverge by so "
          "much at most; 0 leaves the model exact.")]
-Lazy = Annotated[str | None, option(
-    "--lazy", metavar="keep=SHARE,...",
-    help="Prune prompts: shares of their tokens, those that their end attends to most, that go on at boundaries "
-         "between layers, such as keep=0.7,0.5,0.35; off is none. An approximation.")]
-LazyLayers = Annotated[str | None, option(
-    "--lazy-layers", metavar="N,...",
-    help="After which layers these boundaries are.  [default: for three 30, 60 and 90 % of the layers]")]
-LAZY_FIELDS = "`schedule`, `tokens` in each stage of layers, `share` of the tokens' layers that is computed, what is " \
-    "`assumed` of its time, and `said`, the same for people"
 Draft = Annotated[str | None, option(
     "--draft", metavar="MODEL",
     help="Smaller model with the same tokenizer, which guesses tokens that the model checks.")]
@@ -171,6 +161,10 @@ def takes_techniques(name: str) -> Callable[[Command], Command]:
         @wraps(function)
         def command(**given: Any) -> Any:
             values = {each.name: given.pop(each.name) for each in known}
+            context = next((one for one in given.values() if isinstance(one, typer.Context)), None)
+            for each in known:
+                if each.of and values[each.of] in (None, "off") and context and from_environment(context, each.name):
+                    values[each.name] = None
             return function(**given, techniques=values)
 
         del command.__wrapped__  # typer would ask it for its parameters
@@ -203,13 +197,6 @@ def agreeing(command: typer.Context, asked: dict[str, Any], chat: bool) -> dict[
         raise UsageError(f"{flag} {asked[sampled[0]]} is about sampling, and --beams takes the likeliest texts "
                          "instead; leave one of them out.")
     return {name: value for name, value in asked.items() if name not in SAMPLING}
-
-
-def pruned(command: typer.Context, lazy: str | None, layers: str | None) -> Schedule | None:
-    """Return the schedule of pruning; boundaries that stand in a variable give way where no prompt is pruned."""
-    if lazy in (None, "off") and _source(command, "lazy_layers") == "ENVIRONMENT":
-        layers = None
-    return asked(lazy, layers)
 
 
 def searching(command: typer.Context, beams: int) -> int:

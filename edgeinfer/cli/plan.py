@@ -23,7 +23,7 @@ from ..config import (
 )
 from ..errors import BudgetError, UsageError
 from ..sizes import parse_size
-from ..technique import recipe_with
+from ..technique import configured
 from . import options
 from .decision import described_as_run
 from .output import print_json
@@ -71,8 +71,6 @@ def plan(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     techniques: options.Techniques = options.NO_TECHNIQUES,
     max_kld: options.MaxKld = MAX_KLD,
-    lazy: options.Lazy = None,
-    lazy_layers: options.LazyLayers = None,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
@@ -113,8 +111,8 @@ def plan(
     own_tokens = max(max_tokens, 1) if beams > 1 else None
     config = RuntimeConfig(ctx, kv, threads, limit, prefill_chunk, max(samples, beams), own_tokens, mlock=mlock,
                            draft_tokens=rows_for_guesses(speculate, draft_tokens),
-                           mmap=not no_mmap, recipe=recipe_with(Recipe.parse(recipe), **techniques),
-                           lazy=options.pruned(command, lazy, lazy_layers), kv_layout=kv_layout)
+                           mmap=not no_mmap, recipe=Recipe.parse(recipe), kv_layout=kv_layout)
+    config = configured(config, techniques)
     if ctx is not None and ctx > LONGEST_CTX:
         raise UsageError(f"ctx is {ctx}; no model has a context above {LONGEST_CTX} tokens.")
     stored = weights, group_size

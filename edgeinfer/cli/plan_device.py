@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import CUDA, RuntimeConfig
 from ..errors import BudgetError, UsageError
+from ..technique import Reported, reports
 from .on_gpu import gpu_here, speed_object
 from .output import alternative_object, not_ours
 from .plan_object import DEVICE_MEMORY, plan_fields
@@ -64,7 +65,9 @@ def planned_on(found: Executor, model: ModelDescription, speculate: str = "auto"
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
         "estimate": speed, "notes": [*_notes(device, card, memory, config, own),
                                      *([not_ours(speed, gpu)] if speed and gpu else [])],
-        "neurons": None, "lazy": None, "windows": None, "decision": None, "from_storage": None,
+        "neurons": None,
+        **reports(Reported("plan", found.config, model=model)),
+        "windows": None, "decision": None, "from_storage": None,
     }
     if report["fits"] is False:
         report["error"] = {"code": BudgetError.code, "message": planner.refusal(plan, host, memory, options)}

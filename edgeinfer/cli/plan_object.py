@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RuntimeConfig
 from ..errors import BudgetError
 from ..sizes import format_size
+from ..technique import Reported, in_use, prompt_share, reports, settled
 from .on_gpu import PROMPT, speed_object
 from .output import REFUSED, alternative_object, not_ours
 
@@ -88,8 +89,8 @@ class PlanReport:
             "kv_bytes_unshared": model.kv_bytes_unshared[config.kv], "filed_bytes": plan.filed_bytes,
             "alternatives": offers, "file_types": model.file_types or None,
             "estimate": (found := self._estimate(stored is not None)), "notes": self._notes(found),
-            "neurons": neurons_object(model, self.profile), "lazy": self._pruned(),
-            "windows": windows_object(plan),
+            "neurons": neurons_object(model, self.profile),
+            **reports(Reported("plan", config, model=model, prompt=self._prompt)), "windows": windows_object(plan),
         }
         if refused:
             report["error"] = {"code": BudgetError.code, "message": str(refused)}
@@ -166,16 +167,17 @@ class PlanReport:
 
         if self.profile is None:
             return None
-        lazy, kv = self._pruned(), self.config.kv
+        kv = self.config.kv
+        used = settled(in_use(self.config), self.model.layers)
         traffic = stored_traffic(self.model, self.fitted.plan, self.profile, kv)
         found = speed_object(self.profile, traffic or self.model.traffic(kv), self.config.ctx or 0, 1,
-                             lazy["share"] if lazy else 1.0)
+                             prompt_share(used, self._prompt, 0, self.model.layers))
         return {**found, "reading": traffic is not None if stored else None}
 
-    def _pruned(self) -> dict[str, Any] | None:
-        """Return what will become of a prompt; None where none is pruned."""
-        lazy, n_layers = self.config.lazy, self.model.layers
-        return lazy.placed(n_layers).outlook(min(PROMPT, self.config.ctx or 0), n_layers) if lazy else None
+    @property
+    def _prompt(self) -> int:
+        """Tokens of the prompt that is predicted."""
+        return min(PROMPT, self.config.ctx or 0)
 
     def _notes(self, found: dict[str, Any] | None) -> list[str]:
         notes, own = [], self.model.config.max_position_embeddings

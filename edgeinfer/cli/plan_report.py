@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .. import technique
 from ..errors import printable
 from ..quant import WeightType
 from ..sizes import format_size
 from . import decision, neurons, windows
-from .options import LAZY_FIELDS
 from .output import by, folded, print_json, print_table, say, speed, whose
 
 JSON_FIELDS = {
@@ -67,7 +67,7 @@ JSON_FIELDS = {
         "file_types": "of a GGUF file or a quantised checkpoint: bytes of its tensors by type; else null",
         "notes": "remarks",
         "neurons": neurons.FIELD,
-        "lazy": "with --lazy what becomes of the prompt that is estimated: " + LAZY_FIELDS + "; else null",
+        **technique.fields("plan"),
         "windows": windows.FIELD,
         "decision": decision.FIELD + "; the plan is of that way",
         "error": "where it does not fit: `code`, `message`",
@@ -222,8 +222,8 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
                       f"{report['model_ctx']})", "context  ")
     if kept := report["windows"]:
         yield from folded(kept["said"], "windows  ")
-    if lazy := report["lazy"]:
-        yield from folded(f"{lazy['said']}; {lazy['assumed']}", "pruned   ")
+    for label, words in technique.said("plan", report):
+        yield from folded(words, f"{label:9}")
     if found := report["estimate"]:
         prefill = found["prefill_tok_per_s"]
         yield from folded(f"{speed(found['decode_tok_per_s'])} tok/s at {found['depth']} tokens "

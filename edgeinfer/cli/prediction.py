@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataclass import dataclass
 from ..errors import EdgeInferError
+from ..technique import Settings, prompt_share, settled
 from .on_gpu import gpu_here
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ..config import RuntimeConfig
     from ..devices import DecodeRun, DeviceProfile, PromptRun, Traffic
     from ..engine import Completion
-    from ..pruning import Schedule
 
 ON_CUDA = "onnxruntime CUDAExecutionProvider"
 """What a runner says it runs on there."""
@@ -39,8 +39,8 @@ class Predictor:
 
     profile: DeviceProfile
     traffic: Traffic
-    lazy: Schedule | None = None
-    """How prompts are pruned, its boundaries placed."""
+    techniques: Settings = ()
+    """Those of the run that are no passes, settled for the model."""
 
     def decode(self, depth: int, bandwidth_gbs: float | None = None, sequences: int = 1) -> dict[str, Any]:
         """Return tokens per second after `depth` positions; with the bandwidth of the moment where that was read."""
@@ -60,8 +60,7 @@ class Predictor:
 
     def computed(self, depth: int, tokens: int) -> float:
         """Return the share of a prompt's tokens times layers that is computed."""
-        lazy = self.lazy
-        return lazy.share(lazy.tokens(tokens, depth), self.traffic.layers) if lazy else 1.0
+        return prompt_share(self.techniques, tokens, depth, self.traffic.layers)
 
     @property
     def on_gpu(self) -> bool:
@@ -74,7 +73,7 @@ class Predictor:
     def teaches(self) -> bool:
         """Whether the profile learns from runs: not where FFNs go by neuron, V is chosen, or prompts are pruned, for
         what is then read and computed is an assumption; nor from those on a GPU."""
-        return not (self.on_gpu or self.lazy or self.traffic.neuron_layers or self.traffic.value_bytes)
+        return not (self.on_gpu or self.techniques or self.traffic.neuron_layers or self.traffic.value_bytes)
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -123,8 +122,7 @@ def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa
         from ..describe import describe
 
         described = describe(bundle, recipe=config.recipe)
-        lazy = config.lazy and config.lazy.placed(described.layers)
-        return Predictor(profile, described.traffic(config.kv), lazy)
+        return Predictor(profile, described.traffic(config.kv), settled(config.techniques, described.layers))
     except (EdgeInferError, OSError):
         return None
 

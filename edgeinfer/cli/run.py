@@ -74,8 +74,6 @@ def run(
     recipe: options.Passes = options.DEFAULT_RECIPE,
     techniques: options.Techniques = options.NO_TECHNIQUES,
     max_kld: options.MaxKld = MAX_KLD,
-    lazy: options.Lazy = None,
-    lazy_layers: options.LazyLayers = None,
     speculate: options.Speculate = "auto",
     draft_tokens: options.DraftTokens = options.DRAFT_TOKENS,
     draft: options.Draft = None,
@@ -137,7 +135,7 @@ def run(
     asked = options.agreeing(command, asked, chat=text is None)
     beams = asked["beams"]
     speculate, draft = options.guessing(command, speculate, draft, beams)
-    asked["speculate"], schedule = speculate, options.pruned(command, lazy, lazy_layers)
+    asked["speculate"] = speculate
     check_request(text, asked, json)
     if prompt_cache is not None:
         checked("prompt_cache", prompt_cache, PATH)
@@ -150,7 +148,7 @@ def run(
             prefill_chunk=prefill_chunk, max_sequences=samples, beams=beams,
             own_tokens=max(max_tokens, 1) if beams > 1 else None, mlock=mlock, mmap=not no_mmap,
             recipe=recipe, **techniques, max_kld=max_kld, speculate=speculate,
-            draft_tokens=draft_tokens, draft=draft, lazy=schedule, device=device,
+            draft_tokens=draft_tokens, draft=draft, device=device,
             kv_layout=kv_layout, weights=weights, group_size=group_size, progress=progress,
         )
         llm = LLM(model, **opened)
@@ -275,7 +273,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     completion = several(llm, ids, options) if whole else streamed(llm, ids, options, not json, first_ms)
     config = llm.runner.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
-    pruned = llm.runner.stages and llm.runner.stages.last
+    fields = reports(Reported("run", llm.runner.config, runner=llm.runner))
     predictor = make_predictor(llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes)
     predicted = run_estimate(predictor, completion)
     if json or stats:
@@ -286,8 +284,7 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
                     "quality": approximation(llm.runner, llm.approximated),
                     "decision": llm.choice and llm.choice.report(),
                     "speculation": speculation_object(completion.speculation),
-                    **reports(Reported("run", llm.runner.config.recipe, runner=llm.runner)),
-                    "lazy": pruned and pruned.report()})
+                    **fields})
     elif whole and options["n"] == 1:
         print(completion.text, flush=True)
     elif whole:
@@ -295,8 +292,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
             print(f"--- {choice.index + 1} of {len(completion.choices)}\n{choice.text}", flush=True)
     if stats and not json:
         print(figures(completion, llm.plan, peak_rss_bytes(), llm.runner.device_used_bytes), file=sys.stderr)
-        said = llm.runner.sparse.sentence() if llm.runner.sparse else ""
-        for line in filter(None, (pruned and str(pruned), sentence(predicted), streaming.line(reading.report()), said)):
+        techniques = (field["said"] for field in fields.values() if field)
+        for line in filter(None, (*techniques, sentence(predicted), streaming.line(reading.report()))):
             print(line, file=sys.stderr)
     learn_from_run(predictor, completion, disturbed)
     alone = len(completion.choices) == 1 and completion.score is None and completion.completion_tokens >= LEAST_TOKENS

@@ -24,8 +24,8 @@ VARIABLE = "EDGEINFER_CONFIG"
 MOST_BYTES = 1 << 20
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _FIELDS = {"temp": "temperature"}
-_RULES = {name: rule for name, rule in RULES.items() if name not in ("lazy", "device")}
-"""Without what the command line says in other words than Python: `lazy` is a text there, `device` may be a profile."""
+_RULES = {name: rule for name, rule in RULES.items() if name != "device"}
+"""Without what the command line says in other words than Python: `device` may be a profile."""
 _from_file: set[str] = set()
 """Variables that hold values of the file."""
 

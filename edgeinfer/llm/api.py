@@ -15,9 +15,10 @@ from ..errors import RequestError
 from ..models import Storage, resolve
 from ..progress import Progress
 from ..rules import plain
+from ..technique import settled
 from .prompts import template_options
 from .requests import Requests
-from .settings import draft_of, recipe_of, runtime_config, with_beams
+from .settings import draft_of, runtime_config, with_beams, with_techniques
 
 if TYPE_CHECKING:
     if sys.version_info >= (3, 11):
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..choice import Choice
     from ..engine import Completion, Stream
     from ..memory_planner import MemoryPlan
-    from ..pruning import Schedule
     from ..runner import Cancellation, Runner
     from ..text import ChatTemplate
     from .options import (
@@ -94,10 +94,6 @@ class LLM(Requests):
         `speculate` is auto or draft. Where that is self, the recipe by which the model guesses for itself, such as
         ``fuse_input+early_exit:layers=8``; by default with its predictor, if it has one, else with a part of its
         layers.
-    lazy : str or Schedule, optional
-        Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
-        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default, or
-        where it is ``"off"``, all tokens go through all layers.
     device : {"cpu", "cuda", "auto", "onnx-cpu"}, optional
         Who runs the model: our own kernels, as by default, or onnxruntime's CUDA or CPU provider; auto takes cuda where
         it works and runs the model, and says what it took. Devices other than cpu run models exactly, with KV of the
@@ -120,6 +116,13 @@ class LLM(Requests):
         What decoded tokens read of V: all rows (``"exact"``, as by default), blocks with a row that weighs at least X
         times its head's largest (``"eps:X"``), or blocks with one of a head's N largest (``"top:N"``); a mean of V
         stands for the rest.
+    lazy : str or Schedule, optional
+        Which shares of a prompt's tokens, those that its end attends to most, go on at boundaries between layers,
+        such as ``"keep=0.7,0.5,0.35"``: an approximation that shortens the time to the first token. By default, or
+        where it is ``"off"``, all tokens go through all layers.
+    lazy_layers : str, optional
+        After which layers these boundaries are, such as ``"9,18,27"``; three are by default behind 30, 60 and 90 % of
+        the layers.
     progress : callable, optional
         Called with (stage, done, total, item) while a model is downloaded or converted, kernels compile, or weights of
         1 GB or more are loaded or lowered.
@@ -177,7 +180,6 @@ class LLM(Requests):
         speculate: Speculation | None = None,
         draft_tokens: int | None = None,
         draft: str | Path | Recipe | None = None,
-        lazy: str | Schedule | None = None,
         device: Device | None = None,
         kv_layout: KvLayout | None = None,
         weights: WeightType | None = None,
@@ -185,15 +187,14 @@ class LLM(Requests):
         progress: Progress | None = None,
         **techniques: Unpack[TechniqueOptions],
     ):
-        passes = recipe_of(recipe, techniques, LLM.__init__.__kwdefaults__ or ())
         self._speculate = GenerationConfig(speculate=speculate, draft_tokens=draft_tokens).speculate or "auto"
         config = runtime_config(
             budget, ctx=ctx, kv=kv, threads=threads, prefill_chunk=prefill_chunk, max_sequences=max_sequences,
-            own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=passes,
-            draft_tokens=rows_for_guesses(self._speculate, draft_tokens), lazy=lazy, kv_layout=kv_layout)
+            own_tokens=own_tokens, mlock=mlock, mmap=mmap, recipe=plain({"recipe": recipe})["recipe"],
+            draft_tokens=rows_for_guesses(self._speculate, draft_tokens), kv_layout=kv_layout)
         asked = plain({"model": model, "max_kld": max_kld, "device": device, "progress": progress})
         bound, storage = asked["max_kld"], Storage(weights, group_size, config.budget_bytes)
-        config = with_beams(config, beams)
+        config = with_techniques(with_beams(config, beams), techniques, LLM.__init__.__kwdefaults__ or ())
         from .. import opening
 
         device, provider = asked["device"], opening.provider(asked["device"])
@@ -227,8 +228,8 @@ class LLM(Requests):
             opened.callback(self._bundle.close)
             device, provider, kv = on
             provider, config = opening.settled(device, provider, self._bundle, config, kv)
-            if config.lazy:
-                config = replace(config, lazy=config.lazy.placed(self._bundle.config.num_hidden_layers))
+            if config.techniques:
+                config = replace(config, techniques=settled(config.techniques, self._bundle.config.num_hidden_layers))
             asked = config
             self._tokenizer = Tokenizer.of_model(self.path, self._bundle.files, self._bundle.config)
             self.chat_template: ChatTemplate | None = ChatTemplate.open(self.path)

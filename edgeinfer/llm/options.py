@@ -14,6 +14,7 @@ from ..progress import Progress as OnProgress
 
 if TYPE_CHECKING:
     from ..config import GenerationConfig
+    from ..pruning import Schedule
 
 Prompt = str | Iterable[int]
 """Text, or token ids."""
@@ -35,6 +36,8 @@ class TechniqueOptions(TypedDict, total=False):
     sparse: SparseMode | None
     head: HeadMode | None
     attention: str | None
+    lazy: str | Schedule | None
+    lazy_layers: str | None
 
 
 class GenerationOptions(TypedDict, total=False):

@@ -10,20 +10,18 @@ from typing import Any
 from ..config import GenerationConfig, Recipe, RuntimeConfig, check_known
 from ..errors import UsageError
 from ..rules import plain
-from ..technique import options, recipe_with
+from ..technique import COMMANDS, configured, options
 
 
-def recipe_of(recipe: str | Recipe | None, techniques: Mapping[str, Any], others: Iterable[str]) -> Recipe | None:
-    """Return the recipe with what the options of techniques ask for; None where nothing is said.
+def with_techniques(config: RuntimeConfig, values: Mapping[str, Any], others: Iterable[str]) -> RuntimeConfig:
+    """Return the configuration with what the options of techniques ask for.
 
     Raises `UsageError` for an option that no technique has, with the nearest one, which may be one of the `others`.
     """
-    if techniques:  # else nothing is imported for them
-        check_known([*(one.name for one in options()), *others], techniques)
-    passes: Recipe | None = plain({"recipe": recipe})["recipe"]
-    if all(value is None for value in techniques.values()):
-        return passes
-    return recipe_with(passes, **techniques)
+    if not values:  # as mostly: nothing is imported for them
+        return config
+    check_known([*(one.name for one in options(COMMANDS[0])), *others], values)
+    return configured(config, values)
 
 
 def runtime_config(budget: int | str | None, **settings: Any) -> RuntimeConfig:

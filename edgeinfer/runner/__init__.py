@@ -19,8 +19,9 @@ Rules for what a runner keeps of a sequence, whichever it is:
   nothing but what lies behind the last token.
 """
 
+from .prefill import PrefillStrategy
 from .runner import Ahead, Cancellation, Runner
 from .sequences import DECODE, GONE, PROMPT, Recent, Segment, Sequence, decoding, integers, plain_segments
 
-__all__ = ["DECODE", "GONE", "PROMPT", "Ahead", "Cancellation", "Recent", "Runner", "Segment", "Sequence", "decoding",
-           "integers", "plain_segments"]
+__all__ = ["DECODE", "GONE", "PROMPT", "Ahead", "Cancellation", "PrefillStrategy", "Recent", "Runner", "Segment",
+           "Sequence", "decoding", "integers", "plain_segments"]

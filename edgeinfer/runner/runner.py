@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
 
+from .prefill import PrefillStrategy
 from .sequences import PROMPT, Segment, Sequence, decoding, integers
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Runner(abc.ABC):
     """What was opened."""
     sparse: Any = None
     """What FFNs stored neuron by neuron read (`runtime.SparseFfn`), where there are any."""
-    stages: Any = None
-    """How prompts go through the layers where not all of their tokens go through all of them (`runtime.Stages`)."""
+    prefill_strategy: PrefillStrategy | None = None
+    """How prompts are processed, where a technique does so in its own way."""
 
     @property
     def reader(self) -> Any:

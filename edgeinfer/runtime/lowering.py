@@ -213,8 +213,8 @@ def _heads(op: RopeStore | RotateQueries | Attention, at: Lowering) -> dict[str,
 
 def _holes(op: Attention, at: Lowering) -> Operand:
     """What a layer behind a boundary lacks of prompts' tokens."""
-    holes, lazy = at.plan.holes, at.plan.request.lazy
-    stage = lazy.stage(op.layer or 0) if lazy else 0
+    holes = at.plan.holes
+    stage = sum(boundary <= (op.layer or 0) for boundary in at.plan.boundaries)
     if not holes or not stage:
         return NOTHING
     return Operand(holes.region, holes.offset + (stage - 1) * holes.stride, holes.stride)

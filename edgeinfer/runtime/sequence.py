@@ -25,6 +25,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import BlockPool, MemoryPlan
 from edgeinfer.recent_blocks import RecentBlocks
 from edgeinfer.runner import GONE, Recent, Sequence
+from edgeinfer.technique import each, technique
 
 from .block_memory import PoolMemory
 from .kv_planes import planes_of
@@ -34,6 +35,8 @@ MAX_HEADER_BYTES = 64 << 20
 LAYOUT = 3
 """How prompt caches hold K and V: 1 block by block, with the parts of all heads; 2 plane by plane; 3 layer by layer,
 and of layers with a window what was kept."""
+PRESENT = "present"
+"""Key of a header: tokens that each stage has, where later layers lack some."""
 PIECE_BYTES = 1 << 18
 """Bytes by which a prompt cache is read and written at most, if that is a block of a head."""
 
@@ -218,7 +221,7 @@ class KVCache(BlockTables):
             with open_plain(path) as file:
                 header = self._read_header(file, path, (prompts, decoded))
                 self._make_room(sequence, header)
-                pruned = {key: header[key] for key in ("lazy", "present") if key in header}
+                pruned = {key: header[key] for key in (_pruner(header), PRESENT) if key in header}
                 if self._read_blocks(file, sequence, header) != header["sha256"] \
                         or self._pruned(sequence, len(header["tokens"])) != pruned:
                     raise _damaged(path)
@@ -266,7 +269,7 @@ class KVCache(BlockTables):
                  for layer, of_layer in zip(planes.layers, plane, strict=True) for head in of_layer]
         parts = [(head, recent if layer in self._recent_layers else whole)
                  for layer, head in sorted(heads, key=lambda each: each[0])]
-        parts += [(stage, whole) for stage in self._holes] if "lazy" in header else []
+        parts += [(stage, whole) for stage in self._holes] if _pruner(header) else []
         for head, held in parts:
             n = max(1, PIECE_BYTES // head.shape[-1])
             for i in range(0, len(held), n):
@@ -279,7 +282,14 @@ class KVCache(BlockTables):
         lacking = self.lacking(sequence, n_tokens)
         if not lacking.any() or (lacking[:-1] > lacking[1:]).any():
             return {}
-        return {"lazy": str(self.plan.request.lazy), "present": (~lacking).sum(axis=1).tolist()}
+        (name, settings), = self._pruning.items()
+        return {name: settings, PRESENT: (~lacking).sum(axis=1).tolist()}
+
+    @property
+    def _pruning(self) -> dict[str, str]:
+        """Settings of the technique that leaves tokens of prompts behind, by its name; empty where none does."""
+        return {one.name: str(settings) for one, settings in each(self.plan.request.techniques)
+                if one.boundaries(settings)}
 
     def _header(self, model: str) -> dict[str, Any]:
         if not self.planes:
@@ -305,8 +315,8 @@ class KVCache(BlockTables):
                 f"The prompt cache {path} was saved by another model or version of edgeinfer, or with another --kv, "
                 "--recipe, --ctx or instruction set; give another file."
             )
-        if header.get("lazy", own := str(self.plan.request.lazy)) != own:
-            raise BundleError(f"The prompt cache {path} was saved with {shown(header['lazy'])} as --lazy, and lacks K "
+        if (name := _pruner(header)) and self._pruning.get(name) != header[name]:
+            raise BundleError(f"The prompt cache {path} was saved with {shown(header[name])} as --{name}, and lacks K "
                               "and V that this run needs; give the same schedule, or another file.")
         self._check_gone(header, path)
         if len(tokens) > (ctx := self.plan.request.ctx):
@@ -324,6 +334,13 @@ class KVCache(BlockTables):
         seen = len(header["tokens"]) - self.recent.windowed.window + 1
         if type(gone) is not int or not 0 < gone * abi.BLOCK_TOKENS <= seen:
             raise _damaged(path)
+
+
+def _pruner(header: dict[str, Any]) -> str:
+    """Return the technique that left tokens behind in a prompt cache, which is a key of its header; empty for none."""
+    if PRESENT not in header:
+        return ""
+    return next((key for key in header if technique(key)), "")
 
 
 def _start_digest(header: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from edgeinfer.graph import ModelConfig
 from edgeinfer.kernels import Kernels, abi, choose
 from edgeinfer.memory_planner import Beside, Place
 from edgeinfer.runner import DECODE, Cancellation, Segment, Sequence, decoding, integers, plain_segments
-from edgeinfer.technique import ALWAYS, DECODED, technique
+from edgeinfer.technique import ALWAYS, DECODED, each, in_use, technique
 
 from .loading import fill_constants, load
 from .lowering import Lowering
@@ -30,7 +30,6 @@ from .pace import SMALL_BYTES, Pace
 from .planning import plan_run
 from .readers import Readers
 from .sequence import KVCache
-from .stages import Stages
 from .walks import Logits, Walker
 from .weight_readers import read_weights
 
@@ -71,9 +70,6 @@ class Session(Walker):
         Where layers are streamed, the first smaller request that would fit without.
     """
 
-    stages: Stages | None = None
-    """How prompts go through the layers where not all of their tokens go through all of them."""
-
     def __init__(self, bundle: Bundle, config: RuntimeConfig | None = None,
                  progress: Callable[[int, int, str], None] | None = None,
                  loading: Callable[[int, int, str], None] | None = None, host: Session | None = None,
@@ -104,8 +100,8 @@ class Session(Walker):
             if "weights" in regions:
                 self.executor.unchanged = watch(bundle.weights)
             read_weights(self, regions, cold)
-            if self.config.lazy:
-                self.stages = Stages(self)
+            for one, settings in each(in_use(self.config)):
+                one.attach(self, settings)
             opened.pop_all()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -142,9 +138,9 @@ class Session(Walker):
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None = None,
                 draw: int = 0, told: Callable[[int, int], None] | None = None) -> Logits:
-        """Process a prompt in chunks, or with a schedule of pruning in stages; see `Runner.prefill`."""
-        if self.stages and self.stages.takes(ids := integers("ids", ids)):
-            return self.stages.prefill(sequence, ids, cancel, draw, told)
+        """Process a prompt in chunks, or as a technique says; see `Runner.prefill`."""
+        if self.prefill_strategy and self.prefill_strategy.takes(ids := integers("ids", ids)):
+            return self.prefill_strategy.prefill(sequence, ids, cancel, draw, told)
         return super().prefill(sequence, ids, cancel, draw, told)
 
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:
@@ -269,7 +265,8 @@ class Session(Walker):
         """
         steps = tuple(step for step in self.recipe.steps if not (one := technique(step.name))
                       or one.kv == ALWAYS or (one.kv == DECODED and decoded and not one.exact(dict(step.settings))))
-        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic, *self._stretched())
+        others = (f"{one.name}={settings}" for one, settings in each(self.config.techniques) if one.kv == ALWAYS)
+        parts = (self.bundle.identity, Recipe(steps), self.executor.kernels.arithmetic, *self._stretched(), *others)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 

@@ -64,12 +64,13 @@ class _Stage(NamedTuple):
 
 
 class Stages:
-    """A session's way of processing prompts where its configuration has a schedule.
+    """A session's way of processing prompts by a schedule of pruning.
 
     Parameters
     ----------
     session : Session
         With the region ``aux`` in its plan. What waits between stages is taken here, what choosing takes when it is.
+    schedule : Schedule
 
     Attributes
     ----------
@@ -87,11 +88,11 @@ class Stages:
         The recipe leaves no layer behind the last boundary.
     """
 
-    def __init__(self, session: Session):
-        assert session.config.lazy and session.config.ctx
+    def __init__(self, session: Session, schedule: Schedule):
+        assert session.config.ctx
         self._session, ctx = session, session.config.ctx
         self._n_layers = len({op.layer for op in session.graph.ops} - {None})
-        self.schedule = session.config.lazy.placed(self._n_layers)  # a recipe may leave the last layers out
+        self.schedule = schedule.placed(self._n_layers)  # a recipe may leave the last layers out
         self.choose: Callable[[Floats, Rows, int], Rows] = most_important
         self.last: Pruned | None = None
         hidden = session.model.hidden_size
@@ -115,6 +116,12 @@ class Stages:
         if len(counts) == 1:
             self._note(counts)
         return len(counts) > 1
+
+    def share(self, layer: int) -> float:
+        """Return which share of the last prompt's tokens went through a layer."""
+        if self.last is None or not self.last.tokens[1:]:
+            return 1.0
+        return self.last.tokens[self.schedule.stage(layer)] / self.last.tokens[0]
 
     def prefill(self, sequence: Sequence, ids: Items[int], cancel: Cancellation | None, draw: int,
                 told: Callable[[int, int], None] | None = None) -> Logits:
@@ -240,7 +247,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             scores[:, ~sees] = -np.inf
             largest = scores.max(axis=1, keepdims=True)
             scores -= largest
-            np.exp(scores, out=scores)  # in place: what this takes is planned (memory_planner.planner.score_bytes)
+            np.exp(scores, out=scores)  # in place: what this takes is planned (techniques/prompt_pruning.py)
             total = scores.sum(axis=1, dtype=np.float64, keepdims=True) + np.exp(sinks[head] - largest)
             out += (scores / total).sum(axis=0)
         del keys

@@ -27,7 +27,7 @@ from edgeinfer.memory_planner import (
     to_request,
 )
 from edgeinfer.sizes import format_size, round_up
-from edgeinfer.technique import technique
+from edgeinfer.technique import each, technique
 
 from .best import BEST
 from .data import data_bytes
@@ -69,7 +69,8 @@ def device_config(config: RuntimeConfig, provider: Provider) -> RuntimeConfig:
                "f32": "attention in f32 does not exist there"}.get(config.kv, "its model has another type")
         raise UsageError(f"--kv {config.kv} is not offered on device {device}, for {why}; choose "
                          f"{' or '.join(provider.kv)}, or run with --device cpu.")
-    for name, asked in (("--lazy", config.lazy), ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
+    others = [(one.options[0].flag, True) for one, _ in each(config.techniques)]
+    for name, asked in (*others, ("--mlock", config.mlock), ("--no-mmap", not config.mmap)):
         if asked:
             raise UsageError(f"{name} is not offered on device {device}; leave it out, or run with --device cpu.")
     layout = config.kv_layout or SLOTS
