@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
 from edgeinfer.kernels import Isa, Kernels, abi, available, twin_of
 from edgeinfer.kernels.reference import Expected, RecordView, compare, write_q8
@@ -24,6 +26,14 @@ SLACK_BYTES = 256
 def isas(name: str) -> list[str]:
     """Instruction sets that a kernel is tested on; the best is always among them."""
     return [isa for isa in ISAS if tested.takes(isa, name)]
+
+
+def weight_types(cases: Sequence[tuple[Any, ...]], *loops: str) -> list[Any]:
+    """Give cases that begin with a type and its group, those marked `slow` of which README's tier wants no kernel."""
+    ends = [f"{dtype}_g{group}" if group else dtype for dtype, group, *_ in cases]
+    kept = [all(tested.in_tier(f"{loop}_{end}") for loop in loops) for end in ends]
+    return [case if keep else pytest.param(*case, marks=pytest.mark.slow)
+            for case, keep in zip(cases, kept, strict=True)]
 
 
 @functools.cache

@@ -85,8 +85,9 @@ def near(have: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.linalg.norm(have - want) <= 0.15 * np.linalg.norm(want))
 
 
-@pytest.mark.parametrize(("form", "group", "stored"), [("gptq", 32, "q4"), ("gptq", 128, "q4"),
-                                                       ("gptq asymmetric", 64, "q4m"), ("gptq 8 bits", 32, "int8")])
+@pytest.mark.parametrize(("form", "group", "stored"), [
+    ("gptq", 32, "q4"), ("gptq", 128, "q4"), ("gptq asymmetric", 32, "q4m"), ("gptq 8 bits", 32, "int8"),
+    pytest.param("gptq asymmetric", 64, "q4m", marks=pytest.mark.slow)])
 def test_codes_are_kept_in_their_order(tmp_path: Path, form: str, group: int, stored: str) -> None:
     """The weights are those that were packed, their logits those of the dequantised model, the plan the bundle's."""
     sizes = {"hidden_size": 160, "intermediate_size": 224, "vocab_size": 304, "num_attention_heads": 10,

@@ -72,7 +72,7 @@ def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
 
 
 def test_the_first_token_needs_neither_numba_nor_a_compiler() -> None:
-    edgeinfer("warmup")
+    edgeinfer("run", "demo", "Once", "-n", 2)  # which compiles what lacks
     code = (
         "import sys\nfrom edgeinfer.cli import main\n"
         "try:\n    main(['run', 'demo', 'Once', '-n', '2', '--json'])\n"

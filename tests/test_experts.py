@@ -46,7 +46,8 @@ def trace(path: Path, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=["mixture", "shared"])
-@pytest.mark.parametrize(("weights", "group"), [("q4", 32), ("int8", 64), ("f16", 32), ("f32", 32)])
+@pytest.mark.parametrize(("weights", "group"), [
+    ("q4", 32), ("int8", 32), pytest.param("int8", 64, marks=pytest.mark.slow), ("f16", 32), ("f32", 32)])
 def test_threads_and_chunks(config: ModelConfig, weights: str, group: int, models: Path) -> None:
     path = write_model(models, config, weights, group)
     whole = trace(path, prefill_chunk=512)

@@ -30,7 +30,8 @@ WALKS = ((1, 64), (2, 64), (3, 64), (1, 1), (2, 3), (3, 7), (2, 100))
 
 @pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("activation", ["relu", "silu", "relu2", "gelu"])
-@pytest.mark.parametrize(("weights", "group"), [("q4", 32), ("q4", 128), ("int8", 64)])
+@pytest.mark.parametrize(("weights", "group"), [
+    ("q4", 32), ("q4", 128), ("int8", 128), pytest.param("int8", 64, marks=pytest.mark.slow)])
 def test_no_chunk_and_no_thread_changes_a_bit(weights: str, group: int, activation: str, tmp_path: Path) -> None:
     config = replace(TINY, hidden_act=activation, mlp_bias=activation == "gelu")
     write_random_bundle(config, tmp_path / "m", weights, group, ffn_layout="neuron")
@@ -42,8 +43,8 @@ def test_no_chunk_and_no_thread_changes_a_bit(weights: str, group: int, activati
 
 
 @pytest.mark.parametrize(("weights", "group", "shape"), [
-    ("q4", 32, {}), ("int8", 64, {"intermediate_size": 333}),
-    ("q4", 64, {"hidden_size": 132, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 66})])
+    ("q4", 32, {}), ("int8", 128, {"intermediate_size": 333}),
+    ("q4", 128, {"hidden_size": 132, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 66})])
 def test_dead_neurons_change_no_bit(weights: str, group: int, shape: dict[str, int], tmp_path: Path) -> None:
     config = replace(TINY, hidden_act="relu", **shape)
     write_random_bundle(config, tmp_path / "m", weights, group, ffn_layout="neuron")

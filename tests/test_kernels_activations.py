@@ -9,7 +9,7 @@ from edgeinfer.kernels import LADDER, abi
 from edgeinfer.kernels.parameters import ACTIVATIONS, NEURON_GATED, ROWS, fill
 from edgeinfer.kernels.reference import q8_blocks, read_q8, write_q8
 from edgeinfer.quant import WeightType
-from tests.kernel_bench import ISAS, Bench, isas, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
 from tests.test_kernels_linear import QUANTISED, TOKENS, random_product, whole
 from tests.test_kernels_neuron import random_ffn
 
@@ -111,7 +111,7 @@ def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: in
 
 @pytest.mark.parametrize("width", [172, 33])
 @pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM, abi.FUSED_ORDERED])
-@pytest.mark.parametrize(("dtype", "group"), QUANTISED)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(QUANTISED, "linear", "gated"))
 def test_a_single_token_that_products_quantise_for_themselves(dtype: str, group: int, kind: int, width: int) -> None:
     """The bits are those of quantised rows; the scratch is no larger than the planner's."""
     rng, width = np.random.default_rng(group), whole(dtype, width)

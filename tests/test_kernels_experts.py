@@ -11,7 +11,7 @@ from edgeinfer.kernels import abi, routes
 from edgeinfer.kernels.parameters import ACTIVATIONS, EXPERTS_INPUT, LINEAR, ROUTE, ROWS, fill
 from edgeinfer.kernels.reference import choose_experts
 from edgeinfer.quant import WeightType
-from tests.kernel_bench import ISAS, Bench, isas, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
 from tests.test_kernels_linear import WEIGHTS, kernel_name, random_weights
 
 STRIDE = 16
@@ -273,7 +273,7 @@ class Layer:
 
 
 @pytest.mark.slow(keep=38)
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "experts_gated"))
 @pytest.mark.parametrize(("tokens", "experts", "active", "hidden", "width"), [
     (1, 5, 2, 33, 17), (1, 64, 8, 70, 33), (2, 3, 2, 31, 6), (7, 4, 1, 64, 40), (33, 8, 3, 127, 50), (40, 2, 1, 40, 96),
 ])
@@ -287,7 +287,7 @@ def test_products_of_experts_agree_with_their_twins(
 
 
 @pytest.mark.slow(keep=7)
-@pytest.mark.parametrize(("dtype", "group", "isa"), PLACES)
+@pytest.mark.parametrize(("dtype", "group", "isa"), weight_types(PLACES, "experts_gated"))
 def test_a_token_has_the_same_bits_whoever_shares_its_walk(dtype: str, group: int, isa: str) -> None:
     """Alone, with some or with all; on one thread or three; in chunks of any size."""
     rng = np.random.default_rng(5)

@@ -12,7 +12,7 @@ from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, PAIRED, fill
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
 from edgeinfer.kernels.vector.forms import FORMS
 from edgeinfer.quant import TYPES, WeightType, layouts, packed
-from tests.kernel_bench import ISAS, Bench, isas, q8_memory, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, q8_memory, token_tiles, weight_types
 from tests.tolerances import ERF, EXP
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
@@ -151,7 +151,7 @@ def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: in
 
 @pytest.mark.slow(keep=50)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear"))
 def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None:
     if width not in (33, 1023) and whole(dtype, 1) > 1:
         pytest.skip("rows are whole blocks of 256 columns")
@@ -164,7 +164,7 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
 
 @pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8, 13])
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))
 def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
     """Blocks of two and four row tiles, in chunks of any size: what they leave has the same bits, alone or in pairs."""
     rng = np.random.default_rng(tiles)
@@ -178,7 +178,7 @@ def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int
                     np.testing.assert_array_equal(product.run(isa, chunk=chunk, threads=1 + chunk % 2), whole)
 
 
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))
 def test_no_tokens_write_nothing(dtype: str, group: int) -> None:
     for gated in (False, True):
         product = random_product(np.random.default_rng(0), dtype, group, 32, 33, 2, gated=gated)
@@ -187,7 +187,7 @@ def test_no_tokens_write_nothing(dtype: str, group: int) -> None:
 
 
 @pytest.mark.parametrize("flags", ["bias", "residual", "both"])
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear"))
 def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
     rng = np.random.default_rng(group)
     rows, tokens = 37, 11
@@ -200,7 +200,7 @@ def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
 
 @pytest.mark.slow(keep=40)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "gated"))
 def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> None:
     rng = np.random.default_rng(group)
     sizes = dict(zip(TOKENS, [(32, 31), (64, 6), (32, 33), (32, 64), (96, 127), (32, 7)] * 2, strict=False))
@@ -215,7 +215,7 @@ def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> 
 
 @pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))
 def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str, group: int, isa: str) -> None:
     """Whatever block a token falls into, and whether it went alone."""
     rng = np.random.default_rng(1)
@@ -240,7 +240,7 @@ def plain_factors(dtype: str, group: int, rows: int, cols: int) -> packed.Factor
     return packed.Factors(inner, inner if row.minimum else None, outer, outer if row.minimum else None)
 
 
-@pytest.mark.parametrize(("dtype", "group"), QUANTISED)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(QUANTISED, "linear"))
 @pytest.mark.parametrize("extreme", [False, True])
 def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: int, extreme: bool) -> None:
     """With scales of 1 the result is an integer below 2^24; extremes are where 16-bit sums would saturate."""

@@ -11,7 +11,7 @@ from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ROWS, fill
 from edgeinfer.kernels.reference import TWINS, Expected, RecordView, compare, quantise_rows, rms_norm
 from edgeinfer.quant import WeightType, layouts
-from tests.kernel_bench import ISAS, Bench, isas, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
 from tests.test_kernels_linear import TOKENS, WEIGHTS, kernel_name, random_weights, whole
 
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
@@ -165,7 +165,7 @@ def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width:
 
 @pytest.mark.slow(keep=56)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
+@pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "embed"))
 def test_embed(dtype: str, group: int, width: int) -> None:
     if width > 64 and whole(dtype, 1) > 1:
         pytest.skip("rows are whole blocks of 256 columns")
@@ -179,7 +179,7 @@ def test_embed(dtype: str, group: int, width: int) -> None:
             embed(bench, isa, name, table, tile_bytes, width, ids)
 
 
-@pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 64), ("f16", 0), ("f32", 0)])
+@pytest.mark.parametrize(("dtype", "group"), [("q4", 32), ("int8", 32), ("f16", 0), ("f32", 0)])
 def test_rows_that_are_tiles(dtype: str, group: int) -> None:
     """A token's row lies in the 16 rows of a tile, one behind the other; the last ones are short, or padding."""
     rng, piece, vocabulary = np.random.default_rng(0), 64, 7

@@ -10,7 +10,7 @@ from edgeinfer.engine import Sampler
 from edgeinfer.kernels import SCREEN, abi, fill
 from edgeinfer.kernels.parameters import LINEAR
 from edgeinfer.kernels.reference import reach
-from tests.kernel_bench import ISAS, Bench, isas, token_tiles
+from tests.kernel_bench import ISAS, Bench, isas, token_tiles, weight_types
 from tests.test_kernels_linear import activations, random_weights
 
 KERNELS = ("screen_maxima", "screen_least_{}", "head_{}")
@@ -76,9 +76,9 @@ def test_products_read_the_same_parameters() -> None:
     assert SCREEN._fields[:9] == LINEAR._fields[:9]
 
 
-@pytest.mark.parametrize(("dtype", "group", "isa"), [
+@pytest.mark.parametrize(("dtype", "group", "isa"), weight_types([
     (dtype, group, isa) for dtype, group in (("int8", 32), ("q4", 64), ("int8", 128))
-    for isa in isas(f"head_{dtype}_g{group}")])
+    for isa in isas(f"head_{dtype}_g{group}")], "head"))
 @pytest.mark.parametrize(("vocab", "width"), SIZES)
 def test_the_largest_logit_has_the_bits_of_the_whole_head(isa: str, dtype: str, group: int, vocab: int, width: int) \
         -> None:

@@ -17,7 +17,7 @@ from edgeinfer.errors import KernelError
 from edgeinfer.kernels import Isa, Kernels, available, find_set
 from edgeinfer.kernels.toolchain import build, elf, objects, provide, tidy
 from edgeinfer.lock import DestinationLock
-from tests.test_objects import EVERY_PROGRAM, SEAL, Builds
+from tests.test_objects import EVERY_PROGRAM, FEW, SEAL, Builds, few_objects
 
 ISA = available()[0]
 OTHER = next(isa for isa in available() + tuple(build.LADDER) if isa != ISA)
@@ -26,17 +26,18 @@ COMPILED = "they are compiled into the user's cache."
 
 
 @pytest.fixture(scope="session")
-def real_set() -> Path:
-    """The user's own set, built now if it is not there."""
-    return find_set(ISA)
+def real_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of the user's own set, built now where they are not there."""
+    return few_objects(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture
 def package(real_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A release's set and an empty cache; compiling processes that copy."""
+    """A release's set of few kernels and an empty cache; compiling processes that copy."""
     def start(isa: Isa, extension: object = None) -> subprocess.Popen[bytes]:
         return Builds(real_set).start(isa, extension)
 
+    monkeypatch.setattr(objects.KernelSet, "names", list(FEW))
     root = tmp_path / "package"
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(objects, "package_directory", lambda: root)

@@ -107,6 +107,7 @@ def test_zero_points_become_minima_rounded_to_fp16(tmp_path: Path, form: str) ->
         assert np.square(found[name] - want).sum() < 0.02 * np.square(want).sum(), name
 
 
+@pytest.mark.slow
 def test_a_scale_and_a_minimum_for_64_and_128_columns(tmp_path: Path) -> None:
     for group in (64, 128):
         source, out = tmp_path / f"hf{group}", tmp_path / f"out{group}"

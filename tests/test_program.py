@@ -20,7 +20,7 @@ BIASED = replace(TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=T
 QWEN = replace(TINY, model_type="qwen3", head_dim=10)
 RELU = replace(BIASED, hidden_act="relu")
 MODELS = {
-    "q4 int8": (TINY, "q4", 32, "tile16", "int8"), "int8 f16": (BIASED, "int8", 64, "tile16", "f16"),
+    "q4 int8": (TINY, "q4", 32, "tile16", "int8"), "int8 f16": (BIASED, "int8", 32, "tile16", "f16"),
     "f16 f32": (QWEN, "f16", 32, "tile16", "f32"), "f32 int8": (WINDOWED, "f32", 32, "tile16", "int8"),
     "neuron q4": (RELU, "q4", 32, "neuron", "int8"), "neuron int8": (TINY, "int8", 128, "neuron", "int8"),
 }

@@ -53,7 +53,8 @@ def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, n: int, kv: str) -> N
 
 @pytest.mark.parametrize(
     ("weights", "group_size"),
-    [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), ("f16", 32), ("f32", 32)],
+    [("q4", 32), pytest.param("q4", 64, marks=pytest.mark.slow), ("q4", 128), ("int8", 32),
+     pytest.param("int8", 64, marks=pytest.mark.slow), ("int8", 128), ("f16", 32), ("f32", 32)],
 )
 def test_every_weight_type(weights: str, group_size: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ways(write_model(models, TINY, weights, group_size), monkeypatch, 20, "int8")

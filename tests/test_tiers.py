@@ -17,9 +17,12 @@ from tests import tested, tiers
 from tests.command_line import ROOT, environment
 
 
-def item(name: str, **marks: dict[str, Any]) -> Any:
-    found = {mark: SimpleNamespace(kwargs=kwargs) for mark, kwargs in marks.items()}
-    return SimpleNamespace(nodeid=name, get_closest_marker=found.get, user_properties=[])
+def item(name: str, *more: str, **marks: dict[str, Any]) -> Any:
+    found = {mark: [SimpleNamespace(kwargs=kwargs)] for mark, kwargs in marks.items()}
+    for mark in more:
+        found.setdefault(mark, []).append(SimpleNamespace(kwargs={}))
+    return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: found.get(mark, [None])[0],
+                           iter_markers=lambda mark: iter(found.get(mark, [])), user_properties=[])
 
 
 def config(**options: Any) -> Any:
@@ -30,8 +33,9 @@ def config(**options: Any) -> Any:
 
 def test_slow_tests_and_times_are_left_out_and_some_cases_stay() -> None:
     cases = [item(f"many[{i}]", slow={"keep": 3}) for i in range(10)]
-    items = [item("plain"), item("slow", slow={}), item("times", timing={}), *cases]
-    assert tiers.leave_out(config(), items) == {"slow": 8, "timing": 1}
+    long = [item(f"many[long {i}]", "slow", slow={"keep": 3}) for i in range(2)]
+    items = [item("plain"), item("slow", slow={}), item("times", timing={}), *cases, *long]
+    assert tiers.leave_out(config(), items) == {"slow": 10, "timing": 1}
     assert [one.nodeid for one in items] == ["plain", "many[0]", "many[3]", "many[6]"]
 
 

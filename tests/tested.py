@@ -39,6 +39,16 @@ LOWER = {
     "head": ("q4_g64", "int8_g32"),
 }
 """Ends of the names of kernels that rungs below the best are tested with, by loop; of other loops all kernels are."""
+TIER = {
+    "linear": ("q4_g32", "q4_g128", "q4m_g32", "q4k_g32", "q6_g16", "int8_g32", "int8_g128", "f16", "f32"),
+    "gated": ("q4_g32", "q4_g128", "q4m_g32", "q4k_g32", "int8_g32", "int8_g128", "f16", "f32"),
+    "embed": ("q4_g32", "q4m_g32", "q4k_g32", "q6_g16", "int8_g32", "int8_g128", "f16", "f32"),
+    "experts_gated": ("q4_g32", "int8_g32", "mxfp4_g32", "f16", "f32"),
+    "experts_down": ("q4_g32", "int8_g32", "mxfp4_g32", "f16", "f32"),
+    "screen_least": ("q4_g64", "int8_g32"),
+    "head": ("q4_g64", "int8_g32"),
+}
+"""Ends of the names of kernels that README's tier tests, by loop: what most models want, and one of each form."""
 
 
 def rungs() -> list[str]:
@@ -68,9 +78,17 @@ def everything() -> bool:
 
 def takes(isa: str, kernel: str) -> bool:
     """Whether a kernel is tested on a rung."""
-    if everything() or isa == rungs()[0]:
-        return True
-    loops = {f"{loop}_{end}": end in ends for loop, ends in LOWER.items() for end in WEIGHTS}
+    return everything() or isa == rungs()[0] or _is_among(kernel, LOWER)
+
+
+def in_tier(kernel: str) -> bool:
+    """Whether tests of README's tier may want a kernel."""
+    return _is_among(kernel, TIER)
+
+
+def _is_among(kernel: str, chosen: dict[str, tuple[str, ...]]) -> bool:
+    """Whether a kernel is one of those that were chosen, or of a loop in which nothing was chosen."""
+    loops = {f"{loop}_{end}": end in ends for loop, ends in chosen.items() for end in WEIGHTS}
     return loops.get(kernel, True)
 
 

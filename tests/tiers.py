@@ -1,8 +1,9 @@
 """README's tier: what `python -m pytest` runs, what it leaves to `--all`, and the kernels that it compiles beforehand.
 
-A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, one that measures times
-`timing`. A run without `--all` leaves both out, tests the best instruction set of the machine alone, and says so at its
-end. Whoever names tests by their ids, or selects with `-m`, gets what was asked for.
+A test that takes long is marked `slow`, or `slow(keep=N)` where N of its cases are to stay, spread over those that are
+not marked `slow` themselves; one that measures times is marked `timing`. A run without `--all` leaves both out, tests
+the best instruction set of the machine alone, and says so at its end. Whoever names tests by their ids, or selects with
+`-m`, gets what was asked for.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def _representatives(items: list[pytest.Item]) -> set[str]:
     cases: dict[str, list[str]] = {}
     wanted: dict[str, int] = {}
     for item in items:
-        mark = item.get_closest_marker("slow")
-        if mark and "keep" in mark.kwargs and not item.get_closest_marker("timing"):
+        marks = list(item.iter_markers("slow"))
+        if marks and all("keep" in mark.kwargs for mark in marks) and not item.get_closest_marker("timing"):
             name = item.nodeid.partition("[")[0]
             cases.setdefault(name, []).append(item.nodeid)
-            wanted[name] = mark.kwargs["keep"]
+            wanted[name] = marks[0].kwargs["keep"]
     return {ids[i * len(ids) // wanted[name]] for name, ids in cases.items() for i in range(wanted[name])}
 
 
