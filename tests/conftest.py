@@ -113,8 +113,10 @@ def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     Each worker holds a lock of its own during a test, and a test of times those of all. Whoever wants locks comes
     through one gate, so that a test of times is not overtaken for ever.
     """
+    from tests import tiers
+
     worker = getattr(request.config, "workerinput", None)
-    if worker is None:
+    if worker is None or not tiers.is_whole(request.config):  # README's tier measures no time
         yield
         return
     shared = tmp_path_factory.getbasetemp().parent

@@ -113,6 +113,7 @@ def test_codes_are_kept_in_their_order(tmp_path: Path, form: str, group: int, st
     assert near(have, want)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("model_type", "more"), [
     ("qwen2", {}), ("gpt_neox", {"num_key_value_heads": 4}), ("falcon", {"multi_query": False, "bias": False,
                                                                          "num_key_value_heads": 4}),

@@ -86,6 +86,7 @@ def plainly(opened: Session, ids: list[int], ends: Ends, beams: int, max_tokens:
 # -- texts and scores --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(("options", "n_ends"), [
     ({"beams": 2}, 0), ({"beams": 4}, 2), ({"beams": 16}, 5), ({"beams": 3, "length_penalty": 0}, 12),
     ({"beams": 4, "early_stopping": True}, 12), ({"beams": 4, "length_penalty": 2.5}, 12),
@@ -249,6 +250,7 @@ def test_a_request_may_go_on_from_the_prompt_of_a_search(llm: LLM) -> None:
 # -- cancellation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cancellations_lose_no_block(opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand, before, within and after walks of random searches; what there is so far is right."""
     rng, walk = np.random.default_rng(0), opened._run

@@ -117,6 +117,7 @@ ALTERATIONS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 ]
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize(("change", "want"), ALTERATIONS, ids=[want[:50] for _, want in ALTERATIONS])
 def test_a_header_that_lies(path: Path, change: Callable[[dict[str, Any]], object], want: str) -> None:
     alter_header(path, change)

@@ -230,6 +230,7 @@ def test_the_header_is_read_again_before_renaming(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_many_processes_and_one_stale_lock(tmp_path: Path) -> None:
     """However the processes meet, each writes the bundle as a whole or is told that another one does."""
     (tmp_path / ".m.lock").write_text("999999999 1.00")

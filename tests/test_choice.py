@@ -161,6 +161,7 @@ def test_a_model_without_parts_leaves_no_choice() -> None:
 # -- every command tells the same --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("less, asked", [
     (None, ()), (None, ("--max-kld", 0)), (400_000, ()), (400_000, ("--sparse", "predict")), (1 << 40, ())], ids=str)
 def test_all_commands_tell_the_same_decision(

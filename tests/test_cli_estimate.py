@@ -122,6 +122,7 @@ def test_an_estimate_fits_where_the_plan_does(model: str) -> None:
         assert remark == (not told["fits"])
 
 
+@pytest.mark.slow
 def test_all_devices_say_where_it_does_not_fit() -> None:
     out = edgeinfer("estimate", "llama-3.1-70b", "--all-devices", "--json").json
     found = {item["device"]: item for item in out["devices"]}

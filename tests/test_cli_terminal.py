@@ -286,6 +286,7 @@ def test_what_is_pasted_is_one_message(terminals: list[Terminal], tmp_path: Path
     assert messages == ["The fox\nsaw it.", "one\ntwo", "three\nfour"]
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_the_editor_reads_lines(terminals: list[Terminal]) -> None:
     planned = edgeinfer("plan", "demo", "-t", 1, "--json").json["total_bytes"]
     terminal = Terminal("run", "demo", "-t", 1, "--budget", f"{planned // 10**6 + 5}MB", TERM="xterm")

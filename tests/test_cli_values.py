@@ -26,7 +26,7 @@ def made(command: Any, arguments: list[str]) -> Any:
         return type(error).__name__, str(error)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "cache"])
 def test_every_option_reads_every_text_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (typer.main.get_command(make_app([name])).commands[name] for _ in range(2))

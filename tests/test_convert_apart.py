@@ -109,6 +109,7 @@ else:
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_child_outlives_its_parent(source: Path, tmp_path: Path, how: signal.Signals) -> None:

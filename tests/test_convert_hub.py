@@ -84,7 +84,7 @@ def test_download_cache_and_conversion(hub: Hub, tmp_path: Path) -> None:
     assert fetched(hub, tmp_path / "home", "some/model", COMMIT)["path"] == str(path)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "answer", "kind", "message"),
     [
@@ -141,7 +141,7 @@ def silent_server(how: str) -> Iterator[tuple[str, list[socket.socket]]]:
             connection.close()
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("how", "why"),
     [("closed", "no connection"), ("accepts and says nothing", "no answer within 1 s"),

@@ -42,6 +42,7 @@ def put(path: Path, target: str | Path) -> None:
     path.symlink_to(target)
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("name", COPIED)
 @pytest.mark.parametrize("way", ["absolute", "relative", "through a folder", "through a link"])
 def test_a_link_out_of_the_checkpoint_is_refused(source: Path, secret: Path, name: str, way: str) -> None:

@@ -145,6 +145,7 @@ def accepted(source: Path, target: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_what_converts_also_runs(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def from_hub(url: str, home: Path, model: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_of_a_model_on_the_hub_only_the_config_is_fetched(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "served")
     expected = describe(folder).weight_bytes

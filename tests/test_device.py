@@ -49,7 +49,8 @@ def test_a_gpu_that_works(gpu_wheel: SimpleNamespace, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("lacking", ["model", "setting"])
 def test_auto_takes_the_cpu_for_what_cuda_lacks(gpu_wheel: SimpleNamespace, no_variables: None, tmp_path: Path,
-                                                lacking: str, capsys: pytest.CaptureFixture[str]) -> None:
+                                                lacking: str, capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU that works; which of them it took is said, with the reason."""
     turned = RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=1024)
     model = replace(TINY, vocab_size=320)  # with a tokenizer
@@ -62,6 +63,7 @@ def test_auto_takes_the_cpu_for_what_cuda_lacks(gpu_wheel: SimpleNamespace, no_v
     planned = edgeinfer("plan", *given, "--speculate", "off", "--device", "auto")
     assert planned.json["fits"] and planned.json["device"] is None
     assert planned.json["total_bytes"] == ran.json["planned_bytes"]
+    monkeypatch.setattr("edgeinfer.cli.bench_run.READ_BYTES", 8 << 20)
     measured = edgeinfer("bench", path, "-t", "1", "--kv", kv, "--json", "-p", "0", "-n", "2", "-r", "1", "--device",
                          "auto", "--no-startup")
     assert measured.json["device"] == "cpu"

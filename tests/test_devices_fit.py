@@ -43,6 +43,7 @@ def test_mean_errors_stay_within_their_bounds(groups, name, bound, one_constant)
     assert mean_miss(item.parameters_only / item.row.tok_per_s - 1 for item in found) > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["apple", "cuda-2024", "cuda-2025", "radeon"])
 def test_the_class_file_holds_the_fitted_constants(groups, name):
     group = groups[name]
@@ -88,6 +89,7 @@ def test_every_class_has_constants_with_a_source():
         assert table["error_source"], name
 
 
+@pytest.mark.slow
 def test_leaving_a_device_out_really_leaves_it_out(groups):
     """Predictions differ from those of the constants that were fitted to all rows."""
     group = groups["apple"]
@@ -104,6 +106,7 @@ def test_rows_and_simple_models_by_hand():
     assert len(ROWS) == 78
 
 
+@pytest.mark.slow
 def test_the_document_has_every_row_and_its_misses(groups):
     text = estimator_fit.markdown(list(groups.values()))
     for row in ROWS:
@@ -160,6 +163,7 @@ def test_a_section_is_replaced_alone(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_section(groups, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(estimator_fit, "judge", lambda rows: list(groups.values()) if rows == ROWS else [])
     monkeypatch.setattr("sys.argv", ["estimator_fit.py", "--output", str(tmp_path / "out.md")])

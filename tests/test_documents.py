@@ -115,7 +115,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
                           timeout=600, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=5)
 @pytest.mark.skipif(sys.platform == "win32", reason="no sh")
 @pytest.mark.parametrize("line", RUNNABLE)
 def test_a_command_runs(line: str, folder: Path) -> None:

@@ -159,6 +159,7 @@ def test_perplexity_on_held_out_text_is_that_of_the_models_card(
     assert result.tokens == 59292 and result.perplexity == pytest.approx(18.21, abs=0.006)
 
 
+@pytest.mark.slow
 def test_no_more_of_a_text_is_read_than_is_needed(tmp_path: Path) -> None:
     """A pipe without end has a beginning, which is enough for so many tokens."""
     (tmp_path / "short.txt").write_bytes(b"Once upon a time there was a hen. " * 40)

@@ -45,6 +45,7 @@ def trace(path: Path, **options: Any) -> bytes:
     return bits
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=["mixture", "shared"])
 @pytest.mark.parametrize(("weights", "group"), [
     ("q4", 32), ("int8", 32), pytest.param("int8", 64, marks=pytest.mark.slow), ("f16", 32), ("f32", 32)])

@@ -46,6 +46,7 @@ CONFIGS: dict[str, ModelConfig] = {
 }
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_threads_and_chunks(name: str, tmp_path: Path) -> None:
     write_random_bundle(CONFIGS[name], tmp_path / "bundle", "q4", 32)

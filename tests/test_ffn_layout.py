@@ -171,6 +171,7 @@ def test_the_command_line_says_what_is_inside(tmp_path: Path) -> None:
     assert wrong.code == 2 and wrong.sentence == "ffn_layout is 'rows'; choose one of tile16, neuron."
 
 
+@pytest.mark.slow
 def test_a_model_with_relu_says_the_same_from_both_layouts(shared_data: Callable[[str], Path], tmp_path: Path) -> None:
     source = shared_data("models/fables-5m-relu")
     rows = []

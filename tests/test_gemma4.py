@@ -161,6 +161,7 @@ def test_where_layers_are_streamed_the_table_stays_in_its_file(model: Path) -> N
         raise AssertionError("no budget streams layers")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says which pages of a file are in memory")
 def test_pages_of_the_table_are_read_when_a_token_wants_them(tmp_path: Path) -> None:
     config = replace(SMALL, num_hidden_layers=2, kv_layers=(), ffn_sizes=(), windows=(), ropes=(), head_dims=(22,) * 2,

@@ -248,6 +248,7 @@ def retyped(kind: int, columns: int | None = None) -> bytes:
     return GOOD[:begin] + changed + GOOD[begin + len(changed) :]
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize(
     ("content", "message"),
     [

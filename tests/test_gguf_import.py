@@ -63,7 +63,7 @@ def check_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
             assert np.array_equal(rows[: c.intermediate_size], tensors[f"blk.{i}.{name}.weight"])
 
 
-@pytest.mark.slow(keep=14)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", STORED)
 def test_every_value_is_that_of_the_file(tmp_path: Path, model_type: str, kind: str) -> None:

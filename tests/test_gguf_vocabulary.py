@@ -37,6 +37,7 @@ def test_how_families_cut_words(name: str) -> None:
     assert "|".join(parts) == SPLITS[name]
 
 
+@pytest.mark.slow
 def test_numbers_are_counted_from_the_right_in_one_go() -> None:
     """The family's own expression needs time with the square of a number's length."""
     from tokenizers import Regex, pre_tokenizers

@@ -109,6 +109,7 @@ def fused_operands(rng: np.random.Generator, bench: Bench, width: int, group: in
         "fused": kind}
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("width", [172, 33])
 @pytest.mark.parametrize("kind", [abi.FUSED_QUANTISE, abi.FUSED_NORM, abi.FUSED_ORDERED])
 @pytest.mark.parametrize(("dtype", "group"), weight_types(QUANTISED, "linear", "gated"))

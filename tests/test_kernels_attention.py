@@ -170,7 +170,7 @@ def walk(new: int, past: int = 0) -> list[Sequence]:
     return [Sequence(past, new)]
 
 
-@pytest.mark.slow(keep=24)
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv", KV)
@@ -214,6 +214,7 @@ def test_heads_of_512(kv: str) -> None:
             layer.attend(isa)
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv", KV)
 def test_attention_agrees_with_its_twin(kv: str, heads: tuple[int, int, int]) -> None:
@@ -223,6 +224,7 @@ def test_attention_agrees_with_its_twin(kv: str, heads: tuple[int, int, int]) ->
             layer.attend(isa)
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 256, 300])
 @pytest.mark.parametrize("kv", KV)
 def test_sliding_windows(kv: str, window: int) -> None:
@@ -289,7 +291,7 @@ GROUPS = [(3, 3, 6), (6, 2, 10), (8, 2, 16), (8, 1, 64)]
 """Heads with 1, 3, 4 and 8 heads a KV head."""
 
 
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("past", [0, 14, 15, 16, 17, 254, 255, 256, 257, 2040])
 @pytest.mark.parametrize("kv", KV)
 def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
@@ -392,6 +394,7 @@ def test_a_part_of_a_head_turns(kv: str, heads: tuple[int, int, int]) -> None:
                 np.testing.assert_array_equal(values, shared[name], err_msg=name)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("kv", KV)
 def test_capped_scores(kv: str, window: int) -> None:
@@ -407,6 +410,7 @@ def test_capped_scores(kv: str, window: int) -> None:
         assert np.abs(layer.attend(ISAS[-1]) - whole).max() > 0.05
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("kv", KV)
 def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:

@@ -272,7 +272,7 @@ class Layer:
         return bench.array(residual, np.float32, (n, self.residual.shape[1])).copy()
 
 
-@pytest.mark.slow(keep=38)
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "experts_gated"))
 @pytest.mark.parametrize(("tokens", "experts", "active", "hidden", "width"), [
     (1, 5, 2, 33, 17), (1, 64, 8, 70, 33), (2, 3, 2, 31, 6), (7, 4, 1, 64, 40), (33, 8, 3, 127, 50), (40, 2, 1, 40, 96),
@@ -286,7 +286,7 @@ def test_products_of_experts_agree_with_their_twins(
         layer.run(isa, threads=2)
 
 
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("dtype", "group", "isa"), weight_types(PLACES, "experts_gated"))
 def test_a_token_has_the_same_bits_whoever_shares_its_walk(dtype: str, group: int, isa: str) -> None:
     """Alone, with some or with all; on one thread or three; in chunks of any size."""

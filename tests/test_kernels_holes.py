@@ -52,7 +52,7 @@ def test_where_nothing_lacks_the_bits_are_those_without_flags(kv: str, isa: str)
         np.testing.assert_array_equal(flagged.attend_in_splits(isa, threads=2), plain.attend_in_splits(isa))
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("kv", KV)
 def test_a_row_has_the_same_bits_however_it_is_computed(kv: str, pattern: str) -> None:

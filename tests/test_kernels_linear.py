@@ -149,7 +149,7 @@ def random_product(rng, dtype: str, group: int, rows: int, cols: int, tokens: in
     return Product(dtype, group, weights, rows, activations(x, WeightType(dtype, group).input_group), **more)
 
 
-@pytest.mark.slow(keep=50)
+@pytest.mark.slow(keep=18)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear"))
 def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None:
@@ -162,7 +162,7 @@ def test_linear_agrees_with_its_twin(dtype: str, group: int, width: int) -> None
             product.run(isa)
 
 
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))
 def test_tiles_left_over_by_blocks_and_chunks(dtype: str, group: int, tiles: int) -> None:
@@ -186,6 +186,7 @@ def test_no_tokens_write_nothing(dtype: str, group: int) -> None:
             assert not product.run(isa, tokens=0).size
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("flags", ["bias", "residual", "both"])
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear"))
 def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
@@ -198,7 +199,7 @@ def test_bias_and_residual(dtype: str, group: int, flags: str) -> None:
         product.run(isa)
 
 
-@pytest.mark.slow(keep=40)
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "gated"))
 def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> None:
@@ -213,7 +214,7 @@ def test_gated_agrees_with_its_twin(dtype: str, group: int, activation: str) -> 
             product.run(isa)
 
 
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "linear", "gated"))
 def test_a_row_has_the_same_bits_for_any_number_of_tokens_and_threads(dtype: str, group: int, isa: str) -> None:

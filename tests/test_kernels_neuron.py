@@ -112,6 +112,7 @@ def sparse(rng: np.random.Generator, shape: tuple[int, int], share: float) -> np
     return np.where(rng.random(shape) < share, values, np.float32(-0.0) * values.clip(-1, 1))
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_both_halves_agree_with_their_twins(dtype: str, group: int, width: int) -> None:

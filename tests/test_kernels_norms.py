@@ -25,7 +25,7 @@ class Norms(Rows):
         self.bench.run = lambda *args, **options: run(*args, flags=flags, **options)  # type: ignore[method-assign]
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norms(width: int, kind: str) -> None:

@@ -61,6 +61,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], first: int = 
         np.testing.assert_array_equal(values, other[name][first : first + len(values)], err_msg=name)
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_quantize(group: int, width: int) -> None:
@@ -163,7 +164,7 @@ def embed(bench: Bench, isa: str, name: str, table: int, tile_bytes: int, width:
     return bench.run(isa, name, places, parameters, threads=2)["out"]
 
 
-@pytest.mark.slow(keep=56)
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("dtype", "group"), weight_types(WEIGHTS, "embed"))
 def test_embed(dtype: str, group: int, width: int) -> None:

@@ -33,7 +33,7 @@ class Scored(Layer):
         return [np.concatenate(rows[f"token {t}"]) for t in range(len(self.positions) - wanted, len(self.positions))]
 
 
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("past", [0, 14, 255, 256, 700])
 @pytest.mark.parametrize("kv", KV)
 def test_scores_have_the_bits_of_each_token_alone(kv: str, past: int) -> None:

@@ -81,7 +81,7 @@ class Forest:
             first += sequence.new
 
 
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("past", LENGTHS)
 @pytest.mark.parametrize("kv", KV)
 def test_a_path_has_the_bits_of_its_chain(kv: str, past: int) -> None:

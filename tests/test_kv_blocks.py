@@ -99,6 +99,7 @@ def alone(opened: Session, ids: list[int]) -> bytes:
     return logits.tobytes()
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_forks_go_their_own_ways(opened: Session, n: int) -> None:
     """Two forks and their parent continue differently, in turns; each has the logits of a prompt of its own."""
@@ -132,6 +133,7 @@ def test_forks_decode_in_one_walk(opened: Session) -> None:
         opened.release(sequence)
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize(("n", "keep"), [(40, 0), (40, 7), (40, 16), (40, 17), (33, 32), (290, 255), (290, 288)])
 def test_a_truncated_sequence_goes_on_as_if_it_had_never_been_longer(opened: Session, n: int, keep: int) -> None:
     prompt, other = tokens(n), tokens(9, seed=1)

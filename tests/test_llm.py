@@ -30,7 +30,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=["cpu", "onnx-cpu", "pages"])
+@pytest.fixture(scope="module", params=["cpu", "onnx-cpu", pytest.param("pages", marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param != "cpu":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")

@@ -51,6 +51,7 @@ def test_what_is_shortened_and_what_is_not() -> None:
     assert str(BudgetError("small", None, 5)) == "small" and str(EdgeInferError()) == ""
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("name", sorted(set(builtin_shapes()) - set(KNOWN_NAMES)))
 def test_a_known_shape_is_not_answered_with_another_model(name: str) -> None:
     """`run` needs weights: what works without them is said, and what to give."""

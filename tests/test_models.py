@@ -70,6 +70,7 @@ def test_a_checkpoint_that_changed_is_converted_again_and_replaces_the_older_one
     assert second != first and not first.exists() and is_bundle(second)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model", ["path", "someone/a-model"])
 def test_an_older_conversion_is_replaced_with_one_line(
     model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -91,6 +92,7 @@ def test_an_older_conversion_is_replaced_with_one_line(
     assert resolve(name) == path and capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_conversion_that_cannot_be_opened_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +161,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         resolve(tmp_path / "file.bin")
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_fetched_and_converted_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert strays(target.parent, "m.onnx", data_of(target).name) == []
 
 
+@pytest.mark.slow
 def test_two_at_once(bundle: Bundle, model: Path) -> None:
     lock = DestinationLock(model)
     lock.acquire()

@@ -287,6 +287,7 @@ def test_samples_hold_their_prompt_once(both: tuple[LLM, LLM], monkeypatch: pyte
     assert max(held) == 4 + 4, "four whole pages, and one for each sample"
 
 
+@pytest.mark.slow
 def test_guesses_are_checked_in_the_call_of_all(both: tuple[LLM, LLM], tmp_path: Path,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked-up guesses and those of a draft model in pages of its own; the texts are those without."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,20 +67,23 @@ def test_every_root_folder_has_its_signpost() -> None:
         assert f"from {folder} import *" in (ROOT / "edgeinfer" / f"{folder}.pyi").read_text(encoding="utf-8")
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Top-level name of each absolute import, and whether it is optional (in a function or for type checkers)."""
 
     def walk(node: ast.AST, optional: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue  # most of a file, and none imports
             if isinstance(child, ast.Import):
                 yield from ((alias.name.split(".")[0], optional) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and not child.level:
                 yield (child.module or "").split(".")[0], optional
-            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
             yield from walk(child, optional or inner or typing_only)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False)
+    return list(walk(ast.parse(path.read_text(encoding="utf-8")), False))
 
 
 def names(requirements: list[str]) -> set[str]:

@@ -122,6 +122,7 @@ def test_a_scale_and_a_minimum_for_64_and_128_columns(tmp_path: Path) -> None:
             assert np.isfinite(logits_of(opened, PROMPT)).all()
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("form", [*EXACT, *WITH_ZEROS, *ROUNDED])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)

@@ -59,7 +59,7 @@ def make_plan(graph: Graph, request: Request, weight_bytes: int) -> MemoryPlan:
     return Planner(graph, weight_bytes).plan(request)
 
 
-@pytest.mark.slow(keep=200)
+@pytest.mark.slow(keep=40)
 @pytest.mark.parametrize(("n_tokens", "n_outputs"), [(1, 1), (7, 3), (64, 64)])
 @pytest.mark.parametrize("name", CASES)
 def test_no_tensor_is_overwritten_before_its_last_reader(name: str, n_tokens: int, n_outputs: int) -> None:
@@ -100,6 +100,7 @@ def test_buffers_are_shared_by_layers() -> None:
     assert arena < sum(p.nbytes for p in placed.values()) / 20
 
 
+@pytest.mark.slow(keep=60)
 @pytest.mark.parametrize("name", list(CASES)[::5])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_regions_add_up(name: str, kv: str) -> None:

@@ -25,6 +25,7 @@ def row(variant: quality.Variant, perplexity_change: float) -> quality.Row:
     return quality.Row("model", "text", variant, 1_500_000, result)
 
 
+@pytest.mark.slow
 def test_an_int8_cache_costs_the_demo_next_to_nothing() -> None:
     demo = resolve("demo")
     result = quality.measure(demo, "int8", demo, TEXT, reference_kv="f32")

@@ -27,7 +27,7 @@ def resident() -> int:
 
 
 @linux
-@pytest.mark.parametrize("nbytes", [64, 4097, (2 << 20) + 1, (150 << 20) + 5])
+@pytest.mark.parametrize("nbytes", [64, 4097, (2 << 20) + 1, pytest.param((150 << 20) + 5, marks=pytest.mark.slow)])
 def test_a_prefaulter_makes_a_region_resident_and_changes_nothing(nbytes: int) -> None:
     region = memory.allocate(nbytes, touched=False)
     before = resident()

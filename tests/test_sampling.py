@@ -59,6 +59,7 @@ def test_top_k_is_the_head_of_a_full_sort(size: int, ties: bool) -> None:
                 assert np.array_equal(top_k_ids(logits, k), order[:k])
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 33, 1023, 4096])
 def test_filters_against_the_oracle(size: int, ties: bool) -> None:
@@ -111,6 +112,7 @@ def draws(logits: np.ndarray, ids: np.ndarray, temperature: float, n: int, seed:
     return ids[(scores + sampling.gumbels(uniform).reshape(n, -1)).argmax(axis=1)]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("options", SETTINGS)
 def test_drawn_tokens_follow_the_distribution(options: dict[str, Any]) -> None:
     """Chi-square of 100,000 positions; the sampler itself draws the first of them."""

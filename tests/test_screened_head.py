@@ -85,6 +85,7 @@ def test_most_rows_are_left_out_and_the_largest_logit_is_exact(made: tuple[Path,
     assert 0 < np.abs(have - want).max() < 4
 
 
+@pytest.mark.slow
 def test_beams_look_at_all_logits(path: Path) -> None:
     with LLM(path, ctx=128, beams=4, head="screened", threads=1) as screened, LLM(path, ctx=128, beams=4, max_kld=0,
                                                                                   threads=1) as exact:

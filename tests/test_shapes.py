@@ -38,6 +38,7 @@ def test_documents_count_the_shapes() -> None:
         assert f" {n} {words}" in (Path(__file__).parents[1] / document).read_text(encoding="utf-8"), document
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("name", builtin_shapes())
 def test_each_shape_has_its_published_parameters(name: str) -> None:
     shape, description = builtin_shapes()[name], describe(name)

@@ -98,7 +98,7 @@ def same(found: Completion, want: Completion, runner: Runner) -> bool:
         [part[:2] for part in outcome(found)] == [part[:2] for part in outcome(want)]
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_text_is_the_same_whoever_guesses(opened: Runner, options: dict[str, Any], n: int) -> None:
@@ -114,6 +114,7 @@ def test_the_text_is_the_same_whoever_guesses(opened: Runner, options: dict[str,
     assert same(complete(opened, PromptLookup(), n=n, **options), plain, opened)
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -365,6 +366,7 @@ def test_reading_a_prompt_is_no_part_of_what_guesses_cost(monkeypatch: pytest.Mo
     assert report.gain and report.gain < 3  # but the text was as much later
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize(("right", "python"), [(0.0, 0.5), (0.3, 0.5), (0.6, 1.0), (0.5, 3.0), (0.95, 3.0)])

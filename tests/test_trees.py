@@ -59,7 +59,7 @@ def chain_logits(opened: Session, sequence: Sequence, ids: list[int]) -> list[by
     return found
 
 
-@pytest.mark.slow(keep=32)
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("base", BASES)
 def test_each_path_is_a_chain(opened: Session, base: int) -> None:
     rng = np.random.default_rng(base)
@@ -167,7 +167,7 @@ def nodes_to_keep(rng: np.random.Generator, parents: list[int]) -> list[list[int
     return [[], max(paths, key=len), paths[int(rng.integers(len(paths)))]]
 
 
-@pytest.mark.slow(keep=38)
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("base", BASES)
 def test_a_path_that_is_kept_is_as_if_it_had_been_walked_alone(opened: Session, base: int) -> None:
     """Cache and logits, with forks alive that were made before the tree and after it; those stay as they are."""

@@ -102,6 +102,7 @@ def test_rows_that_were_wrong() -> None:
     assert load_profile("orin-nx").int8_peak_gops == 30000
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weights", ["q4", "f32"])
 @pytest.mark.parametrize("ctx", [1, 4096])
 def test_nothing_is_faster_than_its_ceiling(weights: str, ctx: int) -> None:

@@ -62,6 +62,7 @@ def check_pools(opened: Session, alive: list[Sequence]) -> None:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kv", ["int8", "f32"])
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (64, 2), (512, 1)])
 def test_logits_have_the_bits_of_layers_that_keep_all(path: Path, kv: str, chunk: int, threads: int) -> None:
