@@ -160,6 +160,7 @@ def test_report() -> None:
 # -- models of the peer ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mixture", ["q4_0", "q4_k_m"])
 def test_gguf(tmp_path: Path, mixture: str) -> None:
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")

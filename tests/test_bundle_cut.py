@@ -52,6 +52,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("opens", "reads"),
     [

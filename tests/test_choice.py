@@ -134,6 +134,7 @@ def test_a_damaged_memory_counts_as_none(bundle: Bundle, tmp_path: Path, text: s
     assert choose(bundle, LOOSE).way.name == "sparse"
 
 
+@pytest.mark.slow
 def test_llm_and_run_say_it(bundle: Bundle, path: Path) -> None:
     measure(bundle)
     budget = needed(bundle) - 400_000

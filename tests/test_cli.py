@@ -145,6 +145,7 @@ def test_a_chat_template_is_used_unless_raw(tmp_path: Path) -> None:
     assert refused.code == 2 and refused.sentence.startswith("--system cannot be used: --raw leaves the chat template")
 
 
+@pytest.mark.slow(keep=24)
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

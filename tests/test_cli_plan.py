@@ -57,6 +57,7 @@ def test_every_option_is_planned_as_run_takes_it(options: list[str]) -> None:
     assert run.json["planned_bytes"] == planned("demo", *options)["total_bytes"]
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(("weights", "group_size"), [("q4", 64), ("int8", 32), ("f16", 32), ("f32", 32)])
 def test_a_config_alone_gives_the_plan_of_the_bundle(
@@ -82,6 +83,7 @@ def test_weights_are_mapped_or_locked() -> None:
     assert {region["kind"] for region in plain["regions"]} == {"mapped", "private", "reserve"}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_locked_run_locks_its_weights(mmap: bool) -> None:
     code = f"""
@@ -149,7 +151,7 @@ STORED = ("streamed_layers", "kept_experts")
 """Alternatives that run reads from storage by itself."""
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("arguments", CASES)
 def test_each_alternative_fits_when_it_is_applied(arguments: list[object]) -> None:
     report = edgeinfer("plan", *arguments, "--json").json
@@ -182,6 +184,7 @@ def test_no_alternative_is_longer_than_the_model(tmp_path: Path) -> None:
     assert planned("llama-2-7b", "--ctx", 4096, "--kv", "f32", "--budget", "9GiB")["fits"]
 
 
+@pytest.mark.slow
 def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
     convert(make_checkpoint(tmp_path / "c", hidden_size=256, intermediate_size=2048, vocab_size=9000), tmp_path / "b",
             weights="f32")
@@ -276,6 +279,7 @@ def test_streaming_is_an_alternative_that_run_takes_by_itself() -> None:
     assert "fits: streamed layers" in shown and "from storage for each token" in shown
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("model", "budget"), [("qwen3-30b-a3b", "8GiB"), ("llama-2-7b", "3GiB")])
 def test_a_context_fits_where_weights_are_read_from_storage(model: str, budget: str) -> None:
     """Layers, or experts of a mixture: what is said of the context is what the alternative below has."""

@@ -215,6 +215,7 @@ def test_chat_without_a_template_continues_one_text(terminals: list[Terminal]) -
     assert terminal.ended() == 0
 
 
+@pytest.mark.slow
 def test_a_full_context_says_what_helps_and_the_chat_goes_on(terminals: list[Terminal]) -> None:
     terminal = Terminal("run", "demo", "-c", 64, "-n", 24, "--temp", 0, "-t", 1)
     terminals.append(terminal)

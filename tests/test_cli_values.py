@@ -27,7 +27,7 @@ def made(command: Any, arguments: list[str]) -> Any:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "cache"])
+@pytest.mark.parametrize("name", [name for name in reversed(COMMANDS) if name != "cache"])
 def test_every_option_reads_every_text_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (typer.main.get_command(make_app([name])).commands[name] for _ in range(2))
     read_plainly(ours)
@@ -54,6 +54,7 @@ def test_what_takes_more_than_a_glance_is_left_to_typer() -> None:
     assert plain(str, "") == "" and plain(bool, True) is True and plain(bool, "1") is None
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("arguments", [
     ["run", "demo", "x", "-n", "2", "--temp", "0.5", "--stop", "a", "--json"], ["plan", "demo", "--ctx", "64"],
     ["eval", "demo", "--text", "LICENSE", "-n", "2"],

@@ -24,7 +24,7 @@ CASES = [(family, weights, group) for family in ("llama", "mistral", "qwen2", "q
          for weights, group in (("q4", 32), ("q4", 128), ("int8", 64), ("f16", 32), ("f32", 32))]
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("family", "weights", "group_size"), CASES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_config_alone_equals_the_converted_bundle(

@@ -62,6 +62,7 @@ def test_threads_and_chunks(weights: str, group_size: int, kv: str, models: Path
     compare(write_model(models, TINY, weights, group_size), kv, RUNS if full else RUNS[1:6] + RUNS[7:])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_threads_and_chunks_with_windows(kv: str, models: Path) -> None:
     compare(write_model(models, WINDOWED), kv, ((1, 1), (1, 7), (2, 64), (3, 512)))

@@ -115,7 +115,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
                           timeout=600, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.skipif(sys.platform == "win32", reason="no sh")
 @pytest.mark.parametrize("line", RUNNABLE)
 def test_a_command_runs(line: str, folder: Path) -> None:
@@ -247,6 +247,7 @@ def test_the_table_of_floors_is_the_one_that_is_enforced() -> None:
     assert said == {room: FLOORS[room] for room in there - {"__main__"}}
 
 
+@pytest.mark.slow
 def test_the_table_of_models_is_that_of_the_program() -> None:
     from tests.make_models import PAGE as MODELS
     from tests.make_models import models

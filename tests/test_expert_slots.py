@@ -101,6 +101,7 @@ def test_experts_lie_beside_each_other_wherever_weights_are(config: Any, models:
         opened.close()
 
 
+@pytest.mark.slow
 def test_every_record_beside_its_twin(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(models, LARGER)
     want = resident(path)

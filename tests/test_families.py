@@ -58,6 +58,7 @@ def test_threads_and_chunks(name: str, tmp_path: Path) -> None:
     assert all(row.tobytes() == rows[0].tobytes() for row in rows)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "olmo2"])
 def test_every_record_is_what_its_twin_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")

@@ -18,6 +18,7 @@ def test_nothing_is_lost_or_half_written(kind: str, count: int, tmp_path: Path) 
     assert KINDS[kind](tmp_path, count, 1)
 
 
+@pytest.mark.slow
 def test_each_read_of_a_checkpoint_and_a_bundle_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails (EIO) is one sentence, whichever read it is."""
     source, bundle = make_checkpoint(tmp_path / "model"), tmp_path / "bundle"

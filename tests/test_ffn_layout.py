@@ -28,7 +28,7 @@ WALKS = ((1, 64), (2, 64), (3, 64), (1, 1), (2, 3), (3, 7), (2, 100))
 """Threads and tokens of a prompt's chunks."""
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("activation", ["relu", "silu", "relu2", "gelu"])
 @pytest.mark.parametrize(("weights", "group"), [
     ("q4", 32), ("q4", 128), ("int8", 128), pytest.param("int8", 64, marks=pytest.mark.slow)])
@@ -42,6 +42,7 @@ def test_no_chunk_and_no_thread_changes_a_bit(weights: str, group: int, activati
     assert all((row == rows[0]).all() for row in rows)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("weights", "group", "shape"), [
     ("q4", 32, {}), ("int8", 128, {"intermediate_size": 333}),
     ("q4", 128, {"hidden_size": 132, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 66})])

@@ -213,7 +213,7 @@ def of_256(name: str) -> golden_cases.GoldenCase:
     return case._replace(config=config, tensors=tensors)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kinds", [
     {"attn_v": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K"}, {"attn_k": "F16", "attn_": "Q8_0", "ffn_": "Q4_0"},
 ], ids=["Q4_K_M", "floats between"])

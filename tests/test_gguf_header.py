@@ -209,6 +209,7 @@ GOOD = header(fields_of("smollm2-135m"), tensors_of("smollm2-135m"))
 GOOD_DATA = -(-(len(GOOD) - 32 * len(tensors_of("smollm2-135m")) - 64) // 32) * 32
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("command", ["run", "verify", "convert", "bench"])
 def test_a_file_without_its_data_says_what_to_do(tmp_path: Path, command: str) -> None:
     path = tmp_path / "m.gguf"

@@ -45,6 +45,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "someone/tiny:1b", "hf.co/a/b:Q8_0", "library/tiny"])
 def test_a_model_of_ollama_is_used_where_it_lies(store: Path, name: str) -> None:
     blob = store / f"blobs/sha256-{DIGEST}"
@@ -111,6 +112,7 @@ def test_a_bundle_is_made_once_and_again_when_its_file_changes(store: Path, tmp_
     assert second != first and not first.exists()
 
 
+@pytest.mark.slow
 def test_parts_behind_links_are_found_by_the_names_of_the_links(store: Path, tmp_path: Path) -> None:
     """The hub's cache has links with the parts' names to files that are called by their checksums."""
     parts = split(tmp_path / "m.gguf", tmp_path, tmp_path / "hf")

@@ -163,6 +163,7 @@ def charsmap_of(model: bytes) -> bytes:
     return model[at + 3 : at + 3 + length]
 
 
+@pytest.mark.slow
 def test_tables_of_replacements_that_lead_out_of_themselves_are_refused(tmp_path: Path) -> None:
     processor, model = small_sentencepiece(
         model_type="unigram", vocab_size=120, normalization_rule_name="nmt_nfkc", bos_id=-1, character_coverage=1.0)

@@ -148,6 +148,7 @@ def trace(path: Path, **options: Any) -> bytes:
     return bits
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weights", ["q4", "f32"])
 def test_threads_chunks_and_twins(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, MIXTURE, weights)

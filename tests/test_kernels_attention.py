@@ -236,7 +236,7 @@ def test_sliding_windows(kv: str, window: int) -> None:
         layer.attend_in_splits(isa)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("heads", [(4, 2, 10), (8, 1, 64), (3, 3, 128)])
 @pytest.mark.parametrize("kv", KV)
@@ -312,6 +312,7 @@ def test_few_tokens_have_the_bits_of_each_alone(kv: str, past: int) -> None:
         np.testing.assert_array_equal(layer.attend_in_splits(ISAS[-1]), whole[-2:-1])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("heads", [(40, 1, 6), (130, 1, 6), (24, 2, 40)])
 def test_large_groups_are_parted(heads: tuple[int, int, int]) -> None:
     """More rows of a KV head than a thread keeps queries for: of few tokens, or even of one."""

@@ -72,6 +72,7 @@ class Draws:
         return [chain._draw[0] if chain else None for chain in self.chains]
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_choose_what_the_sampler_chooses(isa: str, size: int) -> None:

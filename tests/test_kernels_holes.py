@@ -42,6 +42,7 @@ class HoledScores(Holed, Scored):
     """Such a layer whose last tokens' scores are wanted."""
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
 def test_where_nothing_lacks_the_bits_are_those_without_flags(kv: str, isa: str) -> None:

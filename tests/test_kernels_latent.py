@@ -37,7 +37,7 @@ class LatentLayer(Layer):
         return given
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv", KV)
 def test_latent_attention_agrees_with_its_twin(kv: str, size: tuple[int, int, int]) -> None:

@@ -125,6 +125,7 @@ def test_both_halves_agree_with_their_twins(dtype: str, group: int, width: int) 
             ffn.down(isa, f)
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in PAIRED])
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_activations_and_biases(dtype: str, group: int, activation: str) -> None:
@@ -156,6 +157,7 @@ def test_the_same_bits_for_any_tokens_threads_and_chunks(dtype: str, group: int,
             np.testing.assert_array_equal(ffn.outputs(isa, activation, first, tokens, 1 + tokens % 2), whole[rows])
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), WEIGHTS)
 def test_a_mask_computes_its_neurons_alone_with_the_same_bits(dtype: str, group: int, isa: str) -> None:

@@ -100,6 +100,7 @@ def test_quantize_rounds_ties_to_even_and_zeros_to_zero() -> None:
         assert not out["codes"][1].any() and not out["scales"][1].any() and not out["offsets"][1].any()
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rms_norm(width: int) -> None:
     rng = np.random.default_rng(width)

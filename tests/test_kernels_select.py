@@ -42,7 +42,7 @@ class Selected(Scored):
         return out["out"]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("past", [3, 100, 255, 256, 900, 2300])
 @pytest.mark.parametrize("kv", KV)
 def test_chosen_rows_have_the_bits_of_each_token_alone(kv: str, past: int) -> None:
@@ -64,7 +64,7 @@ def test_chosen_rows_have_the_bits_of_each_token_alone(kv: str, past: int) -> No
         np.testing.assert_array_equal(layer.select(ISAS[-1], 1, 1, instead, **by)[0], whole[n // 2])
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("heads", GROUPS)
 @pytest.mark.parametrize("kv", KV)
 def test_where_all_is_wanted_the_bits_are_those_of_attention(kv: str, heads: tuple[int, int, int]) -> None:
@@ -163,7 +163,7 @@ class HoledSelection(Holed, Selected):
         self.places[6] = self.places.pop()
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("kv", KV)
 def test_rows_that_a_layer_lacks_are_never_wanted(kv: str, pattern: str) -> None:

@@ -98,6 +98,7 @@ def test_a_path_has_the_bits_of_its_chain(kv: str, past: int) -> None:
         forest.check_paths(isa, whole, 2, in_splits=past % 2 == 0)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("past", [15, 223])
 @pytest.mark.parametrize("kv", KV)
 def test_the_largest_tree(kv: str, past: int) -> None:
@@ -112,6 +113,7 @@ def test_the_largest_tree(kv: str, past: int) -> None:
         forest.check_paths(isa, got, 3, in_splits=False)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
 def test_a_tree_without_branches_is_a_chain(kv: str, isa: str) -> None:

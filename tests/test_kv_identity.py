@@ -137,6 +137,7 @@ def test_a_request_with_a_fifo_is_refused_at_once(tmp_path: Path, at_once: None)
         assert llm.generate("Once", max_tokens=1)  # the turn was given back
 
 
+@pytest.mark.slow
 def test_what_leaves_prompts_as_they_are_shares_their_caches(tmp_path: Path) -> None:
     """Neurons are left out of decoded tokens only, so a prompt is that of the exact model, however it runs."""
     path, full = made(tmp_path / "m"), tmp_path / "cache"

@@ -40,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("config", "weights", "kv"), [
     (MODEL, "q4", "int8"), (PLAIN, "q4", "int8"), (MODEL, "q4", "f16"), (PLAIN, "f32", "f32"),
 ])
@@ -50,6 +51,7 @@ def test_threads_and_chunks(config: ModelConfig, weights: str, kv: str, models: 
         assert trace(path, threads=threads, prefill_chunk=chunk, kv=kv) == whole
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("config", "weights", "kv"), [(MODEL, "q4", "int8"), (PLAIN, "f32", "f32")])
 def test_every_record_beside_its_twin(config: ModelConfig, weights: str, kv: str, models: Path,
                                       monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def random_codes(shape: tuple[int, ...], dtype: str, group: int) -> tuple[np.nda
     return codes, scales
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", ["q4", "int8"])

@@ -180,6 +180,7 @@ def ticking(spend: Callable[..., None], asked: list[int], end: Callable[[], None
     return step
 
 
+@pytest.mark.slow
 def test_cancel_from_inside_the_loop(slow: LLM) -> None:
     stream = slow.stream([7, 8, 9], max_tokens=CTX, ignore_eos=True)
     for n, _piece in enumerate(stream):

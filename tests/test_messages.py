@@ -24,6 +24,7 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "probe_machine", None, raising=False)
 
 
+@pytest.mark.slow(keep=24)
 @pytest.mark.parametrize("value", [LONG, WORDS])
 @pytest.mark.parametrize("arguments", [
     ("plan", "VALUE"), ("run", "VALUE", "x"), ("convert", "VALUE", "there"), ("info", "VALUE"), ("verify", "VALUE"),

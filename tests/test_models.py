@@ -62,6 +62,7 @@ def test_a_checkpoint_is_converted_once(tmp_path: Path, cache: Path) -> None:
     assert not told
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_changed_is_converted_again_and_replaces_the_older_one(tmp_path: Path, cache: Path) -> None:
     source = make_checkpoint(tmp_path / "tiny")
     first = resolve(source)

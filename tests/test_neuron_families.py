@@ -64,6 +64,7 @@ def test_transformers_logits_by_neuron(name: str, tmp_path: Path) -> None:
     assert 0 < tiles < 0.05 * float(np.abs(case.logits).max()) and neurons < NO_WORSE * tiles
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weights", ["q4", "int8"])
 def test_an_opt_has_the_same_bits_dense_and_exact(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +111,7 @@ def test_masks_of_an_opt_agree_with_the_twins(placed: Path, monkeypatch: pytest.
         assert "neuron_mask_signs" in opened.program.kernels
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["tile16", "neuron"])
 @pytest.mark.parametrize(("config", "kind"), [(SMALL, "sign"), (BIASED, "lowrank"), (BEHIND, "sign")],
                          ids=["opt", "llama", "opt-350m"])

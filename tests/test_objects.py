@@ -382,6 +382,7 @@ def link_into_an_open_directory(directory: Path) -> str:
     return f"{open_one} can be written by others"
 
 
+@pytest.mark.slow(keep=3)
 @posix
 @pytest.mark.parametrize("spoil", [
     open_set, open_directory_above, pytest.param(given_directory, marks=as_root),

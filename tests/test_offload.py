@@ -122,7 +122,7 @@ def test_plans_keep_to_their_budgets_and_hold_more_the_more_there_is(q4: Path) -
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_budget_changes_a_bit(q4: Path, threads: int) -> None:
     want = resident(q4, threads=threads)
@@ -135,6 +135,7 @@ def test_no_budget_changes_a_bit(q4: Path, threads: int) -> None:
             assert (hot == HOT or misses > 0) and (more == 0 or hot == COLD or hits > 0)
 
 
+@pytest.mark.slow(keep=1)
 def test_wide_neurons_and_other_types(other: Path) -> None:
     want = resident(other, threads=2)
     with Bundle.open(other) as bundle:

@@ -47,7 +47,7 @@ def sampler_of(settings: dict[str, Any], seen: list[int], seed: int = 3) -> Samp
     return sampler
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("settings", ENOUGH, ids=str)
 def test_the_token_is_that_of_the_whole_row(settings: dict[str, Any]) -> None:
     """Rows with few different values, so that many are equal; with ties at the cut the whole row is asked for."""
@@ -137,7 +137,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"seed": 3, "speculate": "lookup"}, {"temperature": 0, "speculate": "lookup", "n": 2})
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", REQUESTS, ids=str)
 def test_texts_with_and_without(options: dict[str, Any], llm: LLM, fetched: list[int],
                                 monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
         yield ours, theirs
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", [
     {"temperature": 0}, {"seed": 7, "n": 3}, {"seed": 1, "temperature": 1.3, "top_k": 0, "top_p": 0.8},
     {"beams": 4, "n": 2, "length_penalty": 0.7}, {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 3},

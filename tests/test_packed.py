@@ -122,7 +122,7 @@ def test_a_scale_and_a_minimum_for_64_and_128_columns(tmp_path: Path) -> None:
             assert np.isfinite(logits_of(opened, PROMPT)).all()
 
 
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("form", [*EXACT, *WITH_ZEROS, *ROUNDED])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, form: str) -> None:
     tensors = make_packed(tmp_path / "hf", form)
@@ -388,6 +388,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow(keep=18)
 @pytest.mark.parametrize(("config", "said"), CONFIGS)
 def test_packings_that_are_not_read(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     make_packed(tmp_path / "hf", "gptq")
@@ -446,6 +447,7 @@ PARTS: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.filterwarnings("error")  # a sentence alone, without NumPy's warning above it
 @pytest.mark.parametrize(("form", "change", "said"), PARTS)
 def test_parts_that_do_not_fit(tmp_path: Path, form: str, change: Any, said: str) -> None:

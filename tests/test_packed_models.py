@@ -153,6 +153,7 @@ def test_the_text_of_models_that_see(tmp_path: Path, prefix: str, form: str) -> 
     assert describe(tmp_path / "sees").weight_bytes == describe(tmp_path / "two").weight_bytes
 
 
+@pytest.mark.slow
 def test_a_group_size_alone_is_refused_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CACHE", str(tmp_path / "cache"))
     make_packed(tmp_path / "hf", "gptq")

@@ -77,7 +77,7 @@ def test_streaming_is_not_planned_where_all_weights_fit(monkeypatch: pytest.Monk
     assert len(planned) == 1
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("weights", ["f32", "f16", "int8", "q4"])
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 @pytest.mark.parametrize("ctx", [16, 48, 250, 1000, 4096, 65536, 100_000])

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_where_all_tokens_go_on_the_bits_are_those_of_the_plain_prompt(model: Path, kv: str) -> None:
     ids = tokens(540)
@@ -37,6 +37,7 @@ def test_where_all_tokens_go_on_the_bits_are_those_of_the_plain_prompt(model: Pa
     assert run(model, ids[:120], kv=kv, prefill_chunk=1, lazy=ALL) == run(model, ids[:120], kv=kv)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_a_pruned_prompt_has_the_same_bits_for_any_threads_and_chunk(model: Path, kv: str) -> None:
     ids = tokens(540)
@@ -46,6 +47,7 @@ def test_a_pruned_prompt_has_the_same_bits_for_any_threads_and_chunk(model: Path
         assert run(model, ids, kv=kv, prefill_chunk=chunk, threads=threads, lazy=HALF) == first
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("config", "layout"), [
     (MODEL, "neuron"), (replace(WINDOWED, num_hidden_layers=5, windows=(0, 300, 40, 0, 40)), "tile16"),
     (replace(MODEL, model_type="qwen3", hidden_act="relu2", tie_word_embeddings=True), "tile16"),

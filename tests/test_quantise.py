@@ -43,6 +43,7 @@ def test_never_worse_than_max_based(dtype: str, group: int, shape: tuple[int, in
     assert errors.squared_error <= errors.squared_error_max_based
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["q4", "int8"])
 def test_no_group_is_worse_than_max_based(dtype: str) -> None:
     weights = np.random.default_rng(4).standard_normal((500, 32)).astype(np.float32)

@@ -60,7 +60,7 @@ def test_every_weight_type(weights: str, group_size: int, models: Path, monkeypa
     both_ways(write_model(models, TINY, weights, group_size), monkeypatch, 20, "int8")
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("config", "kv"),
     [(TINY, "int8"), (TINY, "f16"), (TINY, "f32"), (WINDOWED, "int8"), (NORMED, "f16"), (BIASED, "f32")],

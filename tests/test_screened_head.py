@@ -144,6 +144,7 @@ def test_every_kernel_agrees_with_its_twin(path: Path, monkeypatch: pytest.Monke
         assert decoded(opened, ids).shape[0] == 6
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("options", [
     {"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 0.8, "seed": 5, "logprobs": 3},

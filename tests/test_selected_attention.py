@@ -59,6 +59,7 @@ def divergence(exact: np.ndarray, rows: np.ndarray) -> float:
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 def test_where_everything_is_wanted_nothing_changes(tmp_path: Path, kv: str) -> None:
     """A share of 0 and a number no less than the context have the bits of attention, whatever stands for the rest."""

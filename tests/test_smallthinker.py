@@ -116,6 +116,7 @@ def test_a_gguf_file_has_the_same_logits(changes: dict[str, Any], way: int, tmp_
     assert difference(logits_of(tmp_path / "bundle"), forward(c, made, IDS)) < 1e-5
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weights", ["q4", "f16"])
 def test_threads_chunks_and_twins(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(TINY, model_type="smallthinker", hidden_act="relu", windows=(0, 40), ropes=(0, 1),

@@ -82,6 +82,7 @@ def test_the_report_says_what_it_costs_and_the_gate_knows(sparse: tuple[Path, di
         assert objection([known], known.setting, bundle, known.kld_mean / 2)
 
 
+@pytest.mark.slow
 def test_by_neuron_no_weight_is_rounded_again(bundles: Path, tmp_path: Path) -> None:
     for kind in ("sign", "threshold"):
         with Bundle.open(bundles / "neuron") as source:

@@ -224,6 +224,7 @@ def naive(text: list[int]) -> tuple[int, list[int]]:
     return 0, []
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("vocabulary", [2, 5, 40])
 def test_lookup_finds_the_latest_place(vocabulary: int) -> None:
     rng = random.Random(vocabulary)
@@ -366,7 +367,7 @@ def test_reading_a_prompt_is_no_part_of_what_guesses_cost(monkeypatch: pytest.Mo
     assert report.gain and report.gain < 3  # but the text was as much later
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize(("right", "python"), [(0.0, 0.5), (0.3, 0.5), (0.6, 1.0), (0.5, 3.0), (0.95, 3.0)])
@@ -462,7 +463,7 @@ DRAWS = int(os.environ.get("EDGEINFER_DRAWS", "800"))
 """Per setting; CI has no time for 100,000."""
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"logit_bias": {3: 1.0, 5: -2.0}},
     {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.05}])

@@ -159,7 +159,7 @@ def real(file: int, to: int, length: int, offset: int) -> int:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=6)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("layers", [3, 4, 7])
 def test_streaming_changes_no_bit(model: Path, layers: int, threads: int) -> None:

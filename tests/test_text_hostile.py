@@ -118,6 +118,7 @@ def test_rendering_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
         chat.render(HI, stopped=asked.is_set)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("body", ["{% set x = ('ab' * 999) | title | sort | join %}", "{{ [1] * 9999 == [1] * 9999 }}"])
 def test_ctrl_c_ends_rendering_at_once(body: str) -> None:
     text = LOOP.replace("BODY", body)

@@ -95,6 +95,7 @@ def test_texts_without_spaces_are_cut(kind: str, tmp_path: Path, monkeypatch: py
     assert len(parts) > 30 and [token for part in parts for token in part] == whole
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("unit", ["a", "word and ", "日本", "\n", " ", "\u0301e", "</s>", "🎉 x", "1", "aB."])
 def test_long_prompts_are_refused_before_they_are_tokenised(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("demo", ctx=64, threads=1) as llm:

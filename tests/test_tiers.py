@@ -59,6 +59,11 @@ def test_the_end_of_a_run_says_what_was_left_out() -> None:
 def test_the_record_of_kernels_knows_files_of_tests() -> None:
     known = set(objects.KernelSet(choose()).names)
     assert {"norm_f32", "norm_q8"} <= set(tested.wanted({"test_kernels_norms.py"})) <= known
-    assert tested.wanted({"test_sizes.py"}) == [] and len(tested.wanted(None)) > 100
+    assert tested.wanted({"test_sizes.py"}) == [] and len(tested.wanted(None)) > 60
     record = json.loads(tested.RECORD.read_text(encoding="utf-8"))
     assert all(not file or file.startswith("test_") for file in record)
+
+
+def test_no_test_of_the_tier_wants_a_kernel_that_the_tier_leaves_out() -> None:
+    assert [name for name in tested.wanted(None) if not tested.in_tier(name)] == []
+    assert not tested.in_tier("linear_iq4_g32") and tested.in_tier("linear_q4_g32") and tested.in_tier("quantize")

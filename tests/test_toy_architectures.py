@@ -145,6 +145,7 @@ def test_a_fused_checkpoint_gives_the_bundle_of_a_plain_one(tmp_path: Path, weig
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model_type", ["toy_fused", "toy_stacked"])
 def test_blocks_do_not_show_and_bound_what_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str

@@ -22,7 +22,7 @@ NOTES = [(name, field, float(figure)) for name, profile in profiles().items() fo
 """Figures of the notes: what other programs draw, the ends of a range, the memory of other versions."""
 
 
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", sorted(profiles()))
 def test_every_figure_says_whose_it_is(name: str) -> None:
     out = edgeinfer("estimate", "llama-2-7b", "--device", name, "--json").json

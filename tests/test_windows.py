@@ -132,6 +132,7 @@ class _Pair:
         self.one = self.opened.load(file)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_operations_has_the_same_bits(path: Path, tmp_path: Path, seed: int) -> None:
     """Four sequences in a pool for three, so that what need not be kept is asked back."""
@@ -202,6 +203,7 @@ def interrupted(line: int, run: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("what", ["walk", "fork", "cut", "release"])
 def test_an_interruption_never_frees_what_a_table_names(path: Path, what: str) -> None:
     """At every line: what follows has the right bits, and in the end no block is missing."""

@@ -32,7 +32,7 @@ from .objects import KernelSet, cache_directory, compiler_versions, package_dire
 TICK_SECONDS = 0.5
 COMPILER_BYTES = 230_000_000
 """Most memory of a compiling process (measured: 227 MB, numba 0.68 on x86-64); they have ended when a model runs."""
-_LONGEST = ("attention", "linear", "gated", "neuron_gated", "neuron_down")
+_LONGEST = ("attention", "screen", "linear", "experts", "gated", "neuron_gated", "neuron_down")
 """Families whose kernels take long to compile: they come first, so that no process is left with one at the end."""
 
 
