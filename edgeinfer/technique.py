@@ -255,7 +255,8 @@ def said(command: str, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for one in techniques():
         for where, name, _ in one.fields:
             if one.label and where == command and (found := report.get(name)):
-                yield one.label, "; ".join(found[key] for key in ("said", "assumed") if key in found)
+                words = [found[key] for key in ("said", "assumed") if found.get(key)]
+                yield from [(one.label, "; ".join(words))] if words else []
 
 
 def with_techniques(traffic: Any, model: Any, recipe: Recipe) -> Any:

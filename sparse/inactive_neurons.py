@@ -98,6 +98,7 @@ TECHNIQUE = Technique(
     rewrite=rewrite,
     traffic=traffic,
     report=report,
+    label="neurons",
     fields=(
         ("run", "sparse", "of FFNs stored by neuron: `mode`, `layers`, `basis`, `said`, as in `info`; else null"),
         ("info", "predictor", "of live neurons: `kind`, `rank`, `bytes`, or null"),

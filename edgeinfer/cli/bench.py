@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from .. import technique
 from ..checks import NATS, checked
 from ..config import CPU, GROUP_SIZES, MAX_KLD, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..sizes import parse_size
-from ..technique import configured
 from .bench_report import bench_object, print_report
 from .bench_run import find_bundle, first_token, run_tests, speculated
 from .decision import FIELD
@@ -70,6 +70,7 @@ JSON_FIELDS = {
         "pay, null where none does; with --accept `stated`: `accept`, `plain_t_per_s`, `t_per_s`, `gain`, `predicted`, "
         "`tokens_per_walk`",
         "profile": "with --profile: per test `test`, `ms`, `operations`, `records`",
+        **technique.fields("bench"),
     },
 }
 """Fields of the JSON object, by command."""
@@ -152,7 +153,7 @@ def bench(
     limit, bound = None if budget is None else parse_size(budget), checked("max_kld", max_kld, NATS)
     provider = opening.provider(device)
     check_device(device, profile, speculate)
-    config = configured(RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
+    config = technique.configured(RuntimeConfig(kv=kv, threads=threads, budget_bytes=limit, prefill_chunk=prefill_chunk,
                                       recipe=Recipe.parse(recipe), kv_layout=kv_layout), techniques)
     with ProgressLine() as progress:
         path = find_bundle(model, shape, weights, group_size, progress, limit)
@@ -168,7 +169,8 @@ def bench(
                                                max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"] + report["expert_bytes"]
     predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
-    out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured)}
+    out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured),
+           **technique.reports(technique.Reported("bench", config))}
     if json:
         print_json(out)
     else:

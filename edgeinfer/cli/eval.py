@@ -15,7 +15,7 @@ from ..config import AUTO, CPU, DEVICES, KV_TYPES, Recipe, RuntimeConfig
 from ..errors import UsageError
 from ..process import peak_rss_bytes
 from ..sizes import parse_size
-from ..technique import Settings, Technique, configured, each, in_use
+from ..technique import Reported, Settings, Technique, configured, each, fields, in_use, reports
 from ..technique import techniques as all_techniques
 from .options import (
     DEFAULT_RECIPE,
@@ -59,6 +59,7 @@ JSON_FIELDS = {
         "text_changed": "what was changed in reading the text, such as line ends; null for nothing",
         "planned_bytes": "the memory plan's total, both models together",
         "peak_rss_bytes": "as for run",
+        **fields("eval"),
     },
 }
 """Fields of the JSON object, by command."""
@@ -183,7 +184,8 @@ def evaluate(
                                stream=stream, isa=session.isa)
             remember(session.bundle, made)
     report = {**report_object(result, planned), "setting": None if setting is None else dict(setting.values),
-              "protocol": protocol, "text_changed": source.changed or None}
+              "protocol": protocol, "text_changed": source.changed or None,
+              **reports(Reported("eval", own))}
     if source.changed:
         say(f"{text.name}: {source.changed}.")
     if json:

@@ -190,7 +190,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
                     f"FFN {report['ffn_layout']}"),
         *_part_rows(report),
         *([("run", report["decision"]["said"])] if report["decision"] else []),
-        *([("neurons", report["sparse"]["said"])] if report["sparse"] and report["sparse"]["said"] else []),
+        *technique.said("info", report),
         ("files", ", ".join(f"{file['name']} ({format_size(file['bytes'])})" for file in report["files"]) or "none"),
     ]
 

@@ -49,8 +49,6 @@ JSON_FIELDS = {
         "whether nobody asked for it; else null",
         "decision": decision.FIELD,
         **technique.fields("run"),
-        "lazy": "with --lazy: `schedule` of the pruning, `tokens` of the prompt in each stage of layers, `share` of "
-        "tokens times layers that was computed, `said`; else null",
         "speculation": "unless --speculate off: `drafter`, `state` (on; off, where it was measured to be slower; idle, "
         "where there was nothing to guess), `walks` that checked guesses, `drafted`, `accepted`, "
         "`accepted_per_position`, `tokens_per_walk`, and `gain`: speed over that without guesses; the last two null "
