@@ -36,9 +36,10 @@ from edgeinfer.bundle import Bundle  # noqa: E402
 from edgeinfer.config import RuntimeConfig  # noqa: E402
 from edgeinfer.converters.random_experts import rates_of  # noqa: E402
 from edgeinfer.memory_planner import READERS, MemoryPlan  # noqa: E402
-from edgeinfer.offload import FromFlash, expected, placer  # noqa: E402
+from edgeinfer.offload import FromFlash, expected  # noqa: E402
 from edgeinfer.runtime import allocate, plan_run  # noqa: E402
 from edgeinfer.sizes import parse_size, round_up  # noqa: E402
+from edgeinfer.technique import placer  # noqa: E402
 
 SECONDS = 1.0
 OURS, IN_MEMORY, PEER = "edgeinfer, experts when wanted", "edgeinfer, all in memory", "llama.cpp with mmap"
@@ -94,7 +95,8 @@ def measure(side: Side, tokens: int, prompt: int, seed: int) -> tuple[float, flo
 def reading(path: Path, limit: int, threads: int, half: float) -> tuple[MemoryPlan, FromFlash]:
     """The plan, and what tokens read that go through experts as the bundle's routers say."""
     with Bundle.open(path) as bundle:
-        plan = plan_run(bundle, RuntimeConfig(ctx=CTX, threads=threads, budget_bytes=limit), placer(bundle)).plan
+        config = RuntimeConfig(ctx=CTX, threads=threads, budget_bytes=limit)
+        plan = plan_run(bundle, config, placer(bundle.config, bundle)).plan
     assert plan.experts
     own = plan.experts
     return plan, expected(own, rates_of(own.experts, own.active, half).tolist() * len(own.layers))

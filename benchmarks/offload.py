@@ -29,11 +29,11 @@ from edgeinfer.describe import describe
 from edgeinfer.devices import estimate, local_profile
 from edgeinfer.errors import BudgetError
 from edgeinfer.memory_planner import READ_BYTES, MemoryPlan
-from edgeinfer.offload import placer, predict
+from edgeinfer.offload import predict
 from edgeinfer.runtime import Session
 from edgeinfer.runtime.slots import READERS as SCATTERED_READERS
 from edgeinfer.runtime.stream import READERS
-from edgeinfer.technique import recipe_with
+from edgeinfer.technique import placer, recipe_with
 
 CTX, PROMPT, WARM_UP = 512, 32, 8
 
@@ -150,7 +150,8 @@ def row(asked: argparse.Namespace, bundle: Bundle, budget: int, whole: Machine) 
 
     for mode in asked.modes.split(","):
         try:
-            session = Session(Bundle.open(asked.bundle), config(asked.threads, budget, mode), place=placer(bundle))
+            session = Session(Bundle.open(asked.bundle), config(asked.threads, budget, mode),
+                              place=placer(bundle.config, bundle))
         except BudgetError:
             yield f"{mode}: does not fit"
             continue

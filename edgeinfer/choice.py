@@ -21,7 +21,7 @@ from .files import open_plain, replacement
 from .json_text import parse_json
 from .quality import MAX_KLD, Judged, Setting, judge, measured_identity
 from .sizes import format_size
-from .technique import technique
+from .technique import placer, technique
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -172,22 +172,18 @@ def _way(bundle: Bundle, config: RuntimeConfig, profile: DeviceProfile, beside: 
     from .describe import describe
     from .devices import estimate
     from .memory_planner import RESIDENT
-    from .offload import from_flash, placer, predict, statistics_of
     from .runtime import plan_run
 
-    planned = plan_run(bundle, config, placer(bundle), beside)
+    planned = plan_run(bundle, config, placer(bundle.config, bundle), beside)
     plan, reads = planned.plan, profile.storage_random
     traffic = replace(describe(bundle.path, recipe=planned.recipe).traffic(config.kv),
                       streamed_bytes=plan.streamed_bytes)
     name = SPARSE if plan.mode == RESIDENT and not Setting.of_run(config).exact else plan.mode
     waiting, read_bytes = 0.0, float(plan.streamed_bytes)
-    if plan.cold and reads:
-        cost = predict(plan.cold, statistics_of(bundle, plan.cold), 0.0, lambda nbytes: reads.at(max(1, round(nbytes))))
-        waiting, read_bytes = cost.seconds, cost.flash_bytes
-    if plan.experts and profile.storage_sequential_gbs:
-        found = from_flash(plan.experts)
-        read_bytes = found.nbytes
-        waiting = read_bytes / (reads.at(round(found.read_bytes)) if reads else profile.storage_sequential_gbs) / 1e9
+    one = technique(plan.technique)
+    if one and (found := one.reads(plan, bundle, profile)) and found[0]:
+        read_bytes, chunk = found
+        waiting = read_bytes / (reads.at(max(1, round(chunk))) if reads else profile.storage_sequential_gbs or 1) / 1e9
 
     def at_depth(depth: int) -> float:
         return 1 / (1 / estimate(profile, traffic, depth).decode_tok_per_s + waiting)

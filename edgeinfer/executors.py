@@ -5,12 +5,14 @@ None of them decides anything of its own, so that they give one answer.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from .config import AUTO, CUDA, Recipe, RuntimeConfig
 from .errors import BudgetError, UnsupportedModelError, UsageError
 from .process import say
+from .technique import placer, technique
 
 if TYPE_CHECKING:
     from .backends import DevicePlanner, Provider
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from .describe import ModelDescription
     from .devices import DeviceProfile, Traffic
     from .graph import Graph
-    from .memory_planner import MemoryPlan, Place, Planner
+    from .memory_planner import MemoryPlan, Planner
 
 
 class Executor(NamedTuple):
@@ -143,14 +145,13 @@ def fitted(model: ModelDescription, planner: Planner, config: RuntimeConfig,
         if device and device.own_memory:
             return Fitted(_on_card(model, planner, config))
         if model.bundle is None:
-            return Fitted(fit(planner, config, model.rebuild, _experts_kept(model))[0])
-        from .offload import placer
+            return Fitted(fit(planner, config, model.rebuild, placer(model.config))[0])
         from .runtime import plan_run
 
         with Bundle.open(model.bundle) as bundle:
             if device is None and (config.ctx or 0) <= model.config.max_position_embeddings:  # else run refuses
-                return Fitted(plan_run(bundle, config, placer(bundle), planner.beside).plan)
-            return Fitted(fit(planner, config, model.rebuild, placer(bundle))[0])
+                return Fitted(plan_run(bundle, config, placer(bundle.config, bundle), planner.beside).plan)
+            return Fitted(fit(planner, config, model.rebuild, placer(bundle.config, bundle))[0])
     except BudgetError as error:
         plan: MemoryPlan = error.plan  # type: ignore[assignment]
         return Fitted(plan, error)
@@ -168,11 +169,9 @@ def placed(model: ModelDescription, planner: Planner, config: RuntimeConfig,
         plan = planner.plan(to_request(config))
         return plan if plan.total_bytes <= budget else None
     if model.bundle is None:
-        return fitting(planner, config, budget, _experts_kept(model))
-    from .offload import placer
-
+        return fitting(planner, config, budget, placer(model.config))
     with Bundle.open(model.bundle) as bundle:
-        return fitting(planner, config, budget, placer(bundle))
+        return fitting(planner, config, budget, placer(bundle.config, bundle))
 
 
 def stored_traffic(model: ModelDescription, plan: MemoryPlan, profile: DeviceProfile, kv: str) -> Traffic | None:
@@ -183,20 +182,13 @@ def stored_traffic(model: ModelDescription, plan: MemoryPlan, profile: DevicePro
     traffic = model.traffic(kv)
     if plan.parts:
         return replace(traffic, streamed_bytes=plan.streamed_bytes) if profile.storage_sequential_gbs else None
-    if plan.experts:
-        from .offload import from_flash
+    if not (one := technique(plan.technique)):
+        return traffic
+    from .bundle import Bundle
 
-        found = from_flash(plan.experts)
-        return replace(traffic, flash_bytes=found.nbytes, flash_chunk_bytes=found.read_bytes if profile.storage_random
-                       else 0) if profile.storage_sequential_gbs else None
-    if plan.cold and model.bundle:
-        from .bundle import Bundle
-        from .offload import cold_reads
-
-        with Bundle.open(model.bundle) as bundle:
-            return replace(traffic, flash_bytes=cold_reads(bundle, plan.cold), flash_chunk_bytes=plan.cold.cluster_bytes
-                           ) if profile.storage_random else None
-    return traffic
+    with Bundle.open(model.bundle) if model.bundle else nullcontext() as bundle:
+        found = one.reads(plan, bundle, profile)
+    return None if found is None else replace(traffic, flash_bytes=found[0], flash_chunk_bytes=found[1])
 
 
 def _on_card(model: ModelDescription, planner: Planner, config: RuntimeConfig) -> MemoryPlan:
@@ -208,12 +200,3 @@ def _on_card(model: ModelDescription, planner: Planner, config: RuntimeConfig) -
         return plan
     options = list(alternatives(planner, config, budget, model.rebuild))
     raise BudgetError(refusal(plan, budget, options), plan, budget, tuple(options))
-
-
-def _experts_kept(model: ModelDescription) -> Place | None:
-    """What finds slots for the experts of a model that is no bundle yet."""
-    if not model.config.experts:
-        return None
-    from .offload import keep_experts
-
-    return keep_experts

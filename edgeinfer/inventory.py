@@ -27,6 +27,7 @@ from .memory_planner import (
 from .models import DEMO, demo_path
 from .progress import Progress
 from .sizes import format_size
+from .technique import placer
 
 if TYPE_CHECKING:
     from .converters import Found, PassedOver
@@ -158,20 +159,17 @@ class _Judge:
 
     def _planned(self, model: ModelConfig, graph: Graph, weight_bytes: int, place: Place | None = None) -> MemoryPlan:
         """Return the plan of a run with default settings, with weights read from storage where it only fits so."""
-        from .offload import keep_experts
-
         config = RuntimeConfig(default_ctx(model), threads=self.threads, draft_tokens=DEFAULT_DRAFT_TOKENS)
-        planner, place = Planner(graph, weight_bytes), place or (keep_experts if model.experts else None)
+        planner, place = Planner(graph, weight_bytes), place or placer(model)
         return fitting(planner, config, self.budget, place) or planner.plan(to_request(config))
 
     def _bundle(self, found: Found) -> LocalModel:
         from .graph import build_graph, expected_types
-        from .offload import placer
 
         with Bundle.open(found.path, compare=False) as bundle:
             graph = build_graph(bundle.config, expected_types(bundle.types))
             bundle.check_graph(graph)
-            planned = self._planned(bundle.config, graph, bundle.weights_bytes, placer(bundle))
+            planned = self._planned(bundle.config, graph, bundle.weights_bytes, placer(bundle.config, bundle))
             return self._judged(found, planned, bundle.quantisation.weights, source=bundle.header.source)
 
     def _gguf(self, found: Found) -> LocalModel:

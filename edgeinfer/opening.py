@@ -70,11 +70,11 @@ def taken(device: str, provider: Provider | None, path: Path, config: RuntimeCon
 
 def session(bundle: Bundle, config: RuntimeConfig, progress: Progress | None, beside: Beside | None) -> Session:
     """Open a model for our own kernels."""
-    from .offload import placer
     from .runtime import Session
+    from .technique import placer
 
     return Session(bundle, config, progress=progress and partial(progress, "compile"),
-                   loading=progress and partial(progress, "load"), place=placer(bundle), beside=beside)
+                   loading=progress and partial(progress, "load"), place=placer(bundle.config, bundle), beside=beside)
 
 
 def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig, guesser: Draft | Lighter | None,

@@ -22,6 +22,8 @@ MODULES = (
     "edgeinfer.sparse.head_screening",
     "edgeinfer.techniques.topn_attention",
     "edgeinfer.techniques.prompt_pruning",
+    "edgeinfer.offload.kept_experts",
+    "edgeinfer.offload.cold_neurons",
 )
 """Modules with a `TECHNIQUE` each, in the order in which options are listed; imported when somebody asks."""
 COMMANDS = ("run", "plan", "estimate", "bench", "eval", "info")
@@ -136,6 +138,17 @@ class Technique:
     """``regions(graph, request, settings)`` yields the regions of memory that it takes."""
     traffic: Callable[[Any, Any, Any], Any] = lambda traffic, model, settings: traffic
     """``traffic(traffic, model, settings)`` returns what the estimator is to read of a described model."""
+    place: Callable[[Any, Any], Any] = lambda model, bundle: None
+    """``place(model, bundle)`` returns what finds a plan (`memory_planner.Place`) where not all weights of a model fit,
+    whose mode is then the technique's name; None where it has nothing to read when it is wanted. The bundle is None
+    for a model that is none yet."""
+    reads: Callable[[Any, Any, Any], tuple[float, float] | None] = lambda plan, bundle, profile: None
+    """``reads(plan, bundle, profile)`` returns the bytes that a token reads from storage with such a plan, and those of
+    one read; None where the profile does not say enough."""
+    notice: Callable[[Any], str] = lambda plan: ""
+    """Says what such a plan keeps in memory, and what is read."""
+    cost: Callable[[Any, int, int, int], dict[str, Any]] = lambda plan, tokens, hits, misses: {}
+    """``cost(plan, tokens, hits, misses)`` returns what tokens have read, as reports have it."""
     attach: Callable[[Any, Any], None] = lambda session, settings: None
     """``attach(session, settings)`` adds its prefill strategy, reader or drafter to an open session."""
     report: Callable[[Reported], Mapping[str, Any]] = lambda run: {}
@@ -170,7 +183,7 @@ def techniques() -> tuple[Technique, ...]:
 
 def technique(name: str) -> Technique | None:
     """Return the technique of a name, which the module of a pass may stand before; None for other passes."""
-    if name in _USUAL:  # most runs have no other passes and import nothing for them
+    if not name or name in _USUAL:  # most runs have no other passes and import nothing for them
         return None
     return next((one for one in techniques() if one.name == name.rpartition(".")[2]), None)
 
@@ -257,6 +270,12 @@ def said(command: str, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if one.label and where == command and (found := report.get(name)):
                 words = [found[key] for key in ("said", "assumed") if found.get(key)]
                 yield from [(one.label, "; ".join(words))] if words else []
+
+
+def placer(model: Any, bundle: Any = None) -> Any:
+    """Return what finds a plan (`memory_planner.Place`) where not all weights of a model fit; None where nothing does,
+    and layers are streamed."""
+    return next((found for one in techniques() if (found := one.place(model, bundle))), None)
 
 
 def with_techniques(traffic: Any, model: Any, recipe: Recipe) -> Any:

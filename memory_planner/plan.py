@@ -137,6 +137,11 @@ class MemoryPlan:
         return STREAMED if self.parts else FLASH if self.cold else EXPERTS if self.experts else RESIDENT
 
     @property
+    def technique(self) -> str:
+        """Name of the technique that reads weights when they are wanted; empty where none does."""
+        return self.mode if self.cold or self.experts else ""
+
+    @property
     def streamed_bytes(self) -> int:
         """Weights that each walk reads from storage."""
         return sum(self.places[name].nbytes for part in self.parts for name in part)

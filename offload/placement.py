@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +18,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.dataclass import dataclass
 from edgeinfer.graph import NeuronGated
-from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Place, Planner, Request, in_memory, masked
+from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request, in_memory, masked
 
-from .experts import keep_experts
 from .prediction import Floats
 
 TOKENS_KEPT = 2
@@ -111,19 +109,11 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     return best
 
 
-def placer(bundle: Bundle) -> Place | None:
-    """Return what finds hot and cold neurons for a bundle, or slots for its experts; None where it has neither.
+def place_neurons(bundle: Bundle, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
+    """Plan with hot neurons in memory and cold ones in storage, by a bundle's statistics; see `hot_and_cold`.
 
-    It is for `Session`, and finds no neurons for graphs without masks in every FFN by neuron: dense and exact runs
-    compute the gates of all neurons, so streaming reads no more than they need.
+    There is no such plan for graphs without masks in every FFN by neuron: dense and exact runs compute the gates of all
+    neurons, so streaming reads no more than they need.
     """
-    if bundle.config.experts:
-        return keep_experts
-    if not any(entry.part == "cold" for entry in bundle.header.files):
-        return None
-    return partial(_place, bundle)
-
-
-def _place(bundle: Bundle, planner: Planner, request: Request, budget: int) -> MemoryPlan | None:
     every = all(op.mask is not None for op in planner.graph.ops if isinstance(op, NeuronGated))
     return hot_and_cold(read_statistics(bundle), planner, request, budget) if every else None

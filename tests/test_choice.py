@@ -15,10 +15,9 @@ from edgeinfer.config import Recipe, RuntimeConfig
 from edgeinfer.describe import describe
 from edgeinfer.devices import MASKED_SHARE, Curve, estimate, load_profile
 from edgeinfer.errors import BudgetError
-from edgeinfer.offload import placer
 from edgeinfer.quality import Measurement, Setting, measured_identity, of_run, remember
 from edgeinfer.runtime import plan_run
-from edgeinfer.technique import recipe_with
+from edgeinfer.technique import placer, recipe_with
 from tests.command_line import edgeinfer
 from tests.offloaded import CONFIG, made
 
@@ -50,7 +49,7 @@ def measure(bundle: Bundle, kld: float = 0.001, n_tokens: int = 100, text: str =
 
 
 def needed(bundle: Bundle, config: RuntimeConfig = PREDICT) -> int:
-    return plan_run(bundle, config, placer(bundle)).plan.total_bytes
+    return plan_run(bundle, config, placer(bundle.config, bundle)).plan.total_bytes
 
 
 def test_only_what_was_measured_is_used_by_itself(bundle: Bundle) -> None:

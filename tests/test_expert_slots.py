@@ -17,8 +17,9 @@ from edgeinfer.cli.streaming import Usage, line
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.graph import ExpertsConfig, read_config
 from edgeinfer.memory_planner import MemoryPlan, Planner, Request, in_memory
-from edgeinfer.offload import ALIKE, SKEWED, from_flash, keep_experts, placer
+from edgeinfer.offload import ALIKE, SKEWED, from_flash, keep_experts
 from edgeinfer.runtime import Session, plan_run
+from edgeinfer.technique import placer
 from tests import golden_cases
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens, write_model
@@ -157,7 +158,7 @@ def test_a_plan_keeps_what_the_budget_allows(tmp_path: Path) -> None:
         full = plan_run(bundle, replace(config, budget_bytes=1 << 40)).plan
         for spared in (100_000, 300_000):
             budget = full.total_bytes - spared
-            plan = plan_run(bundle, replace(config, budget_bytes=budget), placer(bundle)).plan
+            plan = plan_run(bundle, replace(config, budget_bytes=budget), placer(bundle.config, bundle)).plan
             assert plan.experts
             assert plan.experts.experts <= plan.experts.slots < plan.experts.total
             assert budget - 2 * plan.experts.slot_bytes < plan.total_bytes <= budget

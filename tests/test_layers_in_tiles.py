@@ -13,10 +13,9 @@ from edgeinfer.config import Recipe
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.graph import Gated, NeuronGated
 from edgeinfer.memory_planner import Planner, Request
-from edgeinfer.offload import placer
 from edgeinfer.runtime import SparseFfn, decide, dense_layers, predicted_time
 from edgeinfer.sparse import sparsify
-from edgeinfer.technique import recipe_with
+from edgeinfer.technique import placer, recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import TINY, logits_of, session, tokens
 from tests.test_offload import OPTIONS, offloaded
@@ -98,7 +97,7 @@ def test_cold_neurons_are_those_of_the_other_layers(made: Path) -> None:
         assert np.array_equal(logits_of(opened, IDS, 8), want)
         assert opened.executor.stream is not None and opened.executor.stream.hits.misses > 0
     with Bundle.open(made / "sparse") as bundle:
-        place, planner = placer(bundle), Planner(graph, bundle.weights_bytes)
+        place, planner = placer(bundle.config, bundle), Planner(graph, bundle.weights_bytes)
     request = Request(256, "int8", 1, 48, 1, 1)
     needs = planner.plan(replace(request, homes=(("*", "resident"),))).total_bytes
     plans = [plan for budget in range(needs, needs - 100_000, -10_000)

@@ -144,6 +144,8 @@ OWN_FILES = {
     "head": ("sparse/",),
     "attention": ("edgeinfer/techniques/topn_attention.py",),
     "lazy": ("edgeinfer/techniques/prompt_pruning.py",),
+    "experts from flash": ("offload/kept_experts.py",),
+    "sparse from flash": ("offload/cold_neurons.py",),
 }
 OTHER_MEANINGS = {
     "sparse": {"edgeinfer/choice.py": "how a way to run is called", "edgeinfer/graph/architectures/": "a type of MLP"},
@@ -151,6 +153,8 @@ OTHER_MEANINGS = {
              "edgeinfer/rules.py": "the weight",
              "edgeinfer/cli/info.py": "the weight", "kernels/": "the kernels"},
     "attention": {"kernels/": "the kernels", "edgeinfer/backends/onnx/export.py": "a setting of an export"},
+    "experts from flash": {"memory_planner/plan.py": "the mode of a plan"},
+    "sparse from flash": {"memory_planner/plan.py": "the mode of a plan"},
 }
 """Files in which the word is not the technique's name, and what it is there."""
 

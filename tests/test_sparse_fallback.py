@@ -31,11 +31,10 @@ from edgeinfer.devices import (
 )
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.memory_planner import Planner, Request, masked
-from edgeinfer.offload import placer
 from edgeinfer.quality import Setting
 from edgeinfer.runtime import Session, decide, everywhere, plan_run
 from edgeinfer.runtime import fallback as fallback_module
-from edgeinfer.technique import recipe_with
+from edgeinfer.technique import placer, recipe_with
 from tests.command_line import edgeinfer
 from tests.sessions import session, tokens
 from tests.test_sparse_predict import decoded, with_predictor
@@ -219,8 +218,8 @@ def test_layers_of_exact_runs_fall_back_where_they_are_streamed(model: Path, mon
     monkeypatch.setattr(fallback_module, "_local", lambda: measured(0.1, 0.3, 0.9))
     config = RuntimeConfig(ctx=64, threads=1, prefill_chunk=64, recipe=recipe_with(sparse="exact"))
     with Bundle.open(model) as bundle:
-        full = plan_run(bundle, config, placer(bundle)).plan.total_bytes
-        tight = plan_run(bundle, replace(config, budget_bytes=full - 100_000), placer(bundle))
+        full = plan_run(bundle, config, placer(bundle.config, bundle)).plan.total_bytes
+        tight = plan_run(bundle, replace(config, budget_bytes=full - 100_000), placer(bundle.config, bundle))
     assert tight.plan.streamed_bytes and tight.sparse and tight.sparse.runs == ("off",) * 3
 
 

@@ -16,7 +16,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from guessing import Model, guess  # noqa: E402
 from serving import Runner, peak_rss_bytes, process_age_ms, random_ids, serve, token_ids  # noqa: E402
 
-from edgeinfer.technique import recipe_with  # noqa: E402
+from edgeinfer.technique import placer, recipe_with  # noqa: E402
 
 MOST_CHECKED = 16
 """Tokens whose logits are all computed; more are a prompt."""
@@ -43,7 +43,6 @@ class EdgeInfer:
                 outputs: int = 1) -> dict[str, Any]:
         from edgeinfer.bundle import Bundle
         from edgeinfer.config import Recipe, RuntimeConfig
-        from edgeinfer.offload import placer
         from edgeinfer.runtime import Session
 
         self._close()
@@ -51,7 +50,7 @@ class EdgeInfer:
         bundle = Bundle.open(self._path)
         config = RuntimeConfig(ctx=ctx, kv=kv, threads=self._threads, budget_bytes=budget, outputs=outputs,
                                recipe=recipe_with(sparse=sparse) if sparse else Recipe())
-        session = Session(bundle, config, place=placer(bundle))
+        session = Session(bundle, config, place=placer(bundle.config, bundle))
         load_ms = 1000 * (time.perf_counter() - began)
         sequence = session.new_sequence()
 

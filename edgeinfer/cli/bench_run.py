@@ -54,16 +54,17 @@ def speculated(path: Path, draft: Path | None, config: RuntimeConfig, depth: int
 
 def _with_self(bundle: Bundle, config: RuntimeConfig, opened: ExitStack) -> tuple[Session, Ahead | None]:
     """Open a model, and the part of it that can guess for it, where there is one and the budget holds both."""
-    from ..offload import placer
     from ..runtime import Lighter, Session
+    from ..technique import placer
 
     try:
         lighter = Lighter.of_bundle(bundle, config.recipe)
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle), beside=lighter.beside)))
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle.config, bundle),
+                                                       beside=lighter.beside)))
         if lighter.planned(session.plan):
             return session, opened.enter_context(closing(lighter.open(session)))
     except (RequestError, BudgetError):  # one layer; or too little memory for both
-        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle))))
+        session = opened.enter_context(closing(Session(bundle, config, place=placer(bundle.config, bundle))))
     return session, None
 
 

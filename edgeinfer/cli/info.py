@@ -148,11 +148,11 @@ def describe(path: Path, bundle: Bundle, config: RuntimeConfig) -> dict[str, Any
 
 def records(bundle: Bundle, config: RuntimeConfig) -> list[dict[str, Any]]:
     """Return the program's records as JSON objects; opens the model to know them."""
-    from ..offload import placer
     from ..runtime import Session
 
     with ProgressLine() as progress:
-        session = Session(bundle, config, progress=partial(progress, "compile"), place=placer(bundle))
+        session = Session(bundle, config, progress=partial(progress, "compile"),
+                          place=technique.placer(bundle.config, bundle))
     try:
         return [
             {"record": index, "kernel": kernel, "operation": operation, "bytes_read": nbytes}

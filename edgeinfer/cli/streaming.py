@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
+from ..technique import technique
 
 if TYPE_CHECKING:
-    from ..memory_planner import ColdPlan
     from ..runner import Runner
     from ..runtime import Session, Slots, Stream
 
@@ -18,14 +18,8 @@ def notice(runner: Runner) -> str | None:
         return None
     session: Session = runner  # type: ignore[assignment]
     reader, plan = session.reader, session.plan
-    if plan.cold:
-        line = (f"{_hot(plan.cold):.0%} of the FFNs' neurons are in memory; the others are read from storage when a "
-                f"token wants them, {format_size(plan.cold.cluster_bytes)} at a time, of which {plan.cold.slots} are "
-                "kept")
-    elif experts := plan.experts:
-        line = (f"{experts.slots} of {experts.total} experts are kept in memory ({experts.slots / experts.total:.0%}); "
-                f"others are read from storage when a token goes through them, "
-                f"{format_size(round(experts.expert_bytes))} each")
+    if one := technique(plan.technique):
+        line = one.notice(plan)
     else:
         stream: Stream = reader  # type: ignore[assignment]
         line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
@@ -40,10 +34,6 @@ def notice(runner: Runner) -> str | None:
     return line
 
 
-def _hot(cold: ColdPlan) -> float:
-    return sum(cold.hot) / (cold.neurons * len(cold.hot))
-
-
 class Usage:
     """Counts what a request reads from storage, from when it is made on."""
 
@@ -56,7 +46,7 @@ class Usage:
             return ()
         session: Session = self._runner  # type: ignore[assignment]
         found: Slots = session.reader  # type: ignore[assignment]
-        hits = found.hits if session.plan.cold or session.plan.experts else ()
+        hits = found.hits if session.plan.technique else ()
         return found.walks, found.bytes_read, session.executor.waited_ns, *hits
 
     def report(self) -> dict[str, Any] | None:
@@ -66,16 +56,8 @@ class Usage:
             return None
         walks, nbytes, waited, *found = (now - before for now, before in zip(self._now(), self._before, strict=True))
         own: dict[str, Any]
-        if plan.cold:
-            tokens, hits, misses = found
-            own = {"decision": "sparse from flash", "hot_share": _hot(plan.cold),
-                   "hit_rate": hits / max(hits + misses, 1),
-                   "flash_bytes_per_token": misses * plan.cold.cluster_bytes / max(tokens, 1)}
-        elif plan.experts:
-            tokens, hits, misses = found
-            own = {"decision": "experts from flash", "kept_share": plan.experts.slots / plan.experts.total,
-                   "hit_rate": hits / max(hits + misses, 1),
-                   "flash_bytes_per_token": misses * plan.experts.expert_bytes / max(tokens, 1)}
+        if one := technique(plan.technique):
+            own = one.cost(plan, *found)
         else:
             stream: Stream = reader
             own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": stream.bytes_per_walk}

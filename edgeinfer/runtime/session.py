@@ -31,7 +31,7 @@ from .planning import plan_run
 from .readers import Readers
 from .sequence import KVCache
 from .walks import Logits, Walker
-from .weight_readers import read_weights
+from .weight_readers import read_layers
 
 
 class Session(Walker):
@@ -49,7 +49,7 @@ class Session(Walker):
     host : Session, optional
         Lends its threads: the two take turns, and either may be closed first.
     place : callable, optional
-        Finds what stays in memory where not all weights fit; else layers are streamed (`offload.placer` of the bundle).
+        Finds what stays in memory where not all weights fit; else layers are streamed (`technique.placer`).
     beside : Beside, optional
         What the plan has room for too, such as a draft model; whoever opens it takes that memory.
 
@@ -99,7 +99,9 @@ class Session(Walker):
             opened.callback(self.executor.close)
             if "weights" in regions:
                 self.executor.unchanged = watch(bundle.weights)
-            read_weights(self, regions, cold)
+            read_layers(self)
+            if reader := technique(self.plan.technique):
+                reader.attach(self, None)
             for one, settings in each(in_use(self.config)):
                 one.attach(self, settings)
             opened.pop_all()

@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from edgeinfer.bundle import Cold
-from edgeinfer.graph import ExpertsDown, NeuronDown
-from edgeinfer.kernels import abi
+from edgeinfer.bundle import read_cold
+from edgeinfer.memory_planner import ColdPlan, ExpertsPlan
 
 from .direct import File
 from .planning import offsets_of
-from .slots import EXPERTS_KERNEL, RESOLVE_KERNEL, Slots
+from .slots import Slots
 from .stream import RELEASE_KERNEL, Stream
 
 if TYPE_CHECKING:
     from .session import Session
 
 
-def read_weights(session: Session, regions: Mapping[str, NDArray[np.uint8]], cold: Cold | None) -> None:
-    """Start the threads that read what the plan does not keep in memory."""
-    if session.plan.parts:
-        _read_layers(session, regions["streamed"])
-    if cold:
-        _read_neurons(session, regions["cold"], cold)
-    if session.plan.experts:
-        _read_experts(session, regions["experts"])
-
-
-def _read_layers(session: Session, region: NDArray[np.uint8]) -> None:
-    """Start the threads that read streamed weights ahead of use."""
+def read_layers(session: Session) -> None:
+    """Start the threads that read streamed weights ahead of use, where the plan streams any."""
+    if not session.plan.parts:
+        return
     executor, state = session.executor, session.bundle.weights_state
     ends = [i for i, record in enumerate(session.program.records) if record.kernel == RELEASE_KERNEL]
-    executor.read_with(Stream(session.plan, region, File.open(session.bundle.weights_path, state), state,
-                               offsets_of(session.bundle), ends, executor.tickets, executor.kernels,
-                               executor.pool.words))
+    executor.read_with(Stream(session.plan, executor.regions["streamed"], File.open(session.bundle.weights_path, state),
+                              state, offsets_of(session.bundle), ends, executor.tickets, executor.kernels,
+                              executor.pool.words))
 
 
-def _read_neurons(session: Session, region: NDArray[np.uint8], cold: Cold) -> None:
-    """Start the threads that read neurons when a token wants them."""
-    executor, state, plan = session.executor, session.bundle.state(cold.path.name), session.plan.cold
-    assert plan
-    records = session.program.records
-    found = [i for i, record in enumerate(records)
-             if record.kernel == RESOLVE_KERNEL and not record.flags & abi.FLAG_EARLY]
-    ranges = [(i + 1, next(j for j in range(i, len(records)) if isinstance(records[j].op, NeuronDown)) + 1)
-              for i in found]
-    executor.read_with(Slots(plan, cold, region, File.open(cold.path, state), state, ranges, executor.tickets,
-                             executor.kernels, executor.pool.words))
+def read_on_demand(session: Session, plan: ColdPlan | ExpertsPlan, region: str, ranges: list[tuple[int, int]]) -> None:
+    """Start the threads that read weights when a token wants them.
 
-
-def _read_experts(session: Session, region: NDArray[np.uint8]) -> None:
-    """Start the threads that read experts when a token wants them."""
-    executor, state, records = session.executor, session.bundle.weights_state, session.program.records
-    assert session.plan.experts
-    ranges = []
-    for i, record in enumerate(records):
-        if record.kernel == EXPERTS_KERNEL:
-            last = max(j for j, other in enumerate(records)
-                       if isinstance(other.op, ExpertsDown) and record.op and other.op.layer == record.op.layer)
-            ranges.append((i + 1, last + 1))
-    executor.read_with(Slots(session.plan.experts, None, region, File.open(session.bundle.weights_path, state), state,
-                             ranges, executor.tickets, executor.kernels, executor.pool.words))
+    Parameters
+    ----------
+    session : Session
+    plan : ColdPlan or ExpertsPlan
+        Cold neurons are read from their own file, experts from that of the weights.
+    region : name of the region of their slots
+    ranges : of int
+        First record that waits for them, and the one behind the last, for each layer.
+    """
+    executor, bundle = session.executor, session.bundle
+    cold = read_cold(bundle) if isinstance(plan, ColdPlan) else None
+    path, state = (cold.path, bundle.state(cold.path.name)) if cold else (bundle.weights_path, bundle.weights_state)
+    executor.read_with(Slots(plan, cold, executor.regions[region], File.open(path, state), state, ranges,
+                             executor.tickets, executor.kernels, executor.pool.words))
