@@ -54,7 +54,8 @@ def agree(shape: str, kind: str, card: str, monkeypatch: pytest.MonkeyPatch) -> 
     model, profile = stored(shape, kind), profiles()[card]
     ctx = min(4096, model.config.max_position_embeddings)
     config = RuntimeConfig(ctx, threads=1, draft_tokens=DEFAULT_DRAFT_TOKENS)
-    told = estimate_object(model, profile, ctx, 16, "int8", (1.0, None), cards=Cards(lambda: model, config, None))
+    cards = Cards(lambda: model, config, None)
+    told = estimate_object(model, profile, ctx, 16, "int8", (1.0, None), config, cards=cards)
     found = executor_of(profile, model.graph, config)
     try:  # as OnnxRunner opens a model
         planner, taken = device_planner(model.graph, config, PROVIDERS[CUDA])
