@@ -16,7 +16,9 @@ from typing import Any
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import KernelError
+from edgeinfer.quant import KV_TYPES, TYPES
 
+from .abi import NEURON_TYPES
 from .parameters import (
     ATTENTION,
     DRAW,
@@ -36,16 +38,15 @@ from .parameters import (
     SCREEN,
     VALUES,
 )
-from .vector.forms import FORMS
 
-PACKED = tuple(f"{name}_g{group}" for name, form in FORMS.items() for group in form.groups)
-WEIGHTS = (*PACKED, "int8_g32", "int8_g64", "int8_g128", "f16", "f32")
+_TILES = tuple(row for row in TYPES.values() if "tile16" in row.layouts)
+WEIGHTS = tuple(end for row in _TILES for end in row.suffixes)
 """Ends of the names of kernels that read weights in tile16."""
-FOREIGN = tuple(name for name in PACKED if not name.startswith("q4_"))
+FOREIGN = tuple(end for row in _TILES if not row.requested for end in row.suffixes)
 """Those of types that only files of other formats have: `warmup` leaves them to the first run that needs them."""
-SCREENED = (*(name for name in PACKED if name.startswith("q4_")), "int8_g32", "int8_g64", "int8_g128")
+SCREENED = tuple(end for row in _TILES if row.simple for end in row.suffixes)
 """Ends of the names of kernels of a head that can be screened."""
-KV = ("int8", "f16", "f32")
+KV = tuple(KV_TYPES)
 _PRODUCT = ("weights", "x", "out", "bias", "scratch", "source", "norm")
 _REFERENCE = "edgeinfer.kernels.reference"
 
@@ -87,9 +88,9 @@ FAMILIES = (
                          *(f"attention_values_{kv}" for kv in KV), "attention_select", "attention_merge"),
            ("qkv", "out", "kv", "scratch", "partial", "scores", "holes", "means", "sinks"),
            ATTENTION),
-    Family("neuron_gated", ("neuron_gated_q4", "neuron_gated_int8"),
+    Family("neuron_gated", tuple(f"neuron_gated_{name}" for name in NEURON_TYPES),
            ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),
-    Family("neuron_down", ("neuron_down_q4", "neuron_down_int8"),
+    Family("neuron_down", tuple(f"neuron_down_{name}" for name in NEURON_TYPES),
            ("weights", "f", "out", "scratch", "bias", "sums", "table", "slots"), NEURON_DOWN),
     Family("neuron_mask", ("neuron_mask_scores", "neuron_mask_signs"),
            ("scores", "thresholds", "out", "scratch", "signs"), NEURON_MASK),

@@ -159,19 +159,21 @@ def test_a_row_of_the_table_is_offered_everywhere() -> None:
 
 FURTHER_TYPE = """
 import numpy as np
-from edgeinfer.quant import KV_TYPES, TYPES, KvType, StorageType, WeightType, quantise
+from edgeinfer.quant import KV_TYPES, TYPES, KvType, StorageType, WeightType, kv, layouts, quantise
 
 TYPES["w6"] = StorageType("w6", 6, ("tile16",), grid=(-31, 31), groups=(32,), scale="f16")
+TYPES["w3"] = StorageType("w3", 3, ("tile16",), grid=(-4, 3), groups=(32, 64), scale="f16")
 KV_TYPES["int4"] = KvType(4, scale_bytes=2)
 from edgeinfer import config
 from edgeinfer.cli.convert import QUANTISED
 from edgeinfer.errors import UsageError
 from edgeinfer.graph import requested_types
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, catalogue
 from edgeinfer.memory_planner.alternatives import STORAGES, _smaller_kv
 
-assert config.WEIGHT_TYPES == ("q4", "int8", "f16", "f32", "w6") and QUANTISED == "q4, int8, w6"
-assert [stored.suffix for stored in STORAGES] == ["f16", "int8_g32", "w6_g32", "q4_g32", "q4_g64", "q4_g128"]
+assert config.WEIGHT_TYPES == ("q4", "int8", "f16", "f32", "w6", "w3")
+assert QUANTISED == "q4, int8, w6, w3"
+assert [stored.suffix for stored in STORAGES] == ["f16", "int8_g32", "w6_g32", "q4_g32", "w3_g32", "w3_g64"]
 w6 = WeightType("w6", 32)
 assert w6.tile_bytes(65) == 2 * (16 * 64 * 6 // 8 + 64) and w6.words == "w6 in groups of 32" and w6.quantised
 assert requested_types("w6").__closure__
@@ -183,7 +185,20 @@ except UsageError as error:
 weights = np.random.default_rng(0).standard_normal((4, 64), np.float32)
 codes, scales, errors = quantise.quantise(weights, "w6", 32)
 assert abs(codes).max() == 31 and errors.relative < 0.001
+for name, most in (("w6", 0.001), ("w3", 0.05)):
+    codes, scales, errors = quantise.quantise(weights, name, 32)
+    data = layouts.pack_tile16(codes, name, 32, scales)
+    assert len(data) == WeightType(name, 32).nbytes(weights.shape) and errors.relative < most
+    values = layouts.unpack_tile16(data, name, 32, weights.shape)
+    assert np.array_equal(values, codes * np.repeat(scales.astype(np.float32), 32, axis=1))
+    assert all(catalogue.has_twin(f"{kind}_{name}_g32") for kind in ("linear", "gated", "embed", "experts_down"))
+    assert not catalogue.is_known(f"neuron_gated_{name}")
 assert config.RuntimeConfig(kv="int4").kv == "int4" and _smaller_kv("f16") == ["int8", "int4"]
-assert abi.kv_head_bytes("int4", 20) == 2 * 16 * (16 + 2)
+assert abi.kv_head_bytes("int4", 20) == 2 * 16 * (16 + 2) and abi.kv_block_bytes("int4", 20) == 16 * 16
+assert catalogue.has_twin("attention_int4") and catalogue.has_twin("rope_store_int4")
+codes = np.random.default_rng(1).integers(-7, 8, (3, 16, 32)).astype(np.int8)
+for pack, unpack in ((kv.pack_keys, kv.unpack_keys), (kv.pack_values, kv.unpack_values)):
+    data = pack(codes, KV_TYPES["int4"])
+    assert data.shape == (3, 16 * 16) and np.array_equal(unpack(data, KV_TYPES["int4"], 16), codes)
 """
 

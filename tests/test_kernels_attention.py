@@ -11,6 +11,8 @@ import pytest
 from edgeinfer.graph import RopeConfig, rope_tables
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, ROPE, fill
+from edgeinfer.quant import KV_TYPES
+from edgeinfer.quant import kv as kv_layout
 from tests.kernel_bench import ISAS, Bench
 
 KV = ("int8", "f16", "f32")
@@ -97,23 +99,13 @@ class Layer:
 
     def _stale_blocks(self, rng: np.random.Generator) -> np.ndarray:
         """Finite K and V in every slot: what earlier owners left, and the past of the sequences."""
-        n, padded = self.blocks * self.kv_heads, abi.padded_head_dim(self.head_dim)
-        shape, kind = (n, 2 * 16 * padded), {"int8": np.int8, "f16": np.float16, "f32": np.float32}
-        values = rng.integers(-127, 128, shape) if self.kv == "int8" else rng.standard_normal(shape)
-        halves = np.split(self._zero_padding(values).astype(kind[self.kv]), 2, axis=1)
-        scales = (rng.random((n, 32)) / 60).astype(np.float16) if self.kv == "int8" else np.zeros(0)
-        return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in (*halves, scales)])
-
-    def _zero_padding(self, values: np.ndarray) -> np.ndarray:
-        padded = abi.padded_head_dim(self.head_dim)
-        halves = values.reshape(len(values), 2, -1)
-        step = 4 if self.kv == "int8" else 1
-        k = halves[:, 0].reshape(-1, padded // step, 16, step).transpose(0, 2, 1, 3).reshape(-1, 16, padded).copy()
-        k[..., self.head_dim :] = 0
-        halves[:, 0] = k.reshape(-1, 16, padded // step, step).transpose(0, 2, 1, 3).reshape(len(values), -1)
-        v = halves[:, 1].reshape(-1, 16 // step, padded, step)  # int8: four rows byte by byte
-        v[:, :, self.head_dim :] = 0
-        return values
+        n, padded, kind = self.blocks * self.kv_heads, abi.padded_head_dim(self.head_dim), KV_TYPES[self.kv]
+        shape, most = (2, n, 16, padded), kind.highest
+        k, v = rng.integers(-most, most + 1, shape) if kind.scaled else rng.standard_normal(shape)
+        k[..., self.head_dim :] = v[..., self.head_dim :] = 0
+        scales = (rng.random((n, 32)) / 60).astype(np.float16) if kind.scaled else np.zeros(0, np.float16)
+        parts = kv_layout.pack_keys(k, kind), kv_layout.pack_values(v, kind), scales.view(np.uint8)
+        return np.concatenate([part.ravel() for part in parts])
 
     def _table(self) -> tuple[int, int]:
         half = self.head_dim // 2

@@ -8,7 +8,8 @@ import pytest
 from edgeinfer.graph import RopeConfig, rope_tables
 from edgeinfer.kernels import abi
 from edgeinfer.kernels.parameters import ATTENTION, LATENT, LINEAR, ROWS, SCREEN, fill
-from edgeinfer.quant import WeightType
+from edgeinfer.quant import KV_TYPES, WeightType
+from edgeinfer.quant import kv as kv_layout
 from tests.kernel_bench import ISAS, Bench, isas, token_tiles
 from tests.test_kernels_attention import KV, Layer, Sequence, walk
 from tests.test_kernels_linear import kernel_name, random_weights
@@ -59,13 +60,10 @@ def test_v_that_is_made_of_k_gives_the_bits_of_v_that_is_stored(kv: str) -> None
     stored = Layer(kv, (heads, 1, n), walk(3, 290))
     bench, size = stored.bench, stored.block_bytes
     k = latent.bench.array(latent.places[2], np.uint8, (latent.blocks, size))
-    step, kind = (4, np.int8) if kv == "int8" else (1, np.float16 if kv == "f16" else np.float32)
-    rows = k.view(kind).reshape(latent.blocks, n // step, 16, step).swapaxes(1, 2).reshape(latent.blocks, 16, n)
-    if kv == "int8":
-        rows = rows.reshape(latent.blocks, 4, 4, n).swapaxes(2, 3)
+    kind = KV_TYPES[kv]
     planes = bench.array(stored.places[2], np.uint8, (2, latent.blocks, size))
-    planes[0], planes[1] = k, np.ascontiguousarray(rows).view(np.uint8).reshape(latent.blocks, size)
-    scales = 64 * latent.blocks if kv == "int8" else 0
+    planes[0], planes[1] = k, kv_layout.pack_values(kv_layout.unpack_keys(k, kind, 16), kind)
+    scales = 64 * latent.blocks if kind.scaled else 0
     bench.array(stored.places[2] + 2 * k.size, np.uint8, (scales,))[:] = \
         latent.bench.array(latent.places[2] + k.size, np.uint8, (scales,))
     q = latent.bench.array(latent.places[0], np.uint8, (3 * latent.q_stride,))

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from edgeinfer.kernels import abi
+from edgeinfer.kernels import abi, catalogue
 from edgeinfer.kernels.parameters import ACTIVATIONS, LINEAR, PAIRED, fill
 from edgeinfer.kernels.reference import ACTIVATION_FUNCTIONS, linear_reference, quantise_rows
-from edgeinfer.kernels.vector.forms import FORMS
-from edgeinfer.quant import TYPES, WeightType, layouts, packed
+from edgeinfer.quant import KV_TYPES, TYPES, WeightType, layouts, packed
 from tests.kernel_bench import ISAS, Bench, isas, q8_memory, token_tiles, weight_types
 from tests.tolerances import ERF, EXP
 
@@ -19,7 +18,7 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 33)
 WIDTHS = (6, 7, 31, 33, 64, 127, 172, 1023)
 TAKEN = [(name, group) for name, row in TYPES.items() if not row.requested for group in row.groups]
 """Types that other formats have quantised."""
-QUANTISED = [("q4", 32), ("q4", 64), ("q4", 128), ("int8", 32), ("int8", 64), ("int8", 128), *TAKEN]
+QUANTISED = [(name, group) for name, row in TYPES.items() for group in row.groups]
 WEIGHTS = [*QUANTISED, ("f16", 0), ("f32", 0)]
 ROWS = {6: 33, 7: 5, 31: 16, 33: 17, 64: 70, 127: 31, 172: 40, 1023: 50}
 
@@ -57,7 +56,7 @@ def random_weights(rng: np.random.Generator, dtype: str, group: int, rows: int, 
         return packed.pack(codes, WeightType(dtype, group), random_factors(rng, dtype, group, rows, cols))
     if not group:
         return layouts.pack_tile16(rng.standard_normal((rows, cols)).astype(np.float32), dtype)
-    low, high = (-8, 8) if dtype == "q4" else (-127, 128)
+    low, high = TYPES[dtype].grid[0], TYPES[dtype].grid[1] + 1
     codes = rng.integers(low, high, (rows, cols), dtype=np.int8)
     scales = (rng.standard_normal((rows, -(-cols // group))) / high).astype(np.float16)
     return layouts.pack_tile16(codes, dtype, group, scales)
@@ -267,17 +266,20 @@ def test_integer_products_are_exact_on_every_instruction_set(dtype: str, group: 
             np.testing.assert_array_equal(product.run(isa), x @ levels.T)
 
 
-def test_forms_of_kernels_are_the_types() -> None:
-    """What kernels are compiled for and what sizes and headers follow from, which stand in two places."""
-    packed_types = {name: row for name, row in TYPES.items() if 4 <= row.bits < 8}
-    assert set(packed_types) == set(FORMS)
-    for name, row in packed_types.items():
-        form = FORMS[name]
-        nested = row.scale.partition("*")[0] if row.nested else ""
-        assert (row.groups, row.bits, row.offset, row.table, nested, row.minimum) == form, name
-        for group in row.groups:
-            assert form.record_bytes(group) == WeightType(name, group).record_bytes
-            assert (form.nibble_lines, form.run_lines - form.nibble_lines) == packed.run_lines(row)
+@pytest.mark.parametrize(("dtype", "group"), QUANTISED)
+def test_a_record_is_as_large_as_its_weights(dtype: str, group: int) -> None:
+    """Where parts of a record lie, and sizes, which headers have, follow from a row by two ways."""
+    row, stored = TYPES[dtype], WeightType(dtype, group)
+    assert row.record_bytes(group) == stored.record_bytes
+    assert row.run_steps * row.bits == 8 * row.run_lines and row.first_lines <= row.run_lines
+    assert row.group_runs(group) * row.run_steps * 4 == group
+
+
+def test_lists_of_kernels_follow_from_the_types() -> None:
+    simple = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128")
+    assert simple == catalogue.SCREENED and catalogue.WEIGHTS[: len(simple)] == simple
+    assert set(catalogue.WEIGHTS) - set(catalogue.FOREIGN) == {*simple, "f16", "f32"} and "q6_g16" in catalogue.FOREIGN
+    assert abi.NEURON_TYPES == ("q4", "int8") and catalogue.KV == tuple(KV_TYPES) == ("int8", "f16", "f32")
 
 
 def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:

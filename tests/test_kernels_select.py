@@ -89,7 +89,7 @@ def test_what_no_head_wants_is_not_read(kv: str, instead: int) -> None:
         good, plain = layer.select(isa, 1, most=3, instead=instead), layer.attend_in_splits(isa)
         before, wanted = {region: data.copy() for region, data in layer.bench.regions.items()}, _wanted_blocks(layer)
         assert 2 <= sum(map(sum, wanted)) <= 2 * 4 * 3
-        size = 16 * 16 * abi.KV_ELEMENT_BYTES[kv]
+        size = abi.kv_block_bytes(kv, 16)
         for h in range(2):
             for b, block in enumerate(layer.sequences[0].blocks):
                 if not wanted[h][b]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,17 +169,24 @@ def test_another_compiler_names_another_set_but_not_a_released_one(monkeypatch: 
 
 
 def test_every_source_that_kernels_import_is_hashed() -> None:
-    """What compile.py loads in its process is what the hash covers; only the tools around it are not."""
+    """What compile.py loads in its process is what the hash covers; only the tools around it are not.
+
+    Of the types' package that is the table alone: kernels import no other name from there.
+    """
     script = (
         "import sys; from edgeinfer.kernels import isa; from edgeinfer.kernels.toolchain import compile;"
         "compile.load_kernels(isa.LADDER[-2]);"
-        "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.startswith('edgeinfer.kernels.')))"
+        "print(*sorted(m.__file__ for n, m in sys.modules.items()"
+        "              if n.startswith(('edgeinfer.kernels.', 'edgeinfer.quant.'))))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    kernels = Path(ROOT) / "kernels"
-    loaded = {Path(file).resolve().relative_to(kernels).as_posix() for file in done.stdout.split()}
-    hashed = {file.relative_to(kernels).as_posix() for file in objects.compiled_sources()}
-    assert loaded - hashed == {"toolchain/__init__.py", "toolchain/elf.py"}
+    loaded = {Path(file).resolve().relative_to(ROOT).as_posix() for file in done.stdout.split()}
+    hashed = {file.resolve().relative_to(ROOT).as_posix() for file in objects.compiled_sources()}
+    assert loaded - hashed == {"kernels/toolchain/__init__.py", "kernels/toolchain/elf.py", "edgeinfer/quant/types.py"}
+    lines = [line for file in objects.compiled_sources()
+             for line in re.findall(r"^from edgeinfer\.quant import (.+)$", file.read_text("utf-8"), re.MULTILINE)]
+    assert {name for line in lines for name in line.split(", ")} <= set(vars(import_module("edgeinfer.quant.table")))
+    assert len(lines) > 3
 
 
 def test_a_wheel_brings_its_objects(builds: Builds, tmp_path: Path) -> None:

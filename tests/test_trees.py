@@ -13,6 +13,7 @@ from edgeinfer.block_tables import BlockTables
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError
 from edgeinfer.kernels import abi
+from edgeinfer.quant import KV_TYPES
 from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
 from tests.sessions import TINY, WINDOWED, free_blocks, held_in, session, tokens
@@ -131,8 +132,8 @@ def test_twins_agree_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def stored(opened: Session, sequence: Sequence) -> list[bytes]:
     """K, V and scales of all tokens, of each layer; with a window those that the last token sees."""
     model, plan, out = opened.model, opened.plan, []
-    size, n = abi.KV_ELEMENT_BYTES[plan.request.kv], 16 * abi.padded_head_dim(model.head_dim)
-    half, width, together = n * size, 4 if plan.request.kv == "int8" else size, 4 if plan.request.kv == "int8" else 1
+    kind = KV_TYPES[plan.request.kv]
+    half, width, together = abi.kv_block_bytes(plan.request.kv, model.head_dim), kind.piece, kind.alternating
     for number, layer in plan.kv_layers.items() if len(sequence) else ():
         region, blocks = opened.executor.regions["kv"][layer.offset :][: layer.nbytes], plan.kv_pool(number)
         held = [block for block in held_in(opened, sequence, number) if block != GONE]

@@ -13,6 +13,7 @@ from typing import ClassVar
 from edgeinfer.kernels import abi
 
 from ..dataclass import dataclass
+from ..quant import KV_TYPES
 from ..sizes import round_up
 from .operation import KvAccess, Op, RowOp, Scratch, Sizes, layer_of, other_width
 from .ops import Attention
@@ -124,7 +125,7 @@ class LatentAttention(Attention):
     def scratch(self, sizes: Sizes) -> Scratch:
         """As attention's, and the V of a split."""
         partial = self.heads * sizes.splits * (128 + 4 * abi.padded_head_dim(self.values))
-        room = abi.SPLIT_BLOCKS * max(abi.kv_block_bytes(kv, self.values) for kv in abi.KV_ELEMENT_BYTES)
+        room = abi.SPLIT_BLOCKS * max(abi.kv_block_bytes(kv, self.values) for kv in KV_TYPES)
         return Scratch(self.turned + room, sizes.split_tokens * partial)
 
     def faults(self, types: Types) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .types import (
+from .table import (
     FFN_LAYOUTS,
-    GROUP_SIZES,
+    INPUT_COLUMNS,
     KV_TYPES,
     LAYOUTS,
     LINE_BYTES,
@@ -14,22 +14,19 @@ from .types import (
     TYPES,
     KvType,
     StorageType,
-    WeightType,
-    embedding_type,
-    holds,
-    requestable,
 )
+from .types import GROUP_SIZES, WeightType, embedding_type, holds, requestable
 
 if TYPE_CHECKING:
-    from . import layouts, packed, quantise
+    from . import kv, layouts, packed, quantise
 
-__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "SUPER_COLUMNS", "TILE_ROWS", "TYPES",
-           "KvType", "StorageType", "WeightType", "embedding_type", "holds", "layouts", "packed", "quantise",
-           "requestable"]
+__all__ = ["FFN_LAYOUTS", "GROUP_SIZES", "INPUT_COLUMNS", "KV_TYPES", "LAYOUTS", "LINE_BYTES", "SUPER_COLUMNS",
+           "TILE_ROWS", "TYPES", "KvType", "StorageType", "WeightType", "embedding_type", "holds", "kv", "layouts",
+           "packed", "quantise", "requestable"]
 
 
 def __getattr__(name: str) -> object:
-    """Load a module on first use: both need NumPy."""
-    if name not in ("layouts", "packed", "quantise"):
+    """Load a module on first use: they need NumPy."""
+    if name not in ("kv", "layouts", "packed", "quantise"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f".{name}", __name__)

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import packed
-from .types import LINE_BYTES, TILE_ROWS, TYPES, WeightType
+from .table import LINE_BYTES, TILE_ROWS, TYPES
+from .types import WeightType
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int8]
@@ -31,7 +32,7 @@ Floats = NDArray[np.float32]
 
 
 def pack_tile16(values: NDArray, dtype: str, group_size: int = 0, scales: Scales | None = None) -> Bytes:
-    """Bytes of a matrix in layout tile16.
+    """Bytes of a matrix in layout tile16, of a type that floats can be quantised to.
 
     Packing blocks of 16n rows one after another gives the same bytes as packing the whole matrix.
 
@@ -56,6 +57,8 @@ def pack_tile16(values: NDArray, dtype: str, group_size: int = 0, scales: Scales
         return _pack_floats(values, stored, n_tiles)
     if scales is None or scales.shape != (rows, -(-cols // group_size)) or scales.dtype != np.float16:
         raise ValueError(f"{dtype} codes of shape {values.shape} need float16 scales for each group of {group_size}.")
+    if not stored.storage.simple:
+        return packed.pack(values, stored, packed.Factors(scales))
     n_records = stored.tile_records(cols)
     out = np.empty((n_tiles, n_records, nbytes // (n_tiles * n_records)), np.uint8)
     codes = _padded_codes(values, dtype, group_size, n_tiles * TILE_ROWS, n_records * 2 * group_size)
@@ -87,7 +90,7 @@ def tile16_codes(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int
 
 def unpack_tile16(data: Bytes, dtype: str, group_size: int, shape: tuple[int, int]) -> Floats:
     """The weights, float32 of `shape` = (rows, cols), that bytes in layout tile16 stand for."""
-    if TYPES[dtype].quantised and not TYPES[dtype].requested:
+    if TYPES[dtype].quantised and not TYPES[dtype].simple:
         stored = WeightType(dtype, group_size)
         codes, factors = packed.unpack(_checked(data, stored.nbytes(shape)), stored, shape)
         return packed.values(codes, factors, stored)

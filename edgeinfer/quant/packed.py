@@ -1,9 +1,10 @@
-"""Layout tile16 of codes of 4 to 6 bits with any factors: the specification of what other formats' types become.
+"""Layout tile16 of codes of 2 to 8 bits with any factors: the specification of what other formats' types become.
 
-As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as places in the type's table.
-Steps of 4 columns go in runs: of a run's steps the even ones fill low nibbles and the odd ones high nibbles of its
-lines, and where codes have more than 4 bits, one line behind these has the others: of step s of the run, bits b s to
-b s + b - 1 of each byte, b = bits - 4. A run has 2 steps, with a fifth bit 8, with two more bits 4.
+As q4 (`layouts.py`), but for this. Codes are stored as level - lowest level, or as places in the type's table. A code
+is one piece of 2, 4 or 8 bits, or two: its lowest 2 or 4 bits and the others (`StorageType.planes`). Steps of 4 columns
+go in runs, of as many as fill whole lines with either piece: 2 steps with 4 bits, 8 with 3 or 5, 4 with 6. The lines of
+the lowest bits come first; a line of pieces of b bits has those of 8 / b steps, step s of them in bits b s to
+b s + b - 1 of each byte.
 
 Behind the codes of all groups of a record come its factors, each for 16 rows:
 
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .types import LINE_BYTES, SUPER_COLUMNS, TILE_ROWS, StorageType, WeightType
+from .table import LINE_BYTES, SUPER_COLUMNS, TILE_ROWS, StorageType
+from .types import WeightType
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
-_LOW = np.uint32(0x0F0F0F0F)
 
 
 class Factors(NamedTuple):
@@ -37,11 +38,6 @@ class Factors(NamedTuple):
     minima: NDArray | None = None
     outer: NDArray[np.float16] | None = None
     outer_minima: NDArray[np.float16] | None = None
-
-
-def run_lines(row: StorageType) -> tuple[int, int]:
-    """Lines of nibbles in a run, and lines of further bits."""
-    return (1, 0) if row.bits == 4 else (4 // (row.bits - 4), 1)
 
 
 def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes:
@@ -55,7 +51,7 @@ def pack(codes: NDArray[np.int8], stored: WeightType, factors: Factors) -> Bytes
     lines = _lines(padded.view(np.uint32).reshape(n_tiles, TILE_ROWS, -1), row)
     place_lines(out, lines)
     at = 16 * (width // n_records) * row.bits // 8
-    for part, each in _in_order(factors, row):
+    for part, each in _in_order(factors, row.record_groups(stored.group_size)):
         whole = np.zeros((n_tiles * TILE_ROWS, n_records * each), part.dtype)
         whole[:rows, : part.shape[1]] = part
         at = place_factors(out, whole.reshape(n_tiles, TILE_ROWS, -1), at)
@@ -92,7 +88,8 @@ def unpack(data: Bytes, stored: WeightType, shape: tuple[int, int]) -> tuple[NDA
     at = code_bytes
     found: list[NDArray[Any]] = []
     inner, outer = _kinds(row)
-    for kind, each in [(inner, row.record_groups)] * row.factors + [(outer, 1)] * (row.factors if row.nested else 0):
+    groups = row.record_groups(stored.group_size)
+    for kind, each in [(inner, groups)] * row.factors + [(outer, 1)] * (row.factors if row.nested else 0):
         size = TILE_ROWS * each * np.dtype(kind).itemsize
         data = np.ascontiguousarray(records[:, :, at : at + size]).view(kind).reshape(n_tiles, n_records, each, -1)
         part = data.transpose(0, 3, 1, 2).reshape(n_tiles * TILE_ROWS, -1)
@@ -126,40 +123,41 @@ def _kinds(row: StorageType) -> tuple[str, str]:
     return {"f16": "<f2", "u8*f16": "u1", "i8*f16": "i1"}[row.scale], "<f2"
 
 
-def _in_order(factors: Factors, row: StorageType) -> list[tuple[NDArray, int]]:
-    """Factors as they lie in a record, and how many of each it has."""
-    groups = row.record_groups
+def _in_order(factors: Factors, groups: int) -> list[tuple[NDArray, int]]:
+    """Factors as they lie in a record of so many groups, and how many of each it has."""
     return [(part, each) for part, each in zip(factors, (groups, groups, 1, 1), strict=True) if part is not None]
 
 
 def _lines(steps: Words, row: StorageType) -> Words:
     """Words of lines (tiles, 16, lines) from words of four codes (tiles, 16, steps)."""
-    nibbles, more = run_lines(row)
-    runs = steps.reshape(*steps.shape[:2], -1, 2 * nibbles)
-    low = runs & _LOW
-    lines = low[..., 0::2] | low[..., 1::2] << np.uint32(4)
-    if more:
-        high = np.zeros((*runs.shape[:3], 1), np.uint32)
-        for s in range(2 * nibbles):
-            high[..., 0] |= (runs[..., s] >> np.uint32(4) & _further(row)) << np.uint32((row.bits - 4) * s)
-        lines = np.concatenate([lines, high], axis=3)
-    return np.ascontiguousarray(lines).reshape(*steps.shape[:2], -1)
+    runs, low = steps.reshape(*steps.shape[:2], -1, row.run_steps), 0
+    lines = []
+    for bits in row.planes:
+        pieces = runs >> np.uint32(low) & _mask(bits)
+        line = pieces[..., 0 :: 8 // bits].copy()
+        for s in range(1, 8 // bits):
+            line |= pieces[..., s :: 8 // bits] << np.uint32(bits * s)
+        lines.append(line)
+        low += bits
+    return np.ascontiguousarray(np.concatenate(lines, axis=3)).reshape(*steps.shape[:2], -1)
 
 
 def _steps(lines: Words, row: StorageType) -> Words:
     """The inverse of `_lines`."""
-    nibbles, more = run_lines(row)
-    runs = lines.reshape(*lines.shape[:2], -1, nibbles + more)
-    steps = np.stack([runs[..., :nibbles] & _LOW, runs[..., :nibbles] >> np.uint32(4) & _LOW], axis=-1)
-    steps = steps.reshape(*runs.shape[:3], 2 * nibbles)
-    for s in range(2 * nibbles if more else 0):
-        steps[..., s] |= (runs[..., nibbles] >> np.uint32((row.bits - 4) * s) & _further(row)) << np.uint32(4)
+    runs, low, first = lines.reshape(*lines.shape[:2], -1, row.run_lines), 0, 0
+    steps = np.zeros((*runs.shape[:3], row.run_steps), np.uint32)
+    for bits in row.planes:
+        end = first + row.run_steps * bits // 8
+        for s in range(8 // bits):
+            pieces = runs[..., first:end] >> np.uint32(bits * s) & _mask(bits)
+            steps[..., s :: 8 // bits] |= pieces << np.uint32(low)
+        low, first = low + bits, end
     return steps
 
 
-def _further(row: StorageType) -> np.uint32:
-    """In each byte the bits that a code has beyond 4."""
-    return np.uint32(((1 << row.bits - 4) - 1) * 0x01010101)
+def _mask(bits: int) -> np.uint32:
+    """In each byte the lowest bits."""
+    return np.uint32(((1 << bits) - 1) * 0x01010101)
 
 
 assert LINE_BYTES == 4 * TILE_ROWS

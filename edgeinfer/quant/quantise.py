@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 
 from ..dataclass import dataclass
-from .types import TYPES
+from .table import TYPES
 
 Floats = NDArray[np.float32]
 

@@ -1,116 +1,14 @@
-"""The table of storage types: what follows from how a weight or a KV row is stored is said here, once.
-
-A further type is a row of `TYPES`, its packing in `layouts.py`, and its kernels.
-"""
+"""How one weight is stored: a row of the table of storage types, a group size and a layout."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from ..dataclass import dataclass
 from ..errors import BundleError
 from ..sizes import MAX_BYTES, round_up
+from .table import LAYOUTS, LINE_BYTES, MAX_DIMENSION, SUPER_COLUMNS, TILE_ROWS, TYPES, StorageType
 
-LINE_BYTES = 64
-"""Records, parts and all that lies in weights.bin are multiples of a cache line."""
-TILE_ROWS = 16
-MAX_DIMENSION = 2**31 - 1
-LAYOUTS = {"tile16": 2, "neuron": 3, "plain": 1}
-"""Layouts, and the dimensions of a tensor in each."""
-FFN_LAYOUTS = ("tile16", "neuron")
-"""Layouts that an FFN can have: as matrices, or neuron by neuron."""
-INPUT_COLUMNS = 32
-"""Columns of activations that share a scale, at least; groups of weights may be smaller."""
-SUPER_COLUMNS = 256
-"""Columns that share the outer fp16 numbers where scales are nested."""
-SCALE_BYTES = {"": 0, "f16": 2, "u8*f16": 1, "i8*f16": 1}
-"""Kinds of scale, and the bytes of one: fp16, or 8 bits (unsigned, signed) times an fp16 number of 256 columns."""
-IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Of llama.cpp's IQ4 types: near the quantiles of a bell curve."""
-FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of a 4-bit float (E2M1 of the OCP Microscaling Formats specification)."""
-_ALL, _TILES = ("tile16", "neuron"), ("tile16",)
-
-
-@dataclass(frozen=True)
-class StorageType:
-    """How numbers are stored: a weight is level x scale (+ minimum), or a float as it is."""
-
-    name: str
-    bits: int
-    """Bits of a stored code, or of a float."""
-    layouts: tuple[str, ...]
-    """Layouts that can hold it."""
-    grid: tuple[int, ...] = ()
-    """Lowest and highest level of a uniform grid."""
-    table: tuple[int, ...] = ()
-    """Level of each code where levels are not uniform; IEEE 754 floats have neither grid nor table."""
-    groups: tuple[int, ...] = ()
-    """Columns that may share a scale; none for floats."""
-    scale: str = ""
-    """Kind of the scales, as in `SCALE_BYTES`."""
-    minimum: bool = False
-    """Whether each group has a minimum, of the scale's kind, beside its scale."""
-    requested: bool = True
-    """Whether floats can be quantised to it; else it holds what other formats have quantised."""
-
-    @property
-    def nested(self) -> bool:
-        """Whether scales are 8 bits times a number of 256 columns."""
-        return "*" in self.scale
-
-    @property
-    def record_groups(self) -> int:
-        """Groups of columns in a record of layout tile16."""
-        return SUPER_COLUMNS // self.groups[0] if self.nested else 2
-
-    @property
-    def quantised(self) -> bool:
-        """Whether the kernels multiply int8 activations."""
-        return bool(self.groups)
-
-    @property
-    def offset(self) -> int:
-        """What is added to a level where it is stored: codes of a grid below 8 bits are unsigned."""
-        return -self.grid[0] if self.grid and self.bits < 8 else 0
-
-    @property
-    def factors(self) -> int:
-        """Numbers of a group: its scale, and its minimum."""
-        return 2 if self.minimum else 1
-
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of a group's scale and minimum."""
-        return SCALE_BYTES[self.scale] * self.factors
-
-
-def _taken(name: str, bits: int, groups: int | tuple[int, ...], scale: str, **more: Any) -> StorageType:
-    """A type of matrices that other formats have quantised."""
-    groups = groups if isinstance(groups, tuple) else (groups,)
-    return StorageType(name, bits, _TILES, groups=groups, scale=scale, requested=False, **more)
-
-
-TYPES = {
-    row.name: row
-    for row in (
-        StorageType("q4", 4, _ALL, grid=(-8, 7), groups=(32, 64, 128), scale="f16"),
-        StorageType("int8", 8, _ALL, grid=(-127, 127), groups=(32, 64, 128), scale="f16"),
-        StorageType("f16", 16, _TILES),
-        StorageType("f32", 32, ("tile16", "plain")),
-        StorageType("i32", 32, ("plain",), grid=(0, MAX_DIMENSION), requested=False),
-        _taken("q4m", 4, (32, 64, 128), "f16", grid=(0, 15), minimum=True),
-        _taken("q4k", 4, 32, "u8*f16", grid=(0, 15), minimum=True),
-        _taken("q5", 5, 32, "f16", grid=(-16, 15)),
-        _taken("q5m", 5, 32, "f16", grid=(0, 31), minimum=True),
-        _taken("q5k", 5, 32, "u8*f16", grid=(0, 31), minimum=True),
-        _taken("q6", 6, 16, "i8*f16", grid=(-32, 31)),
-        _taken("iq4", 4, 32, "f16", table=IQ4_LEVELS),
-        _taken("iq4k", 4, 32, "i8*f16", table=IQ4_LEVELS),
-        _taken("mxfp4", 4, 32, "f16", table=FP4_LEVELS),
-    )
-}
 GROUP_SIZES = tuple(sorted({group for row in TYPES.values() if row.requested for group in row.groups}))
 
 
@@ -188,7 +86,7 @@ class WeightType:
     @property
     def input_group(self) -> int:
         """Columns of activations that share a scale where they are multiplied by this; 0: they are floats."""
-        return max(self.group_size, INPUT_COLUMNS) if self.quantised else 0
+        return self.storage.input_group(self.group_size) if self.quantised else 0
 
     @property
     def suffix(self) -> str:
@@ -216,7 +114,7 @@ class WeightType:
     def _record_columns(self) -> int:
         """Columns of a record in layout tile16: whole groups, or as many floats of 16 rows as fill a line."""
         if self.group_size:
-            return self.storage.record_groups * self.group_size
+            return self.storage.record_groups(self.group_size) * self.group_size
         return 8 * LINE_BYTES // (TILE_ROWS * self.storage.bits)
 
     @property
@@ -280,20 +178,3 @@ def _nbytes(stored: WeightType, shape: tuple[int, ...]) -> int:
     if nbytes > MAX_BYTES - (1 << 20):  # room for alignment
         raise BundleError(f"shape {list(shape)} needs {nbytes} bytes, more than a 64-bit offset can address.")
     return nbytes
-
-
-@dataclass(frozen=True)
-class KvType:
-    """How the rows of the KV cache are stored: K or V of one head and token."""
-
-    bits: int
-    """Bits of an element."""
-    scale_bytes: int = 0
-    """Bytes of a row's scale; scales lie apart from the elements."""
-
-    def row_bytes(self, elements: int) -> int:
-        """Return the bytes of a row of so many elements (a padded head), its scale included."""
-        return elements * self.bits // 8 + self.scale_bytes
-
-
-KV_TYPES = {"int8": KvType(8, scale_bytes=2), "f16": KvType(16), "f32": KvType(32)}

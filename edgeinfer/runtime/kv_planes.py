@@ -13,11 +13,14 @@ from edgeinfer.graph import KvAccess
 from edgeinfer.kernels import abi
 from edgeinfer.memory_planner import MemoryPlan
 
+from ..quant import KV_TYPES
+from ..quant import kv as layouts
+
 _ROWS = abi.BLOCK_TOKENS // 4, 4
 
 
 class Planes(NamedTuple):
-    """K, V and, with int8, scales of alike layers: bytes, each (layers, KV heads, blocks, bytes of a head in a block).
+    """K, V and, of codes, scales of alike layers: bytes, each (layers, KV heads, blocks, bytes of a head in a block).
 
     Where keys are latent there is no V.
     """
@@ -30,14 +33,14 @@ class Planes(NamedTuple):
 
     def by_row(self) -> Iterator[NDArray[Any]]:
         """Views that tell rows apart: (layers, KV heads, blocks, ..., rows of a block // 4, rows % 4)."""
-        element, padded = abi.KV_ELEMENT_BYTES[self.kv], abi.padded_head_dim(self.head_dim)
+        kind = KV_TYPES[self.kv]
         k, *others = self.arrays
         values, scales = ([], others) if self.latent else (others[:1], others[1:])
-        word = np.uint16 if element == 2 else np.uint32  # a row's part of a line of K
+        word = f"<u{kind.piece}"
         yield k.view(word).reshape(*k.shape[:3], -1, *_ROWS)
         for v in values:
-            if element == 1:
-                yield v.reshape(*v.shape[:3], _ROWS[0], padded, 4).swapaxes(3, 4)
+            if kind.alternating > 1:
+                yield v.reshape(*v.shape[:3], _ROWS[0], -1, 4).swapaxes(3, 4)
             else:
                 yield v.view(word).reshape(*v.shape[:3], *_ROWS, -1).transpose(0, 1, 2, 5, 3, 4)
         for plane in scales:
@@ -47,10 +50,8 @@ class Planes(NamedTuple):
         """K of a head in all rows of some blocks: (rows, head_dim)."""
         k, *others = (plane[self.layers.index(layer), head][blocks] for plane in self.arrays)
         scales = others[0 if self.latent else 1 :]
-        lines = k.view({"int8": np.int8, "f16": np.float16, "f32": np.float32}[self.kv])
-        step = 4 if self.kv == "int8" else 1  # dimensions of a token that lie together
-        tiles = lines.reshape(len(lines), -1, abi.BLOCK_TOKENS, step).swapaxes(1, 2)
-        found = tiles.astype(np.float32, order="C").reshape(len(lines) * abi.BLOCK_TOKENS, -1)[:, : self.head_dim]
+        rows = layouts.unpack_keys(k, KV_TYPES[self.kv], abi.BLOCK_TOKENS)
+        found = rows.astype(np.float32).reshape(len(k) * abi.BLOCK_TOKENS, -1)[:, : self.head_dim]
         for plane in scales:
             found *= plane.view(np.float16)[:, : abi.BLOCK_TOKENS].reshape(-1, 1)
         return found

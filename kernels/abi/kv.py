@@ -18,8 +18,6 @@ KV_SCALES_BYTES = 2 * 2 * BLOCK_TOKENS
 SPLIT_BLOCKS = 16
 """Blocks of an attention split: contexts are cut at fixed lengths, so that results do not depend on the threads."""
 
-KV_ELEMENT_BYTES = {name: kv.bits // 8 for name, kv in KV_TYPES.items()}
-
 
 def padded_head_dim(head_dim: int) -> int:
     """Elements of a stored head: whole vectors of 16."""
@@ -28,7 +26,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def kv_block_bytes(kv: str, head_dim: int) -> int:
     """Bytes of K, and of V, of one head in one block."""
-    return BLOCK_TOKENS * KV_ELEMENT_BYTES[kv] * padded_head_dim(head_dim)
+    return BLOCK_TOKENS * KV_TYPES[kv].element_bytes(padded_head_dim(head_dim))
 
 
 def kv_head_bytes(kv: str, head_dim: int, latent: bool = False) -> int:
@@ -68,6 +66,6 @@ def attention_scratch_bytes(head_dim: int, group: int) -> int:
     """Scratch of a thread in attention: a tile's state, scores of one split, sums and merged sums, a path, queries."""
     padded = padded_head_dim(head_dim)
     tile = ATTENTION_STATE + 128 * ATTENTION_TILE + 4 * ATTENTION_TILE * (SPLIT_BLOCKS * BLOCK_TOKENS + 2 * padded)
-    path = PATH_BLOCKS * max(2 * kv_block_bytes(kv, head_dim) + KV_SCALES_BYTES for kv in KV_ELEMENT_BYTES)
+    path = PATH_BLOCKS * max(2 * kv_block_bytes(kv, head_dim) + KV_SCALES_BYTES for kv in KV_TYPES)
     rows = min(ATTENTION_ROWS, -(-ATTENTION_TOKENS * group // ATTENTION_TILE) * ATTENTION_TILE)
     return tile + path + rows * (32 + 4 * padded)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from edgeinfer.quant import TYPES
+
 from .rows import q8_row_bytes
+
+NEURON_TYPES = tuple(row.name for row in TYPES.values() if "neuron" in row.layouts)
+"""Types in which FFNs can be stored neuron by neuron."""
 
 NEURON_TOKENS = 4
 """Most tokens that go through the neuron kernels together."""
@@ -18,7 +23,7 @@ NEURON_LINES = 16
 
 def neuron_line_columns(dtype: str) -> int:
     """Columns in a 64-byte line of a part in layout neuron."""
-    return 128 if dtype == "q4" else 64
+    return 512 // TYPES[dtype].bits
 
 
 def neuron_lines(width: int, group_size: int, dtype: str) -> int:

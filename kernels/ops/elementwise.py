@@ -5,6 +5,8 @@ Operands: 0 source, 1 out, 2 weight or order. Parameters: parameters.ROWS. Twins
 
 from __future__ import annotations
 
+from edgeinfer.quant import TYPES
+
 from ..abi import CTX_OUTPUTS, FUSED_NORM, FUSED_ORDERED, TOKEN_ID
 from ..parameters import ROWS
 from ..registry import kernel
@@ -244,7 +246,7 @@ def _factors_of(form, group):
         def factor(tile, at, outer, part, lane):
             return f32_from_f16_bits(load_u16(tile + at + 32 * part + 2 * lane))
     else:
-        mask = -1 if form.nested == "i8" else 255
+        mask = -1 if form.scale == "i8*f16" else 255
 
         @inline
         def factor(tile, at, outer, part, lane):
@@ -274,10 +276,11 @@ def _store_packed(name, minimum):
 def _row_packed(name, group):
     form = FORMS[name]
     factor, store = _factors_of(form, group), _store_packed(name, form.minimum)
-    bits, lines, more, minimum = form.bits, form.nibble_lines, form.bits > 4, form.minimum
+    low, steps, lines, minimum = form.planes[0], form.run_steps, form.first_lines, form.minimum
+    more, rest, halvings, last = lines < form.run_lines, form.bits - low, 4 // low, 8 // low - 1
     factors, minima, outer = form.factors_at(group), form.minima_at(group), form.outer_at(group)
-    groups, runs, run_bytes = form.record_groups(group), group // 8 // lines, 64 * form.run_lines
-    record, further = form.record_bytes(group), ((1 << bits - 4) - 1) * 0x01010101
+    groups, runs, run_bytes = form.record_groups(group), form.group_runs(group), 64 * form.run_lines
+    record, lowest, further = form.record_bytes(group), ((1 << low) - 1) * 0x01010101, ((1 << rest) - 1) * 0x01010101
 
     @inline
     def row(tile, lane, out, width):
@@ -291,9 +294,9 @@ def _row_packed(name, group):
                     at, high = tile + run_bytes * (part * runs + run) + 4 * lane, 0
                     if more:
                         high = load_i32(at + 64 * lines)
-                    for step in range(2 * lines):
-                        word = (load_i32(at + 64 * (step >> 1)) >> (4 * (step & 1))) & 0x0F0F0F0F
-                        word += ((high >> ((bits - 4) * step)) & further) << 4
+                    for step in range(steps):
+                        word = (load_i32(at + 64 * (step >> halvings)) >> (low * (step & last))) & lowest
+                        word += ((high >> (rest * step)) & further) << low
                         if k < width:
                             store(word, scale, least, out, k, width)
                         k += 4
@@ -357,10 +360,8 @@ def _register_embed(name, row):
         return 0
 
 
-for _name, _form in FORMS.items():
-    for _group in _form.groups:
-        _register_embed(f"embed_{_name}_g{_group}", _row_packed(_name, _group))
-for _group in (32, 64, 128):
-    _register_embed(f"embed_int8_g{_group}", _row_int8(_group))
+for _name, _row in TYPES.items():
+    for _end, _group in zip(_row.suffixes, _row.groups, strict=False):
+        _register_embed(f"embed_{_end}", _row_packed(_name, _group) if _name in FORMS else _row_int8(_group))
 _register_embed("embed_f16", _row_f16(0))
 _register_embed("embed_f32", _row_f32(0))

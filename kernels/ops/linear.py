@@ -13,13 +13,13 @@ parameters.LINEAR. Twins: reference/linear.py.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
+
+from edgeinfer.quant import TYPES
 
 from ..abi import COUNT_SEVERAL, FLAG_BIAS, FLAG_RESIDUAL, GATED_SCRATCH_BYTES
 from ..parameters import LINEAR
 from ..registry import kernel
-from ..vector.forms import FORMS
 from ..vector.memory import load_f32x16, store_f32x16
 from ..vector.record import claim, count, flags, float_parameter, inline, operand, outlined, parameter
 from ..vector.scalars import div_i64
@@ -27,7 +27,7 @@ from ..vector.targets import fma_splat, load_f16x16, row_blocks, token_tiles
 from ..vector.tiles import add_block, store_apart, store_block, zero_tile
 from ..vector.vecmath import gated
 from .elementwise import fused_input
-from .products import asking, distance_of, product_int8, product_packed
+from .products import asking, distance_of, product_of
 
 FEW = 4
 """Tokens, and fewer, that go through several streams of weights (Isa.streams)."""
@@ -260,9 +260,8 @@ def chunk_of_units(make_product, group):
 
 
 PRODUCTS = {
-    **{f"{name}_g{group}": (partial(product_packed, name), group) for name, form in FORMS.items()
-       for group in form.groups},
-    **{f"int8_g{group}": (product_int8, group) for group in (32, 64, 128)},
+    **{end: (product_of(row.name), group) for row in TYPES.values()
+       for end, group in zip(row.suffixes, row.groups, strict=False)},
     "f16": (_product_f16, 0),
     "f32": (_product_f32, 0),
 }

@@ -6,7 +6,7 @@ Parameters: parameters.NEURON_DOWN. Twin: reference/neuron.py.
 
 from __future__ import annotations
 
-from ..abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_WINDOW
+from ..abi import FLAG_DENSE, FLAG_RESIDUAL, NEURON_BATCH, NEURON_LINES, NEURON_TOKENS, NEURON_TYPES, NEURON_WINDOW
 from ..parameters import NEURON_DOWN
 from ..registry import kernel
 from ..vector.lanes import splat_f32
@@ -121,5 +121,5 @@ def _register(dtype):
         return 0
 
 
-for _dtype in ("q4", "int8"):
+for _dtype in NEURON_TYPES:
     _register(_dtype)

@@ -23,7 +23,7 @@ parameters.NEURON_GATED. Twin: reference/neuron.py.
 
 from __future__ import annotations
 
-from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_CLAIM
+from ..abi import COUNT_SEVERAL, NEURON_BATCH, NEURON_CLAIM, NEURON_TYPES
 from ..parameters import NEURON_GATED
 from ..registry import kernel
 from ..vector.memory import load_i32, load_i64
@@ -131,5 +131,5 @@ def _register(dtype):
         return 0
 
 
-for _dtype in ("q4", "int8"):
+for _dtype in NEURON_TYPES:
     _register(_dtype)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from ..vector.fine import add_scaled, start_of_fine, zero_scaled
-from ..vector.forms import FORMS
+from ..vector.forms import FORMS, is_fine
 from ..vector.int8_dot import dot_int8, in_rows, scale_add, start_int8, zero_products, zero_sums
 from ..vector.memory import prefetch
 from ..vector.packed import dot_run, load_nested, minimum_add, paired_runs, start_of
@@ -66,12 +66,12 @@ def distance_of(record_bytes):
 def _finish(form, group, m):
     """What adds a part's sums to the accumulators: times the scales, and the minima times the activations' sums."""
     factors, minima, outer = form.factors_at(group), form.minima_at(group), form.outer_at(group)
-    if form.fine:
+    if is_fine(form):
         @inline
         def scale(acc, sums, w, part, apart, scales):
             return scale_add(acc, sums, load_scales(m, w + outer, apart), scales)
     elif form.nested:
-        load = load_nested[form.nested]
+        load = load_nested[form.scale]
 
         @inline
         def scale(acc, ints, w, part, apart, scales):
@@ -102,9 +102,9 @@ def _finish(form, group, m):
 
 @cache
 def _group_sums(name, group, m, n, ask):
-    """What adds up the products of a group, its lines from w on; activations go on 8 to a line of nibbles and token."""
+    """What adds up the products of a group, its lines from w on; activations go on 4 to a step and token."""
     form, start, paired = FORMS[name], start_of(name), paired_runs(name, group)
-    run_bytes, runs, values = 64 * form.run_lines, group // 8 // form.nibble_lines, 8 * form.nibble_lines * n
+    run_bytes, runs, values = 64 * form.run_lines, form.group_runs(group), 4 * form.run_steps * n
     group_bytes = 64 * form.group_lines(group)
     add_run, ask_run = dot_run(name, paired > 0), _asking_lines(ask, form.run_lines)
 
@@ -193,7 +193,7 @@ def product_packed(name, group, m, n, alone=False):
     form = FORMS[name]
     record, parts, values = form.record_bytes(group), form.parts(group), form.input_group(group) * n
     ask, distance, finish = _leave if alone else asking(m), distance_of(record), _finish(form, group, m)
-    part_sums, factors = (_fine_sums if form.fine else _group_sums)(name, group, m, n, ask), form.factors_at(group)
+    part_sums, factors = (_fine_sums if is_fine(form) else _group_sums)(name, group, m, n, ask), form.factors_at(group)
     ask_factors = _asking_lines(ask, (record - factors) // 64)
 
     @inline
@@ -250,3 +250,8 @@ def product_int8(group, m, n, alone=False):
         return in_rows(acc)
 
     return product
+
+
+def product_of(name):
+    """What makes products with weights of a type: a function of group, m, n and `alone`."""
+    return partial(product_packed, name) if name in FORMS else product_int8

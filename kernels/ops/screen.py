@@ -15,8 +15,9 @@ f32), 7 scratch. Parameters: parameters.SCREEN. Twins: reference/screen.py.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
+
+from edgeinfer.quant import TYPES
 
 from ..abi import (
     COUNT_DRAWS,
@@ -52,7 +53,7 @@ from ..vector.tiles import store_block
 from .draw import draw_of
 from .linear import Place, chunk_of_rows, in_blocks, in_chunks, of_heights
 from .neuron_parts import q8_block
-from .products import product_int8, product_packed
+from .products import product_of
 
 _INFINITY = float("inf")
 _ROUNDED = 32 * (1.01 * SCREEN_ROUNDING / 254) ** 2
@@ -256,7 +257,7 @@ def _register_head(name, make_product, group):
         return 0
 
 
-for _group in (32, 64, 128):
-    for _dtype, _product in (("q4", partial(product_packed, "q4")), ("int8", product_int8)):
-        _register_least(f"screen_least_{_dtype}_g{_group}", _product, _group)
-        _register_head(f"head_{_dtype}_g{_group}", _product, _group)
+for _row in TYPES.values():
+    for _end, _group in zip(_row.suffixes, _row.groups, strict=False) if _row.simple else ():
+        _register_least(f"screen_least_{_end}", product_of(_row.name), _group)
+        _register_head(f"head_{_end}", product_of(_row.name), _group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..abi import NEURON_TYPES
 from ..catalogue import KV, SCREENED, WEIGHTS
 from .attention import attend, attention_twin, merge_twin
 from .attention_scores import scores_twin as attention_scores_twin
@@ -87,7 +88,7 @@ for _weights in SCREENED:
     _stored = _weights.partition("_g")[0], int(_weights.partition("_g")[2])
     TWINS[f"screen_least_{_weights}"] = least_twin(*_stored)
     TWINS[f"head_{_weights}"] = head_twin(*_stored)
-for _dtype in ("q4", "int8"):
+for _dtype in NEURON_TYPES:
     TWINS[f"neuron_gated_{_dtype}"] = neuron_gated_twin(_dtype)
     TWINS[f"neuron_down_{_dtype}"] = neuron_down_twin(_dtype)
 for _kv in KV:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.quant import KV_TYPES
+
 from ..abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
@@ -87,8 +89,8 @@ def weigh(scores: Doubles, relative: Doubles, v: Doubles, v_scales: Doubles | No
 
 
 def effective_queries(q: NDArray[np.float32], scale: float, kv: str) -> Doubles:
-    """Queries as the products see them: scaled, and for int8 KV rounded to int8 with one scale a head."""
-    if kv != "int8":
+    """Queries as the products see them: scaled, and where KV is codes rounded to int8 with one scale a head."""
+    if not KV_TYPES[kv].scaled:
         return q.astype(np.float64) * scale
     codes, scales = quantise_rows(q.reshape(q.size // q.shape[-1], q.shape[-1]), q.shape[-1])
     return (np.rint(codes).astype(np.float64) * (scales * np.float32(scale))).reshape(q.shape)

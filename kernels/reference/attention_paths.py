@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.quant import KV_TYPES
+from edgeinfer.quant import kv as layouts
+
 from ..abi import (
     BLOCK_TOKENS,
     FLAG_HOLES,
+    KV_SCALES_BYTES,
     SPLIT_BLOCKS,
     TOKEN_BASE,
     TOKEN_MASK,
@@ -32,7 +36,7 @@ class Stored(NamedTuple):
     v: Doubles
     """(kv_heads, positions, n)."""
     v_scales: Doubles | None
-    """With int8 KV: (kv_heads, positions)."""
+    """Of KV in codes: (kv_heads, positions)."""
 
     def of(self, head: int, rows: NDArray[np.int64]) -> tuple[Doubles, Doubles, Doubles | None]:
         """K, V and scales of V of a head at some positions."""
@@ -48,27 +52,20 @@ def stored_keys_and_values(view: RecordView, kv: str, blocks: NDArray[np.int32])
     """K and V of the blocks in order."""
     p = view.parameters(ATTENTION)
     padded, kv_heads = padded_head_dim(p.head_dim), p.kv_heads
-    dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
-    step = 4 if kv == "int8" else 1
-    plane = kv_heads * p.blocks * p.block_bytes
+    plane, kind, latent = kv_heads * p.blocks * p.block_bytes, KV_TYPES[kv], bool(p.values)
 
-    def of_plane(at: int, dtype: type, n: int) -> NDArray:
-        """What a plane has of each head in the blocks, n elements each: (kv_heads, blocks, n)."""
-        return view.array(2, dtype, (kv_heads, p.blocks, n), at=at)[:, blocks]
+    def of_plane(at: int, n: int) -> NDArray[np.uint8]:
+        """What a plane has of each head in the blocks, n bytes each: (kv_heads, blocks, n)."""
+        return view.array(2, np.uint8, (kv_heads, p.blocks, n), at=at)[:, blocks]
 
-    latent = bool(p.values)
-    lines = of_plane(0, dtype, BLOCK_TOKENS * padded).reshape(kv_heads, len(blocks), -1, BLOCK_TOKENS, step)
-    k = lines.transpose(0, 1, 3, 2, 4).reshape(kv_heads, -1, padded).astype(np.float64)
-    if latent:
-        v = k
-    else:
-        values = of_plane(plane, dtype, BLOCK_TOKENS * padded)
-        if kv == "int8":
-            values = values.reshape(kv_heads, -1, 4, padded, 4).swapaxes(3, 4)
+    keys = layouts.unpack_keys(of_plane(0, p.block_bytes), kind, BLOCK_TOKENS)
+    k = v = keys.reshape(kv_heads, -1, padded).astype(np.float64)
+    if not latent:
+        values = layouts.unpack_values(of_plane(plane, p.block_bytes), kind, BLOCK_TOKENS)
         v = values.reshape(kv_heads, -1, padded).astype(np.float64)
     v_scales = None
-    if kv == "int8":
-        scales = of_plane((1 if latent else 2) * plane, np.float16, 2 * BLOCK_TOKENS).astype(np.float64)
+    if kind.scaled:
+        scales = of_plane((1 if latent else 2) * plane, KV_SCALES_BYTES).view(np.float16).astype(np.float64)
         scales = scales.reshape(kv_heads, len(blocks), 2, BLOCK_TOKENS).transpose(2, 0, 1, 3)
         v_scales = scales[1].reshape(kv_heads, -1)
         k, v = k * scales[0].reshape(kv_heads, -1, 1), v * v_scales[..., None]

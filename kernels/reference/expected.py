@@ -31,6 +31,13 @@ class Expected:
     """Equal bit for bit (zeros of either sign are equal)."""
     tolerance: float | Array | None = None
     """Largest absolute difference where not exact: a number, or one for each element."""
+    read: Callable[[Array], Array] | None = None
+    """Makes of that memory the array that is compared, where its elements are smaller than a byte."""
+
+    @property
+    def found(self) -> Array:
+        """What stands there now."""
+        return self.read(self.where) if self.read else self.where
 
 
 def compare(expected: list[Expected]) -> str | None:
@@ -49,14 +56,14 @@ def compare(expected: list[Expected]) -> str | None:
 
 def _deviation(one: Expected) -> str | None:
     """A sentence if this array is not as expected."""
-    values = np.asarray(one.values() if callable(one.values) else one.values)
-    if values.shape != one.where.shape:
-        return f"{one.name}: the twin expects shape {values.shape}, memory has {one.where.shape}."
-    if np.array_equal(one.where, values):
+    values, found = np.asarray(one.values() if callable(one.values) else one.values), one.found
+    if values.shape != found.shape:
+        return f"{one.name}: the twin expects shape {values.shape}, memory has {found.shape}."
+    if np.array_equal(found, values):
         return None
-    have, want = one.where.astype(np.float64), values.astype(np.float64)
+    have, want = found.astype(np.float64), values.astype(np.float64)
     allowed = np.broadcast_to(0.0 if one.exact or one.tolerance is None else one.tolerance, want.shape)
-    if one.where.dtype.kind in "iu" and values.dtype.kind == "f" and not one.exact:
+    if found.dtype.kind in "iu" and values.dtype.kind == "f" and not one.exact:
         allowed = allowed + 0.5
     with np.errstate(invalid="ignore", over="ignore"):
         excess = np.abs(have - want) - allowed

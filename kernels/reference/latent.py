@@ -8,24 +8,23 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ..abi import BLOCK_TOKENS, KV_ELEMENT_BYTES, TOKEN_POSITION, padded_head_dim
+from edgeinfer.quant import KV_TYPES
+
+from ..abi import BLOCK_TOKENS, TOKEN_POSITION
 from ..parameters import LATENT
 from .elementwise import rms_norm
 from .expected import Expected
-from .rope import rotate, sizes_of_pairs, stored_rows
+from .rope import key_view, rotate, sizes_of_pairs, stored_rows
 from .tolerances import TINY, TOLERANCES
 from .view import RecordView, float_of
 
 
 def _key_views(view: RecordView, kv: str, slot: int) -> tuple[NDArray, NDArray, NDArray]:
-    """One token's K (1, padded / step, step), its scale (1,), and the scale of V, live."""
-    p, size = view.parameters(LATENT), KV_ELEMENT_BYTES[kv]
-    padded, (block, row) = padded_head_dim(p.rank + p.rotary), divmod(slot, BLOCK_TOKENS)
-    dtype, step = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv], 4 if kv == "int8" else 1
-    k = view.array(4, dtype, (1, padded // step, step), (0, BLOCK_TOKENS * step * size, size),
-                   at=block * p.block_bytes + row * step * size)
+    """One token's K as `key_view` has it, its scale (1,), and the scale of V, live."""
+    p, kind, (block, row) = view.parameters(LATENT), KV_TYPES[kv], divmod(slot, BLOCK_TOKENS)
+    k = key_view(view, 4, kind, (1, p.rank + p.rotary, 0), block * p.block_bytes, row)
     at = p.blocks * p.block_bytes + 4 * BLOCK_TOKENS * block + 2 * row
-    n = 1 if kv == "int8" else 0
+    n = int(kind.scaled)
     return k, view.array(4, np.float16, (n,), at=at), view.array(4, np.float16, (n,), at=at + 2 * BLOCK_TOKENS)
 
 
@@ -52,8 +51,8 @@ def store_latent_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
                Expected("latents", rows[:, -1, : p.rank], normed, exact=False, tolerance=loose)]
         for t, slot in enumerate(slots):
             k, scale, same = _key_views(view, kv, int(slot))
-            out += stored_rows(f"K of token {t}", k, scale, keys[t : t + 1], near[t : t + 1])
-            if kv == "int8":
+            out += stored_rows(f"K of token {t}", KV_TYPES[kv], k, scale, keys[t : t + 1], near[t : t + 1])
+            if KV_TYPES[kv].scaled:
                 out.append(Expected(f"V scales of token {t}", same, partial(np.copy, scale)))
         return out
 

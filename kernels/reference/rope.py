@@ -1,16 +1,20 @@
 """Twin of `rope_store`: rotary embedding in place, and a token's K and V in the layer's blocks.
 
-Layout of a KV head in a block of 16 tokens: K in lines (int8: 16 tokens x 4 dimensions; f16, f32: 16 tokens of one
-dimension), V in rows of the padded head size (int8: lines of 4 tokens x 16 dimensions, which are 4 rows byte by byte),
-and for int8 16 fp16 scales of K and 16 of V. First come all K, then all V, then all scales: head by head the blocks.
+In a layer first come all K, then all V, then, of codes, all scales: head by head the blocks, of 16 tokens each. A
+block of scales has 16 of K and 16 of V; `edgeinfer.quant.kv` says how K and V lie in a block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgeinfer.quant import KV_TYPES, KvType
+from edgeinfer.quant.kv import element_type, elements
 
 from ..abi import (
     BLOCK_TOKENS,
@@ -18,7 +22,6 @@ from ..abi import (
     FLAG_KEYS_AS_VALUES,
     FLAG_QUERIES,
     FLAG_VALUE_NORM,
-    KV_ELEMENT_BYTES,
     TOKEN_POSITION,
     padded_head_dim,
 )
@@ -45,53 +48,57 @@ def rotate(x: Doubles, cos: Doubles, sin: Doubles) -> Doubles:
 
 
 def head_views(
-    view: RecordView, kv: str, head_dim: int, block_bytes: int, blocks: int, kv_heads: int, slot: int
+    view: RecordView, kind: KvType, head_dim: int, block_bytes: int, blocks: int, kv_heads: int, slot: int
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """One token's K (kv_heads, padded / step, step), V (kv_heads, padded) and their scales (kv_heads,), live."""
-    padded, size = padded_head_dim(head_dim), KV_ELEMENT_BYTES[kv]
+    """One token's K as `key_view` has it, V (kv_heads, stored elements) and their scales (kv_heads,), live."""
+    stored = kind.element_bytes(padded_head_dim(head_dim))
     block, row = divmod(slot, BLOCK_TOKENS)
-    dtype = {"int8": np.int8, "f16": np.float16, "f32": np.float32}[kv]
-    step = 4 if kv == "int8" else 1  # dimensions of a line
     head_bytes, plane = blocks * block_bytes, kv_heads * blocks * block_bytes
-    k = view.array(
-        2,
-        dtype,
-        (kv_heads, padded // step, step),
-        (head_bytes, BLOCK_TOKENS * step * size, size),
-        at=block * block_bytes + row * step * size,
-    )
-    values = plane + block * block_bytes
-    if kv == "int8":
-        v = view.array(2, dtype, (kv_heads, padded), (head_bytes, 4), at=values + row // 4 * 4 * padded + row % 4)
-    else:
-        v = view.array(2, dtype, (kv_heads, padded), (head_bytes, size), at=values + row * padded * size)
-    n_scaled = kv_heads if kv == "int8" else 0
+    k = key_view(view, 2, kind, (kv_heads, head_dim, head_bytes), block * block_bytes, row)
+    dtype, apart_rows = np.dtype(element_type(kind)), kind.alternating
+    at = plane + block * block_bytes + row // apart_rows * apart_rows * stored + row % apart_rows
+    v = view.array(2, dtype, (kv_heads, stored // dtype.itemsize), (head_bytes, apart_rows * dtype.itemsize), at=at)
+    n_scaled = kv_heads if kind.scaled else 0
     scales, apart = 2 * plane + 4 * BLOCK_TOKENS * block + 2 * row, (4 * BLOCK_TOKENS * blocks,)
     k_scales = view.array(2, np.float16, (n_scaled,), apart, at=scales)
     v_scales = view.array(2, np.float16, (n_scaled,), apart, at=scales + 2 * BLOCK_TOKENS)
     return k, v, k_scales, v_scales
 
 
-def stored_rows(name: str, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles) -> list[Expected]:
+def key_view(view: RecordView, operand: int, kind: KvType, heads: tuple[int, int, int], at: int, row: int) -> NDArray:
+    """One token's K in a block, live: (heads, pieces, stored elements of a piece); `heads` are how many, their size and
+    the bytes from one to the next. Codes smaller than a byte share an element.
+    """
+    (n, head_dim, apart), dtype = heads, np.dtype(element_type(kind))
+    pieces = kind.element_bytes(padded_head_dim(head_dim)) // kind.piece
+    return view.array(operand, dtype, (n, pieces, kind.piece // dtype.itemsize),
+                      (apart, BLOCK_TOKENS * kind.piece, dtype.itemsize), at=at + row * kind.piece)
+
+
+def stored_rows(name: str, kind: KvType, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles
+                ) -> list[Expected]:
     """Expected K or V of one token; x of shape (kv_heads, n), known up to `slack` of the same shape."""
-    whole, loose = np.zeros((2, len(x), where[0].size))
+    read = partial(elements, kv=kind) if kind.bits < 8 else None
+    shape = (read(where) if read else where).shape
+    whole, loose = np.zeros((2, len(x), math.prod(shape[1:])))
     whole[:, : x.shape[1]], loose[:, : x.shape[1]] = x, slack
-    whole, loose = whole.reshape(where.shape), loose.reshape(where.shape)
-    if where.dtype == np.int8:
-        largest = np.abs(x).max(axis=1) / 127
-        spread = slack.max(axis=1) / 127
+    whole, loose = whole.reshape(shape), loose.reshape(shape)
+    if kind.scaled:
+        highest = kind.highest
+        largest = np.abs(x).max(axis=1) / highest
+        spread = slack.max(axis=1) / highest
 
         def codes() -> Doubles:
             """x / stored scale: a head whose scale is 0 in fp16 is stored as zeros."""
-            by = scales.astype(np.float64).reshape(len(x), *(1,) * (where.ndim - 1))
-            return np.clip(np.divide(whole, by, out=np.zeros_like(whole), where=by != 0), -127, 127)
+            by = scales.astype(np.float64).reshape(len(x), *(1,) * (len(shape) - 1))
+            return np.clip(np.divide(whole, by, out=np.zeros_like(whole), where=by != 0), -highest, highest)
 
         tolerance = TOLERANCES["fp16"] * largest + spread + 2.0**-24  # a unit in the last place, also of a subnormal
         return [
             Expected(f"{name} scales", scales, largest, exact=False, tolerance=tolerance),
-            Expected(name, where, codes, exact=False, tolerance=TOLERANCES["code"]),
+            Expected(name, where, codes, exact=False, tolerance=TOLERANCES["code"], read=read),
         ]
-    if where.dtype == np.float16:
+    if kind.bits == 16:
         with np.errstate(over="ignore"):
             rounded = whole.astype(np.float32).astype(np.float16)
         step = np.where(loose > 0, TOLERANCES["fp16"] * np.abs(whole) + 2.0**-24, 0)
@@ -135,12 +142,13 @@ def rope_store_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
                 v = rms_norm(v, np.ones(p.head_dim), float_of(p.eps))
             loose = TOLERANCES["rms_norm"] * np.abs(v) + TINY
             out.append(Expected("v", rows[:, n_rotated:], v, exact=False, tolerance=loose))
+        kind = KV_TYPES[kv]
         for t, slot in enumerate(slots):
             k_at, v_at, k_scales, v_scales = head_views(
-                view, kv, p.head_dim, p.block_bytes, p.blocks, p.kv_heads, int(slot)
+                view, kind, p.head_dim, p.block_bytes, p.blocks, p.kv_heads, int(slot)
             )
-            out += stored_rows(f"K of token {t}", k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
-            out += stored_rows(f"V of token {t}", v_at, v_scales, v[t], loose[t])
+            out += stored_rows(f"K of token {t}", kind, k_at, k_scales, turned[t, p.heads :], slack[t, p.heads :])
+            out += stored_rows(f"V of token {t}", kind, v_at, v_scales, v[t], loose[t])
         return out
 
     return twin

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
 
+from edgeinfer import quant
 from edgeinfer.cache import cache_root
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import KernelError
@@ -28,13 +29,15 @@ _KERNELS = Path(__file__).parents[1]
 _COMPILED = ("abi", "routes.py", "parameters", "registry.py", "isa.py", "vector", "ops", "toolchain/compile.py",
              "toolchain/front_end.py")
 """What decides what the objects do, folders whole; the hash of these files names a set."""
+_TABLE = Path(quant.__file__).with_name("table.py")
+"""The table of storage types, whose rows kernels are compiled for."""
 _SEAL_BYTES = 32
 
 
 def compiled_sources() -> list[Path]:
     """The files that decide what the objects do."""
     paths = (_KERNELS / name for name in _COMPILED)
-    return [file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    return [_TABLE, *(file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path]))]
 
 
 def source_hash() -> str:

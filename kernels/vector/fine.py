@@ -1,4 +1,4 @@
-"""Sums of groups of weights that are smaller than the activations' (forms.INPUT_COLUMNS), before the floats.
+"""Sums of groups of weights that are smaller than the activations' (quant.INPUT_COLUMNS), before the floats.
 
 A group's sum is multiplied by its 8-bit scale while it is an exact integer, so that the groups of a part are scaled and
 added as floats once, by the outer scale and the activations'. Where products come as sums of two in 16 bits, the

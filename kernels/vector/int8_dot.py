@@ -217,7 +217,9 @@ def _start(make_tile, shift_of):
             out = ir.Constant(tile.llvm, None)
             for k in range(tile.n if shift is not None else 0):
                 offset = _of_tokens(b, tile, args[2], k % tokens, I32)
-                out = b.insert_value(out, b.shl(offset, constant(VI, shift)) if shift else offset, k)
+                if shift:  # codes of 3 bits are 4 above their levels: exact, for the sum has been multiplied by 8
+                    offset = (b.shl if shift > 0 else b.ashr)(offset, constant(VI, abs(shift)))
+                out = b.insert_value(out, offset, k)
             return out
 
         return tile(m, n, offsets), lower

@@ -1,8 +1,8 @@
-"""Products of codes of 4 to 6 bits with int8 activations, and what scales them: one body for all forms (forms.py).
+"""Products of codes of fewer than 8 bits with int8 activations, and what scales them: one body for all types.
 
-Codes become bytes in registers, 64 of a step of 4 columns at a time: a nibble, with its further bits, or the level that
-a table has for it. From there on they are multiplied as in `int8_dot`, so that all instruction sets are served and all
-integers are exact.
+Codes become bytes in registers, 64 of a step of 4 columns at a time: their lowest bits, with the others, or the level
+that a table has for them. From there on they are multiplied as in `int8_dot`, so that all instruction sets are served
+and all integers are exact.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from edgeinfer.quant import StorageType
+
 from . import neon
 from .fine import unsigned_codes
-from .forms import FORMS, Form
+from .forms import FORMS, chain_of, is_fine
 from .int8_dot import (
     PairTile,
     dot_block,
@@ -37,14 +39,13 @@ _EIGHTH = -0.125
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def _further(b, line, form: Form, step: int):
-    """The bits beyond 4 of a run's step, at their place in the code; words are shifted, as x86 shifts no bytes."""
-    bits = form.bits - 4
-    left = 4 - bits * step
+def _piece(b, line, bits: int, step: int, low: int):
+    """The piece of a code of each byte that a step has in a line, moved to bit `low`; x86 shifts words, not bytes."""
+    left = low - bits * step
     words = ir.VectorType(I16, 32)
     wide = b.bitcast(line, words)
     moved = b.shl(wide, constant(words, left)) if left > 0 else b.lshr(wide, constant(words, -left))
-    return b.and_(b.bitcast(moved, VB), constant(VB, ((1 << bits) - 1) << 4))
+    return b.and_(b.bitcast(moved, VB), constant(VB, ((1 << bits) - 1) << low))
 
 
 def _levels(b, codes, table: tuple[int, ...]):
@@ -69,14 +70,16 @@ def _levels(b, codes, table: tuple[int, ...]):
     return out
 
 
-def _steps(b, form: Form, line, further, at: int):
-    """The bytes to be multiplied of a line of nibbles, the run's number `at`: those of two steps."""
-    codes = nibbles(b, line)
+def _steps(b, form: StorageType, line, further, at: int):
+    """The bytes to be multiplied of steps 2 `at` and 2 `at` + 1 of a run; `line` has their lowest bits."""
+    low, steps = form.planes[0], (2 * at, 2 * at + 1)
+    codes = nibbles(b, line) if low == 4 else tuple(_piece(b, line, low, step % (8 // low), 0) for step in steps)
     if form.table:
         return tuple(_levels(b, code, form.table) for code in codes)
     if further is not None:
-        codes = tuple(b.or_(code, _further(b, further, form, 2 * at + i)) for i, code in enumerate(codes))
-    if form.fine and not unsigned_codes():
+        pieces = (_piece(b, further, form.planes[1], step, low) for step in steps)
+        codes = tuple(b.or_(code, piece) for code, piece in zip(codes, pieces, strict=True))
+    if is_fine(form) and not unsigned_codes():
         codes = tuple(b.sub(code, constant(VB, form.offset)) for code in codes)
     return codes
 
@@ -84,7 +87,7 @@ def _steps(b, form: Form, line, further, at: int):
 def paired_runs(name: str, group: int) -> int:
     """Runs whose products are added in sums of 16 bits (`pairs.has_pair_sums`) from one to the next; 0: none."""
     form = FORMS[name]
-    return min(form.chain // 2, group // 8) if has_pair_sums() and form.nibble_lines == 1 else 0
+    return min(chain_of(form) // 2, group // 8) if has_pair_sums() and form.run_steps == 2 else 0
 
 
 @cache
@@ -111,9 +114,9 @@ def dot_run(name: str, paired: bool = False):
             def line(i, number):
                 return b.load(pointer(b, tiles[i], 64 * number), typ=VB, align=64)
 
-            more = [line(i, form.nibble_lines) if form.bits > 4 else None for i in range(count)]
-            for at in range(form.nibble_lines):
-                both = [_steps(b, form, line(i, at), more[i], at) for i in range(count)]
+            more = [line(i, form.first_lines) if len(form.planes) > 1 else None for i in range(count)]
+            for at in range(form.run_steps // 2):
+                both = [_steps(b, form, line(i, at * form.planes[0] // 4), more[i], at) for i in range(count)]
                 place = b.add(activations, ir.Constant(ir.IntType(64), 8 * (block.n // count) * at)) if at \
                     else activations
                 if paired:
@@ -133,7 +136,7 @@ def start_of(name: str):
     form = FORMS[name]
     if form.table:
         return start_int8
-    return start_codes((form.offset // 8).bit_length() - 1 if form.offset else None)
+    return start_codes(form.offset.bit_length() - 4 if form.offset else None)
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
@@ -163,8 +166,8 @@ def _nested(signed: bool):
     return load
 
 
-load_nested = {"u8": _nested(False), "i8": _nested(True)}
-"""By the kind of the inner factors."""
+load_nested = {"u8*f16": _nested(False), "i8*f16": _nested(True)}
+"""By the kind of the scales."""
 
 
 @intrinsic

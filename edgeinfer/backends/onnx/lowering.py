@@ -28,7 +28,7 @@ from edgeinfer.graph import (
     Tensor,
     Weight,
 )
-from edgeinfer.quant import requestable
+from edgeinfer.quant import TYPES, requestable
 
 from . import weights
 from .flavour import Flavour
@@ -177,10 +177,11 @@ class Lowering:
 
 def check_types(graph: Graph) -> None:
     """Raise `UnsupportedModelError` where weights are in codes that no operator of ONNX reads."""
-    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.requested}):
+    if taken := sorted({kind.dtype for kind in graph.types.values() if kind.quantised and not kind.storage.simple}):
+        known = [name for name in requestable() if not TYPES[name].quantised or TYPES[name].simple]
         raise UnsupportedModelError(f"The weights are in {', '.join(taken)}, which ONNX has no operator for; convert "
-                                    f"the model's source with --weights q4 (or {', '.join(requestable()[1:])}), or "
-                                    "run it with --device cpu.")
+                                    f"the model's source with --weights {known[0]} (or {', '.join(known[1:])}), or run "
+                                    "it with --device cpu.")
 
 
 @singledispatch

@@ -1,0 +1,66 @@
+"""Where K and V of a head lie in a block of tokens, byte for byte: the specification of what kernels store.
+
+A row is K or V of one token, its elements in their order: floats, or codes with a scale in fp16 (codes of 4 bits two to
+a byte, the even element in the low nibble). K lies in lines: pieces of a row (`KvType.piece` bytes) of all tokens, then
+the next pieces. Of V a few rows (`KvType.alternating`) lie byte by byte, so that a line has as many tokens. Scales lie
+apart: of all rows of K, then of V.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .table import KvType
+
+Bytes = NDArray[np.uint8]
+
+
+def pack_keys(rows: NDArray[Any], kv: KvType) -> Bytes:
+    """Bytes of K of blocks: elements (..., tokens, n), codes or floats, to uint8 (..., bytes)."""
+    data = _bytes(rows, kv)
+    return _flat(data.reshape(*data.shape[:-1], -1, kv.piece).swapaxes(-3, -2))
+
+
+def unpack_keys(data: Bytes, kv: KvType, tokens: int) -> NDArray[Any]:
+    """The inverse of `pack_keys`: codes as int8, floats in their own type."""
+    pieces = data.reshape(*data.shape[:-1], -1, tokens, kv.piece).swapaxes(-3, -2)
+    return elements(np.ascontiguousarray(pieces).reshape(*data.shape[:-1], tokens, -1), kv)
+
+
+def pack_values(rows: NDArray[Any], kv: KvType) -> Bytes:
+    """Bytes of V of blocks, as `pack_keys`."""
+    data = _bytes(rows, kv)
+    return _flat(data.reshape(*data.shape[:-2], -1, kv.alternating, data.shape[-1]).swapaxes(-2, -1))
+
+
+def unpack_values(data: Bytes, kv: KvType, tokens: int) -> NDArray[Any]:
+    """The inverse of `pack_values`."""
+    rows = data.reshape(*data.shape[:-1], tokens // kv.alternating, -1, kv.alternating).swapaxes(-2, -1)
+    return elements(np.ascontiguousarray(rows).reshape(*data.shape[:-1], tokens, -1), kv)
+
+
+def element_type(kv: KvType) -> str:
+    """NumPy's name of an element: of codes one byte, into which smaller ones go."""
+    return "<i1" if kv.scaled else f"<f{kv.bits // 8}"
+
+
+def elements(data: NDArray[Any], kv: KvType) -> NDArray[Any]:
+    """Elements of rows of bytes (..., bytes of a row, or of pieces of it)."""
+    if kv.bits >= 8:
+        return data.view(element_type(kv))
+    low, high = (np.left_shift(data.view(np.int8), shift) >> 4 for shift in (4, 0))
+    return np.stack([low, high], axis=-1).reshape(*data.shape[:-1], -1)
+
+
+def _bytes(rows: NDArray[Any], kv: KvType) -> Bytes:
+    """Rows of bytes of rows of elements."""
+    stored = np.ascontiguousarray(rows, element_type(kv)).view(np.uint8)
+    return stored if kv.bits >= 8 else stored[..., 0::2] & np.uint8(15) | stored[..., 1::2] << np.uint8(4)
+
+
+def _flat(data: Bytes) -> Bytes:
+    """Bytes of blocks whose last three axes they have been laid out by."""
+    return np.ascontiguousarray(data).reshape(*data.shape[:-3], -1)
