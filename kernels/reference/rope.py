@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.quant import KV_TYPES, KvType
-from edgeinfer.quant.kv import element_type, elements
+from edgeinfer.quant import kv as layouts
 
 from ..abi import (
     BLOCK_TOKENS,
@@ -55,7 +55,7 @@ def head_views(
     block, row = divmod(slot, BLOCK_TOKENS)
     head_bytes, plane = blocks * block_bytes, kv_heads * blocks * block_bytes
     k = key_view(view, 2, kind, (kv_heads, head_dim, head_bytes), block * block_bytes, row)
-    dtype, apart_rows = np.dtype(element_type(kind)), kind.alternating
+    dtype, apart_rows = np.dtype(layouts.element_type(kind)), kind.alternating
     at = plane + block * block_bytes + row // apart_rows * apart_rows * stored + row % apart_rows
     v = view.array(2, dtype, (kv_heads, stored // dtype.itemsize), (head_bytes, apart_rows * dtype.itemsize), at=at)
     n_scaled = kv_heads if kind.scaled else 0
@@ -69,7 +69,7 @@ def key_view(view: RecordView, operand: int, kind: KvType, heads: tuple[int, int
     """One token's K in a block, live: (heads, pieces, stored elements of a piece); `heads` are how many, their size and
     the bytes from one to the next. Codes smaller than a byte share an element.
     """
-    (n, head_dim, apart), dtype = heads, np.dtype(element_type(kind))
+    (n, head_dim, apart), dtype = heads, np.dtype(layouts.element_type(kind))
     pieces = kind.element_bytes(padded_head_dim(head_dim)) // kind.piece
     return view.array(operand, dtype, (n, pieces, kind.piece // dtype.itemsize),
                       (apart, BLOCK_TOKENS * kind.piece, dtype.itemsize), at=at + row * kind.piece)
@@ -78,7 +78,7 @@ def key_view(view: RecordView, operand: int, kind: KvType, heads: tuple[int, int
 def stored_rows(name: str, kind: KvType, where: NDArray, scales: NDArray, x: Doubles, slack: Doubles
                 ) -> list[Expected]:
     """Expected K or V of one token; x of shape (kv_heads, n), known up to `slack` of the same shape."""
-    read = partial(elements, kv=kind) if kind.bits < 8 else None
+    read = partial(layouts.elements, kv=kind) if kind.bits < 8 else None
     shape = (read(where) if read else where).shape
     whole, loose = np.zeros((2, len(x), math.prod(shape[1:])))
     whole[:, : x.shape[1]], loose[:, : x.shape[1]] = x, slack
