@@ -10,27 +10,16 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import replace
 
-from edgeinfer.graph import Graph, Source, Weight
+from edgeinfer.graph import ExpertModules, Graph, Source, Weight, family_of
 
 _PART = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.\{\}\.(gate|up|down)_proj\.(weight|bias)")
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.(weight|bias)")
 _SHARED = re.compile(r"(model\.layers\.\d+\.)mlp\.shared_experts\.(gate|up|down)_proj\.weight")
-_ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
-            "block_sparse_moe.router", "block_sparse_moe.primary_router", "router.proj")
-_BY_EXPERT = (("mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-              ("block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}),
-              ("block_sparse_moe.experts.{}.", {"gate": "gate", "up": "up", "down": "down"}))
-"""Modules of an expert in Hugging Face's checkpoints: Qwen's and OLMoE's names, Mixtral's, SmallThinker's."""
-_STACKED = ("mlp.switch_mlp", "block_sparse_moe.switch_mlp")
-"""Modules of all experts whose three matrices are a tensor each: MLX's."""
-_TOGETHER = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-             ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-             ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-             ("experts.gate_up_proj", "experts.down_proj"))
-"""Tensors of all experts, gate rows above up rows: transformers 5's own, Granite's and Gemma 4's."""
-_IN_TURNS = ("gpt_oss",)
-"""Architectures whose tensors of all experts have a gate row and an up row in turns, as columns where they are not
-quantised."""
+_TOGETHER = "experts.gate_up_proj", "experts.down_proj"
+"""Tensors of all experts of a block, as transformers 5 itself writes them: gate rows above up rows."""
+_STACKED = "switch_mlp"
+"""Module of all experts of a block whose three matrices are a tensor each: MLX's."""
+_BLOCK, _ROUTER_HERE = "mlp", "mlp.gate"
 
 
 def with_experts(graph: Graph, names: Container[str], packed: Container[str] = (),
@@ -40,11 +29,11 @@ def with_experts(graph: Graph, names: Container[str], packed: Container[str] = (
     What it has in no known form keeps its name, and will be said to be missing. Those of `packed` are quantised.
     `shapes` tells the shape of a stored tensor.
     """
-    in_turns = graph.config.model_type in _IN_TURNS
+    modules = family_of(graph.config.model_type).experts
 
     def rename(source: Source) -> Source:
-        part = _PART.fullmatch(source.name) if in_turns else None
-        return _turned(source, part, packed) if part else _named(source, names, shapes)
+        part = _PART.fullmatch(source.name) if modules.in_turns else None
+        return _turned(source, part, packed) if part else _named(source, names, shapes, modules)
 
     return replace(graph, weights=tuple(with_stacks(weight, rename) for weight in graph.weights))
 
@@ -57,21 +46,25 @@ def with_stacks(weight: Weight, rename: Callable[[Source], Source]) -> Weight:
     return replace(weight, sources=tuple(sources))
 
 
-def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[int, ...]] | None) -> Source:
+def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[int, ...]] | None,
+           modules: ExpertModules) -> Source:
     if match := _ROUTER.fullmatch(source.name):
-        found = (f"{match[1]}{name}.{match[2]}" for name in _ROUTERS)
+        routers = dict.fromkeys((_ROUTER_HERE, modules.router, modules.router.removesuffix(".layer")))
+        found = (f"{match[1]}{name}.{match[2]}" for name in routers)
         return replace(source, name=next((name for name in found if name in names), source.name))
     if not (match := _PART.fullmatch(source.name)):
-        return _shared(source, names)
+        return _shared(source, names, modules)
     layer, part = match[1], match[2]
-    for module, parts in _BY_EXPERT:
-        name = f"{layer}{module}{parts[part]}.weight"
-        if name.format(0) in names:
+    own = dict(zip(("gate", "up", "down"), modules.parts, strict=True))[part]
+    if source.name.format(0) not in names and (name := f"{layer}{modules.block}.experts.{{}}.{own}.weight"
+                                               ).format(0) in names:
+        return replace(source, name=name)
+    blocks = tuple(dict.fromkeys((_BLOCK, modules.block)))
+    for block in blocks:
+        if (name := f"{layer}{block}.{_STACKED}.{part}_proj.{match[3]}") in names:
             return replace(source, name=name)
-    for module in _STACKED:
-        if (name := f"{layer}{module}.{part}_proj.{match[3]}") in names:
-            return replace(source, name=name)
-    for both, down in _TOGETHER:
+    pairs = [(f"{block}.{_TOGETHER[0]}", f"{block}.{_TOGETHER[1]}") for block in blocks]
+    for both, down in (*pairs, *([modules.together] if modules.together else [])):
         if layer + both in names and part != "down":
             n, rows, cols = source.stored
             start = rows if part == "up" else 0
@@ -87,16 +80,16 @@ def _named(source: Source, names: Container[str], shapes: Callable[[str], tuple[
     return source
 
 
-def _shared(source: Source, names: Container[str]) -> Source:
-    """Granite's FFN beside its experts, which has gate rows above up rows."""
-    match = _SHARED.fullmatch(source.name)
-    if not match or f"{match[1]}shared_mlp.input_linear.weight" not in names:
+def _shared(source: Source, names: Container[str], modules: ExpertModules) -> Source:
+    """An FFN beside the experts that has gate rows above up rows."""
+    match = _SHARED.fullmatch(source.name) if modules.shared else None
+    if not match or not modules.shared or (both := match[1] + modules.shared[0]) not in names:
         return source
     if match[2] == "down":
-        return replace(source, name=f"{match[1]}shared_mlp.output_linear.weight")
+        return replace(source, name=match[1] + modules.shared[1])
     rows, cols = source.stored
     start = rows if match[2] == "up" else 0
-    return Source(f"{match[1]}shared_mlp.input_linear.weight", (2 * rows, cols)).rows(start, start + rows)
+    return Source(both, (2 * rows, cols)).rows(start, start + rows)
 
 
 def _inputs_first(layer: str, both: str, down: str, shapes: Callable[[str], tuple[int, ...]] | None) -> bool:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-import struct
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from edgeinfer.errors import CheckpointError, UnsupportedModelError
-from edgeinfer.graph import ConfigReader, ModelConfig, RopeConfig, inverse_frequencies, read_config
+from edgeinfer.graph import (
+    ConfigReader,
+    Gguf,
+    GgufMetadata,
+    ModelConfig,
+    RopeConfig,
+    gguf_architectures,
+    inverse_frequencies,
+    plain_value,
+    read_config,
+    with_head,
+)
 
-from .gguf_families import ACTIVATIONS, OWN_KEYS, PARTIAL, RUNNABLE, TIED, WINDOWED, family_fields
 from .gguf_header import GgufHeader, GgufTensor
-from .gguf_latent import NAME as LATENT_NAME
-from .gguf_latent import read_latent_rotation
-from .gguf_mixtures import MIXTURES, mixture_fields, read_choice
+from .gguf_mixtures import mixture_fields, read_choice
 from .gguf_vocabulary import NO_TOKEN
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -59,7 +65,7 @@ def architecture(header: GgufHeader) -> str:
     name = header.fields.get("general.architecture")
     if other := purpose(header):
         raise CheckpointError(f"{header.path} is {PURPOSES[other]}, not a language model; give the model's own file.")
-    known = list(RUNNABLE)
+    known = list(gguf_architectures())
     if not isinstance(name, str) or name not in known:
         import difflib
 
@@ -98,19 +104,15 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     UnsupportedModelError
         A key that changes the mathematics is not implemented; the message names it.
     """
-    config, factors, name = config_fields(header, tensors), factors or {}, architecture(header)
-    prefix = name + "."
-    reader = ConfigReader({key: value.tolist() if isinstance(value, array) else value
-                           for key, value in header.fields.items() if key.startswith(prefix)},
-                          f"the metadata of {header.path}")
-    for key in (*_PLAIN, *OWN_KEYS.get(name, ()), "vocab_size"):
+    config, m, gguf = _understood(header, tensors)
+    factors, reader, prefix = factors or {}, m.reader, m.prefix
+    for key in (*_PLAIN, "vocab_size"):
         reader.get(prefix + key)
-    if name in MIXTURES and header.fields.get(prefix + "expert_count"):
-        read_choice(reader, prefix)
-    if name != "gemma4":  # whose layers have rotations by kind
-        _read_rotation(reader, prefix, config, factors)
-    if name not in WINDOWED:
-        _read_window(reader, prefix, config)
+    if gguf.experts and header.fields.get(prefix + "expert_count"):
+        read_choice(reader, prefix, gguf.experts)
+    config |= gguf.rotation(m) if gguf.rotation else _rotation(m, config, gguf, factors)
+    if not m.has_read("attention.sliding_window"):
+        _refuse_window(reader, prefix, config)
     reader.refuse_unread({prefix + key: values for key, values in _NEUTRAL.items()})
     try:
         model = read_config(config)
@@ -122,45 +124,41 @@ def read_gguf_model(header: GgufHeader, tensors: Mapping[str, GgufTensor],
                     attention_output_bias="blk.0.attn_output.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
                     head_bias="output.bias" in tensors)
     turned = header.fields.get(f"{prefix}rope.dimension_count")
-    if name == "llama" and turned and turned != model.head_dim:  # which a Llama's config.json cannot say
+    if gguf.turns == "count" and turned and turned != model.head_dim:
         model = replace(model, rotary_dim=turned)
     if ROPE_FACTORS not in factors:
         return model
-    of_factors = _proportional if name == "gemma4" else _of_factors
+    of_factors = _proportional if gguf.proportional else _of_factors
     return replace(model, rope=of_factors(model, factors[ROPE_FACTORS], header, prefix))
 
 
 def config_fields(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Return the fields of a config.json for the sizes of a model."""
+    return _understood(header, tensors)[0]
+
+
+def _understood(header: GgufHeader, tensors: Mapping[str, GgufTensor]
+                ) -> tuple[dict[str, Any], GgufMetadata, Gguf]:
+    """The fields of a config.json, the metadata that they were read from, and what is known of the architecture."""
     fields, name = header.fields, architecture(header)
-    experts = fields.get(f"{name}.expert_count")
-    model_type = "mixtral" if name == "llama" and experts else RUNNABLE[name]
-    config = {ours: _value(fields[f"{name}.{key}"]) for key, ours in _PLAIN.items() if f"{name}.{key}" in fields}
-    config["model_type"] = model_type
-    config["hidden_act"] = ACTIVATIONS.get(name, "silu")
+    config = {ours: plain_value(fields[f"{name}.{key}"]) for key, ours in _PLAIN.items() if f"{name}.{key}" in fields}
     config["vocab_size"] = _vocabulary(header, tensors, name)
-    config["tie_word_embeddings"] = "output.weight" not in tensors if tensors else name in TIED
+    where = f"the metadata of {header.path}"
+    known = GgufMetadata(fields, name, config, tensors, where)
+    model_type, gguf = next((model_type, gguf) for model_type, gguf in gguf_architectures()[name]
+                            if gguf.when is None or gguf.when(known))
+    m = GgufMetadata(fields, name, config, tensors, where)
+    for key in gguf.ignored:
+        m.get(key)
+    config |= {"model_type": model_type, "hidden_act": "silu",
+               "tie_word_embeddings": "output.weight" not in tensors if tensors else gguf.tied}
     ids = {f"{key}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "eos")
            if f"tokenizer.ggml.{key}_token_id" in fields}
     config |= {key: None if token_id in NO_TOKEN else token_id for key, token_id in ids.items()}
-    config |= family_fields(name, lambda key: _value(fields.get(f"{name}.{key}")), _with_head(config), tensors)
-    if experts and name in MIXTURES:
-        config |= mixture_fields(name, lambda key: _value(fields.get(f"{name}.{key}")))
-    return config
-
-
-def _value(value: Any) -> Any:
-    """One number for a list of equal ones by layer, and the shortest decimal that is a float32."""
-    if isinstance(value, array) and len(set(value)) == 1:
-        value = value[0]
-    if isinstance(value, array):
-        return value.tolist()
-    if isinstance(value, float) and math.isfinite(value) and abs(value) < 1e38:
-        for digits in range(1, 10):
-            short = float(f"{value:.{digits}g}")
-            if struct.pack("<f", short) == struct.pack("<f", value):
-                return short
-    return value
+    config |= {**gguf.says, **(gguf.fields(m) if gguf.fields else {})}
+    if gguf.experts and fields.get(f"{name}.expert_count"):
+        config |= mixture_fields(gguf.experts, m)
+    return config, m, gguf
 
 
 def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str) -> int | None:
@@ -177,87 +175,57 @@ def _vocabulary(header: GgufHeader, tensors: Mapping[str, GgufTensor], name: str
     return next(iter(counts.values()), None)
 
 
-def _with_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the width of a head."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    known = isinstance(heads, int) and isinstance(width, int) and heads > 0
-    return {**({"head_dim": width // heads} if known else {}), **config}  # type: ignore[operator]
-
-
-def _read_rotation(r: ConfigReader, prefix: str, config: dict[str, Any], factors: Mapping[str, Sequence[float]]
-                   ) -> None:
+def _rotation(m: GgufMetadata, config: Mapping[str, Any], gguf: Gguf, factors: Mapping[str, Sequence[float]]
+              ) -> dict[str, Any]:
     """RoPE's keys as config.json's rope_scaling; where all of a head must turn, another width is refused."""
-    name = prefix[:-1]
-    if name == LATENT_NAME:
-        return read_latent_rotation(r, prefix, config, *_scaling(r, prefix))
-    config |= _with_head(config)
+    r, prefix, config = m.reader, m.prefix, with_head(config)
     head_dim, turned = config.get("head_dim"), r.get(prefix + "rope.dimension_count")
-    if name in PARTIAL and isinstance(turned, int) and isinstance(head_dim, int) and 0 < turned < head_dim:
-        config["partial_rotary_factor"] = (turned + 0.25) / head_dim  # so that no rounding makes it one less
-    elif name in PARTIAL:
-        config["partial_rotary_factor"] = 1.0
+    some = isinstance(turned, int) and isinstance(head_dim, int) and 0 < turned < head_dim
+    if gguf.turns == "share":  # so that no rounding makes it one less
+        config["partial_rotary_factor"] = (turned + 0.25) / head_dim if some else 1.0
     if SHORT in factors or LONG in factors:
-        return _read_longrope(r, prefix, config, factors)
-    in_part = name == "llama" and isinstance(turned, int) and turned % 2 == 0 and 0 < turned < (head_dim or 0)
-    whole = () if in_part or name in (*PARTIAL, "gpt2", "starcoder") else ("rope.dimension_count",)
+        return {**config, "rope_scaling": _longrope(r, prefix, config, factors)}
+    in_part = gguf.turns == "count" and some and turned % 2 == 0
+    whole = () if in_part or gguf.turns in ("share", "none") else ("rope.dimension_count",)
     for key in (*whole, "attention.value_length"):
         value = r.get(prefix + key)
         if value is not None and value != head_dim:
             raise r.unsupported(prefix + key, value, f"it must be the width of a head, {head_dim}")
-    own = name in ("granite", "granitemoe")
-    scale = None if own else r.number(prefix + "attention.scale", 0.0, above=-1.0)
+    scale = None if m.has_read("attention.scale") else r.number(prefix + "attention.scale", 0.0, above=-1.0)
     if scale and isinstance(head_dim, int) and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise r.unsupported(prefix + "attention.scale", scale, f"only 1/sqrt({head_dim}) is supported")
+    section = _scaled(m, config, gguf)
+    return {**config, "rope_scaling": section} if section else config
+
+
+def _scaled(m: GgufMetadata, config: Mapping[str, Any], gguf: Gguf) -> dict[str, Any]:
+    """The section of a rotation that is stretched, empty for one that is not."""
+    r, prefix = m.reader, m.prefix
     scaling = prefix + "rope.scaling."
-    kind, factor = _scaling(r, prefix)
-    beta = r.get(prefix + "attention.temperature_scale") if name == "mistral3" else None
-    if beta and kind != "yarn":
-        raise r.unsupported(prefix + "attention.temperature_scale", beta, f"with {scaling}type {kind} it must be 0")
+    kind, factor = m.scaling()
     if kind == "none":
         r.get(scaling + "original_context_length")
-        return
+        return {}
     if kind == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": _value(factor)}
         r.get(scaling + "original_context_length")
-        return
+        return {"rope_type": "linear", "factor": plain_value(factor)}
     keys = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-    given = {ours: _value(r.number(scaling + key)) for ours, key in keys.items() if r.has(scaling + key)}
-    if name == "mistral3" and r.number(scaling + "yarn_attn_factor", 1.0) != 1:
-        raise r.unsupported(scaling + "yarn_attn_factor", r.get(scaling + "yarn_attn_factor"), "only 1 is supported")
+    given = {ours: plain_value(r.number(scaling + key)) for ours, key in keys.items() if r.has(scaling + key)}
     stretch = r.number(scaling + "yarn_attn_factor", r.number(scaling + "attn_factor", 1.0))
     if r.number(scaling + "yarn_ext_factor", 1.0) != 1.0:
         raise r.unsupported(scaling + "yarn_ext_factor", r.get(scaling + "yarn_ext_factor"), "only 1 is supported")
     log_factor = r.number(scaling + "yarn_log_multiplier", 0.1, above=-1.0) or 0.1
     section = {
-        "rope_type": "yarn", "truncate": name != "gpt-oss", "factor": _value(factor), **given,
+        "rope_type": "yarn", "truncate": True, "factor": plain_value(factor), **given,
         "original_max_position_embeddings": r.integer(scaling + "original_context_length",
                                                       config.get("max_position_embeddings")),
         "attention_factor": stretch * (1 + log_factor * math.log(factor)) if factor > 1 else stretch,
     }
-    config["rope_scaling"] = _mistral_rotation(r, prefix, section) if name == "mistral3" else section
+    return gguf.stretch(m, section) if gguf.stretch else section
 
 
-def _mistral_rotation(r: ConfigReader, prefix: str, section: dict[str, Any]) -> dict[str, Any]:
-    """The section with YaRN's mscale_all_dim, which files have as a multiplier beside an mscale of 1."""
-    multiplier = _value(r.number(prefix + "rope.scaling.yarn_log_multiplier", 1.0))
-    beta = _value(r.number(prefix + "attention.temperature_scale", 0.0, above=-1.0))
-    rest = {key: value for key, value in section.items() if key != "attention_factor"}
-    return {**rest, "mscale": 1.0, "mscale_all_dim": multiplier, **({"llama_4_scaling_beta": beta} if beta else {})}
-
-
-def _scaling(r: ConfigReader, prefix: str) -> tuple[str, float]:
-    """How the rotation is stretched, and how far; a factor without a type is linear, as in llama.cpp."""
-    named, older = f"{prefix}rope.scaling.factor", f"{prefix}rope.scale_linear"
-    r.get(older)
-    name = older if r.has(older) and not r.has(named) else named
-    factor = r.number(name, 0.0, above=-1.0)
-    kind = r.get(f"{prefix}rope.scaling.type") or ("none" if factor in (0, 1) else "linear")
-    kind = r.choice(f"{prefix}rope.scaling.type", kind, ("none", "linear", "yarn"))
-    return kind, 1.0 if kind == "none" else r.number(name)
-
-
-def _read_longrope(r: ConfigReader, prefix: str, config: dict[str, Any], factors: Mapping[str, Sequence[float]]
-                   ) -> None:
+def _longrope(r: ConfigReader, prefix: str, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+              ) -> dict[str, Any]:
     """LongRoPE: its factors are tensors, and the file says how much cosines and sines are scaled."""
     r.get(prefix + "rope.scaling.type")
     section: dict[str, Any] = {
@@ -266,19 +234,16 @@ def _read_longrope(r: ConfigReader, prefix: str, config: dict[str, Any], factors
         "original_max_position_embeddings": r.integer(prefix + "rope.scaling.original_context_length",
                                                       config.get("max_position_embeddings"))}
     if stretch := r.number(prefix + "rope.scaling.attn_factor", None):
-        section["attention_factor"] = _value(stretch)
-    config["rope_scaling"] = section
+        section["attention_factor"] = plain_value(stretch)
+    return section
 
 
-def _read_window(r: ConfigReader, prefix: str, config: dict[str, Any]) -> None:
-    """A window of a llama makes it a mistral; Qwen's layers by windows are not described by these files."""
+def _refuse_window(r: ConfigReader, prefix: str, config: Mapping[str, Any]) -> None:
+    """Refuse a window shorter than the context where no family says which layers have it."""
     window = r.integer(prefix + "attention.sliding_window", None, low=0)
     longest = config.get("max_position_embeddings", math.inf)
-    if not window or not isinstance(longest, int | float) or window >= longest:  # no number: refused with the others
-        return
-    if config["model_type"] != "llama":
+    if window and isinstance(longest, int | float) and window < longest:  # no number: refused with the others
         raise r.unsupported(prefix + "attention.sliding_window", window, "the file does not say which layers have it")
-    config |= {"model_type": "mistral", "sliding_window": window}
 
 
 def _proportional(model: ModelConfig, factors: Sequence[float], header: GgufHeader, prefix: str) -> RopeConfig:
@@ -305,7 +270,7 @@ def _of_factors(model: ModelConfig, factors: Sequence[float], header: GgufHeader
     given = header.fields.get(f"{prefix}rope.scaling.original_context_length")
     plain = inverse_frequencies(own, model.rope_dim)
     for original in ([given] if isinstance(given, int) and given > 0 else []) + [*_TRAINED_ON]:
-        rope = RopeConfig(own.theta, "llama3", _value(float(stretch)), original, 1.0, 4.0)
+        rope = RopeConfig(own.theta, "llama3", plain_value(float(stretch)), original, 1.0, 4.0)
         made = plain / inverse_frequencies(rope, model.rope_dim)
         if all(math.isclose(a, b, rel_tol=ROPE_TOLERANCE) for a, b in zip(made.tolist(), factors, strict=True)):
             return rope

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeinfer.errors import TokenizerError
+from edgeinfer.graph import PreTokenizer
 
 from .gguf_vocabulary import CONTROL, PREFIX, UNUSED, USER_DEFINED, Vocabulary, damaged, flag, items
-from .gguf_words import Words
 
 _MARK = "\u2581"
 _LONGEST_WORD = 100
 """Characters from which on WordPiece takes a word for unknown, in all of BERT's tokenizers."""
 
 
-def bpe_json(metadata: Mapping[str, Any], vocabulary: Vocabulary, words: Words, add_bos: bool, add_eos: bool) -> bytes:
+def bpe_json(metadata: Mapping[str, Any], vocabulary: Vocabulary, words: PreTokenizer, add_bos: bool, add_eos: bool
+             ) -> bytes:
     """Return the tokenizer.json of a BPE vocabulary; raises `TokenizerError` where merges and tokens disagree."""
     vocab = {text: i for text, i in vocabulary.ids.items() if vocabulary.types[i] != UNUSED}
     model: dict[str, Any] = {

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.graph import gguf_of
+
 from .gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, damaged, flag, items, scores_of
 
 _UNIGRAM, _BPE = 1, 2
@@ -59,7 +61,8 @@ def added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[st
     cut = flag(metadata, "add_space_prefix", True, vocabulary.source)
     added |= {str(i): {"content": text, "special": False} for i, text in vocabulary.of_type(USER_DEFINED)
               if cut or " " in _marked(text, vocabulary)}
-    if metadata.get("general.architecture") == "phi3":  # its templates break lines behind tokens, and it never saw that
+    gguf = gguf_of(metadata.get("general.architecture"))
+    if gguf and gguf.strips:
         kept = {vocabulary.text("unk"), vocabulary.text("bos"), "<|endoftext|>"}
         for i, text in vocabulary.of_type(CONTROL, USER_DEFINED):
             added[str(i)] = {"content": text, "special": vocabulary.types[i] == CONTROL, "rstrip": text not in kept}

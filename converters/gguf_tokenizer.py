@@ -11,14 +11,17 @@ from typing import Any
 
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import TokenizerError
+from edgeinfer.graph import PreTokenizer, pre_tokenizers
 
 from .gguf_fast import bpe_json, wordpiece_json
 from .gguf_pieces import added_tokens, sentencepiece_model
 from .gguf_vocabulary import PREFIX, Vocabulary, damaged, flag, read_vocabulary
-from .gguf_words import Words, words_of
+from .gguf_words import words_of
 
-MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
-"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Gemma 4's, WordPiece, and Unigram."""
+BPE, SENTENCEPIECE = "gpt2", "llama"
+MODELS = (BPE, SENTENCEPIECE, "bert", "t5")
+"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, WordPiece, and Unigram; BPE that is not
+byte-level is named as its family's (`Family.pre_tokenizers`)."""
 _TEMPLATE = "tokenizer.chat_template"
 _NO_PRE = "{source} does not say how its text is cut into words (tokenizer.ggml.pre); llama.cpp's default is taken."
 
@@ -57,15 +60,15 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> GgufTokeniz
         return None
     vocabulary = read_vocabulary(metadata, model, source)
     remarks: list[str] = []
-    if model in ("llama", "t5"):
-        add_bos, add_eos = _around(metadata, vocabulary, model == "llama", model == "t5", remarks)
+    if model in (SENTENCEPIECE, "t5"):
+        add_bos, add_eos = _around(metadata, vocabulary, model == SENTENCEPIECE, model == "t5", remarks)
         files = {"tokenizer.model": sentencepiece_model(metadata, vocabulary, model == "t5")}
     elif model == "bert":
         add_bos, add_eos = "bos" in vocabulary.named, False
         files = {"tokenizer.json": wordpiece_json(metadata, vocabulary)}
     else:
         name = metadata.get(PREFIX + "pre") or ""
-        if not name and model == "gpt2":
+        if not name and model == BPE:
             remarks.append(_NO_PRE.format(source=source))
         words = _words(metadata, model, source)
         add_bos, add_eos = _around(metadata, vocabulary, words.add_bos, False, remarks, always=not words.byte_level)
@@ -90,17 +93,18 @@ def check_kind(metadata: Mapping[str, Any], source: str) -> str:
     model = metadata.get(PREFIX + "model")
     if model in (None, "none", "no_vocab"):
         return ""
-    if model not in MODELS:
+    own = [name for name, words in pre_tokenizers().items() if not words.byte_level]
+    if model not in (*MODELS, *own):
         raise TokenizerError(f"{source} has a tokenizer of the kind {model!r:.60} (tokenizer.ggml.model), which "
-                             f"edgeinfer does not know; known are {', '.join(MODELS)}.")
-    if model in ("gpt2", "gemma4"):
+                             f"edgeinfer does not know; known are {', '.join((*MODELS, *own))}.")
+    if model == BPE or model in own:
         _words(metadata, model, source)
     return str(model)
 
 
-def _words(metadata: Mapping[str, Any], model: str, source: str) -> Words:
+def _words(metadata: Mapping[str, Any], model: str, source: str) -> PreTokenizer:
     """Return how a BPE vocabulary's text is cut into words."""
-    return words_of("gemma4" if model == "gemma4" else str(metadata.get(PREFIX + "pre") or "default"), source)
+    return words_of(str(metadata.get(PREFIX + "pre") or "default") if model == BPE else model, source)
 
 
 def _around(

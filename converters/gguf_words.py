@@ -8,47 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
 
-from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import TokenizerError
+from edgeinfer.graph import DIGITS, GPT2, PreTokenizer, pre_tokenizers
 
-
-@dataclass(frozen=True)
-class Words:
-    """How a family cuts text, and what llama.cpp presumes of it."""
-
-    splits: tuple[str, ...] = ()
-    """Regular expressions (Oniguruma), each cutting what the one before has left; `DIGITS` stands for single digits."""
-    gpt2: bool = False
-    """GPT-2's words come last."""
-    ignore_merges: bool = False
-    """A word that is a token is taken as it is."""
-    add_bos: bool = False
-    """The beginning-of-text token stands in front where the file does not say."""
-    byte_level: bool = True
-    """Pieces are written in GPT-2's alphabet of bytes; else in UTF-8 with marks for spaces, bytes as <0xNN>."""
-
-    def steps(self) -> list[dict[str, Any]]:
-        """Return the pre-tokenizers of a tokenizer.json."""
-        found: list[dict[str, Any]] = []
-        for split in self.splits:
-            found.append({"type": "Digits", "individual_digits": True} if split == DIGITS else
-                         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})
-        if self.byte_level:
-            found.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                          "use_regex": self.gpt2})
-        return found
-
-
-DIGITS = "digits"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LINES = r"\s*[\r\n]+"
 _SPACES = r"\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
 
 
@@ -97,45 +66,44 @@ _DEEPSEEK_LETTERS = rf"\s?[{re.sub('[0-9a-f]+', lambda code: chr(int(code[0], 16
 _CHAMELEON = ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
               r"[\p{P}!-/:-@\[-`{-~]")
 
-_FAMILIES: tuple[tuple[str, Words], ...] = (
+_FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-     Words((_LLAMA3,), ignore_merges=True, add_bos=True)),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", Words((_LLAMA3,))),
-    ("qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez kormo f2llmv2 grok-2", Words((_QWEN2,))),
-    ("qwen35", Words((_QWEN35,))),
+     PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))),
+    ("qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez kormo f2llmv2 grok-2", PreTokenizer((_QWEN2,))),
+    ("qwen35", PreTokenizer((_QWEN35,))),
     ("gpt-2 mpt olmo jais trillion granite-docling phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 jina-es jina-de "
-     "jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", Words(gpt2=True)),
-    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", Words((DIGITS,), gpt2=True)),
-    ("falcon", Words((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
-    ("default", Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    ("deepseek-llm", Words((r"[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_SIGNS, r"\s+$", _ASIAN, r"\p{N}+"))),
-    ("deepseek-coder", Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
+     "jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", PreTokenizer(gpt2=True)),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((DIGITS,), gpt2=True)),
+    ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
+    ("deepseek-llm", PreTokenizer((r"[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_SIGNS, r"\s+$", _ASIAN, r"\p{N}+"))),
+    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4",
-     Words((r"\p{N}{1,3}", _CJK, _deepseek(_joined(r"[\r\n]*", _LINES))))),
-    ("tekken", Words((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", Words((_cased(r"\p{N}{1,3}", _ENDINGS + "?"),))),
-    ("tiny_aya cohere2moe", Words((*_NUMBERS, _cased(r"\p{N}{1,3}", _ENDINGS + "?")))),
-    ("bloom poro-chat gpt3-finnish", Words((_BLOOM,))),
-    ("viking", Words((_BLOOM, r"\p{N}"))),
-    ("bailingmoe bailingmoe2 llada-moe", Words((_BAILING,))),
-    ("seed-coder", Words((_SEED,))),
-    ("exaone-moe", Words((_EXAONE_MOE,))),
-    ("jais-2", Words((_JAIS2,))),
-    ("minicpm5", Words((r"\p{N}{1,3}", _joined(_ENDINGS, _LETTERS, r"\p{N}+", _SIGNS, _LINES, _SPACES)),
+     PreTokenizer((r"\p{N}{1,3}", _CJK, _deepseek(_joined(r"[\r\n]*", _LINES))))),
+    ("tekken", PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_cased(r"\p{N}{1,3}", _ENDINGS + "?"),))),
+    ("tiny_aya cohere2moe", PreTokenizer((*_NUMBERS, _cased(r"\p{N}{1,3}", _ENDINGS + "?")))),
+    ("bloom poro-chat gpt3-finnish", PreTokenizer((_BLOOM,))),
+    ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
+    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
+    ("seed-coder", PreTokenizer((_SEED,))),
+    ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
+    ("jais-2", PreTokenizer((_JAIS2,))),
+    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _joined(_ENDINGS, _LETTERS, r"\p{N}+", _SIGNS, _LINES, _SPACES)),
                        ignore_merges=True)),
-    ("chameleon", Words(_CHAMELEON, gpt2=True, add_bos=True)),
-    ("gemma4", Words(byte_level=False, add_bos=True)),
+    ("chameleon", PreTokenizer(_CHAMELEON, gpt2=True, add_bos=True)),
 )
 WORDS = {name: words for names, words in _FAMILIES for name in names.split()}
-"""Rows by the names of tokenizer.ggml.pre."""
+"""Rows by the names of tokenizer.ggml.pre, but for those that a single family has (`Family.pre_tokenizers`)."""
 
 
-def words_of(name: str, source: str) -> Words:
+def words_of(name: str, source: str) -> PreTokenizer:
     """Return the row of a name; raises `TokenizerError` for one that is not known, with the nearest ones."""
-    if name not in WORDS:
-        near = difflib.get_close_matches(name.lower(), WORDS, 3, 0.5) or ["llama-bpe", "qwen2", "gpt-2"]
+    known = WORDS | pre_tokenizers()
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, 3, 0.5) or "llama-bpe qwen2 gpt-2".split()
         raise TokenizerError(
             f"{source} has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which edgeinfer does not know; near it "
             f"are {', '.join(near)}. A guess would cut words wrongly without a sign of it: upgrade edgeinfer, or "
             "convert the checkpoint that the file was made from.")
-    return WORDS[name]
+    return known[name]

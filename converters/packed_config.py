@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import QUANTISED, ConfigReader
+from edgeinfer.graph import QUANTISED, ConfigReader, family_of
 
 from .json_file import CONFIG_FILE
 from .packed_scheme import Scheme
@@ -59,9 +59,8 @@ def take_scheme(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme | Non
     found = [key for key in QUANTISED if fields.get(key)]
     if not found:
         return dict(fields), None
-    if fields.get("model_type") == "gpt2":
-        raise UnsupportedModelError(f"{CONFIG_FILE} is of a quantised GPT-2, whose matrices programs have packed by "
-                                    f"rows or by columns, and the files do not say which; {REMEDY}.")
+    if why := family_of(fields.get("model_type")).ambiguous:
+        raise UnsupportedModelError(f"{CONFIG_FILE} is of {why}; {REMEDY}.")
     rest = {key: value for key, value in fields.items() if key not in QUANTISED}
     key = "quantization" if "quantization" in found else found[0]
     section = ConfigReader(fields[key], f"{CONFIG_FILE}, {key}")

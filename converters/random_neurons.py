@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import PREDICTOR_TYPE, Predictor, Statistics
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import UsageError
-from edgeinfer.graph import ModelConfig, Weight, WeightType
+from edgeinfer.graph import ModelConfig, Weight, WeightType, family_of
 from edgeinfer.quant import layouts
 
 from .conversion import BLOCK_WEIGHTS
@@ -89,7 +89,7 @@ class Sparsity:
         """Return the shape with a ReLU and biases in its FFN; raises `UsageError` where it cannot have them."""
         if ffn_layout != "neuron":
             raise UsageError(f"Sparse random models are stored neuron by neuron, not as {ffn_layout}.")
-        if config.model_type not in ("llama", "opt"):
+        if not family_of(config.model_type).ffn_biases:
             raise UsageError(f"Sparse random models need biases in their FFN, which {config.model_type} has not; "
                              "choose the shape of a llama, or OPT's.")
         if self.rank > config.hidden_size:

@@ -7,17 +7,12 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from edgeinfer.graph import ModelConfig
+from edgeinfer.graph import ModelConfig, family_of
 
 PICTURES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|"
                       r"embed_audio|vision_embedder)\..+")
 """Tensors of what makes tokens of pictures, and of sounds."""
 _PREFIXED = re.compile(r"model\.language_model\.(?P<inner>.+)|language_model\.(?P<outer>.+)")
-BASES = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "falcon"), "transformer."), "gpt_neox": "gpt_neox.",
-         "opt": "model."}
-"""What the names of most tensors begin with; some checkpoints were saved without it."""
-_GUESSING = ("deepseek_v3", "glm4_moe_lite")
-"""Families whose checkpoints have layers that predict more than the next token, numbered behind the others."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _HEADS = ("lm_head.", "embed_out.")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rotary\.inv_freq|(.+\.)?(attn|attn\.attention|attention)\."
@@ -45,9 +40,9 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
     for name in stored if sees else ():
         if (match := _PREFIXED.fullmatch(name)) and name not in pictures:
             aliases[f"model.{match['inner']}" if match["inner"] else match["outer"]] = name
-    if model_type == "gpt_neox" and "lm_head.weight" in stored:  # as transformers 5 writes it
-        aliases["embed_out.weight"] = "lm_head.weight"
-    base = BASES.get(model_type, "")
+    family = family_of(model_type)
+    aliases |= {name: other for name, other in family.aliases.items() if other in stored}
+    base = family.prefix
     if base and not any(name.startswith(base) for name in stored):
         aliases |= {base + name: name for name in stored if not name.startswith(_HEADS)}
     return Names({name: other for name, other in aliases.items() if name not in stored}, pictures)
@@ -55,7 +50,7 @@ def names_of_text(stored: Collection[str], model_type: str, sees: bool) -> Names
 
 def guesses_ahead(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is of the layers behind the last, which guess further tokens (GLM, arXiv 2412.19437)."""
-    match = _LAYER.match(name) if config.model_type in _GUESSING else None
+    match = _LAYER.match(name) if family_of(config.model_type).further_tokens else None
     return match is not None and int(match[1]) >= config.num_hidden_layers
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from edgeinfer.converters.gguf_families import RUNNABLE
-from edgeinfer.graph import WRAPPERS, architectures, read_config, supported_architectures
+from edgeinfer.graph import WRAPPERS, architectures, family_of, read_config, supported_architectures
 from tests import golden_cases
 from tests.test_experts import IN_FILES
 from tests.test_gguf_families import ARCHITECTURES
@@ -115,7 +114,7 @@ def models() -> str:
                if "vision_config" in golden_cases.load(name).config}
     page = INTRODUCTION
     for name in supported_architectures():
-        files = ", ".join(file for file, ours in RUNNABLE.items() if ours == name) or "-"
+        files = ", ".join(gguf.name for gguf in family_of(name).gguf) or "-"
         plain = [case for case in cases.get(name, []) if case not in wrapped]
         of_files = [case for case in plain if case in ARCHITECTURES or case in (*IN_FILES, *FILES)]
         compared = ", ".join(plain) or "the oracle in NumPy"

@@ -8,12 +8,14 @@ from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
+from .families import family_of, gguf_architectures, gguf_of, pre_tokenizers, supported_architectures
+from .family import ExpertModules, Family, Gguf, GgufExperts, Ollama
 from .fields import QUANTISED, is_quantised
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head, with_screen
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .mixture import MOST_OF_A_LAYER
-from .model import build_graph, read_config, supported_architectures
+from .model import build_graph, read_config
 from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
 from .ops import (
     Activate,
@@ -44,20 +46,26 @@ from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 from .wrappers import WRAPPERS
 
 if TYPE_CHECKING:
+    from .gguf_metadata import GgufMetadata, plain_value, with_head
+    from .pre_tokenizer import DIGITS, GPT2, PreTokenizer
     from .shapes import Shape, builtin_shapes
 
-__all__ = ["INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED",
-           "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine", "Attention", "ConfigReader",
-           "Draw", "Embed", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput", "Gated", "GatherOutputs",
+__all__ = ["DIGITS", "GPT2", "INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS",
+           "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions",
+           "Affine", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown",
+           "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata",
            "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
-           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Op", "Place", "Product",
-           "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries",
-           "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape",
-           "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent", "Tensor", "TokenRows",
-           "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate", "approximates",
-           "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "fill_rope_tables",
-           "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
-           "parameters", "place_of_head", "quantize_activations", "read_config", "requested_types", "rope_tables",
-           "supported_architectures", "with_predictor", "with_screen", "with_selection", "without_approximations"]
-__getattr__ = lazily(__name__, {"shapes": "Shape builtin_shapes"})
+           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "Op", "Place",
+           "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves",
+           "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead",
+           "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent",
+           "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
+           "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "family_of",
+           "fill_rope_tables", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
+           "inverse_frequencies", "is_quantised", "least_score", "parameters", "place_of_head", "plain_value",
+           "pre_tokenizers", "quantize_activations", "read_config", "requested_types", "rope_tables",
+           "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
+           "without_approximations"]
+__getattr__ = lazily(__name__, {"gguf_metadata": "GgufMetadata plain_value with_head",
+                                "pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

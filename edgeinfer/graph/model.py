@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -12,10 +10,10 @@ from edgeinfer.kernels import ACTIVATIONS
 
 from ..config import Recipe
 from ..errors import CheckpointError, UnsupportedModelError
-from . import architectures
 from .builder import GraphBuilder
 from .check import check_runnable
 from .config import ModelConfig, RopeConfig
+from .families import architecture_module, supported_architectures
 from .graph import Graph
 from .passes import apply
 from .quantize_activations import quantize_activations
@@ -26,11 +24,6 @@ from .wrappers import WRAPPERS, text_of
 
 F32_LARGE = 1e30
 """Numbers of records are float32; no model comes near it."""
-
-
-def supported_architectures() -> list[str]:
-    """The `model_type` of every architecture there is a file for, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(architectures.__path__))
 
 
 def read_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -148,4 +141,4 @@ def _architecture(model_type: Any, where: str) -> ModuleType:
             f"{where}: model_type is {model_type!r:.60}, which edgeinfer does not support; "
             f"{hint}supported: {', '.join(names)}."
         )
-    return importlib.import_module(f"{architectures.__name__}.{model_type}")
+    return architecture_module(model_type)

@@ -8,6 +8,8 @@ from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..weights import Source
@@ -54,3 +56,10 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         qkv_bias=tuple(of(p, "bias") for p in "qkv") if c.attention_bias else (), o=attn + "o_proj.weight",
         o_bias=(attn + "o_proj.bias",) if c.attention_output_bias else (), gate=mlp + "gate_proj", up=mlp + "up_proj",
         down=mlp + "down_proj")
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"logit_scale": m.get("logit_scale"), "use_qk_norm": "blk.0.attn_q_norm.weight" in m.tensors}
+
+
+FAMILY = Family((Gguf("command-r", fields=_fields, tied=True),))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..common import read_sliding
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
 from . import cohere
 from .cohere import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 EVERY = 4
 
@@ -31,3 +35,11 @@ def read(c: ConfigReader) -> ModelConfig:
     c.get("cache_implementation")  # how a cache is kept, not what is in it
     windows = read_sliding(c, window, lambda i: (i + 1) % period != 0)
     return cohere.read(c, 10000.0, windows=windows, ropes=tuple(int(bool(w)) for w in windows or (0,) * layers))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"logit_scale": m.get("logit_scale"), "sliding_window": m.get("attention.sliding_window"),
+            "layer_types": m.layer_types(EVERY)}
+
+
+FAMILY = Family((Gguf("cohere2", fields=_fields, tied=True),))

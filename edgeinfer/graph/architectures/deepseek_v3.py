@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import ModelConfig
+from ..family import Family
+from ..gguf_metadata import GgufMetadata
 from ..latent_block import forward
 from ..reader import ConfigReader
+from .deepseek_v2 import GGUF, SIGMOID, TENSORS
 from .glm4_moe_lite import read_sigmoid
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {
     "vocab_size": 129280, "num_attention_heads": 128, "max_position_embeddings": 4096, "bos_token_id": 0,
@@ -26,3 +31,10 @@ def read(c: ConfigReader) -> ModelConfig:
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.unsupported("moe_layer_freq", c.get("moe_layer_freq"), "only 1 is supported")
     return read_sigmoid(c, DEFAULTS)
+
+
+def _has_sigmoids(m: GgufMetadata) -> bool:
+    return bool(m.get("expert_gating_func") == SIGMOID)
+
+
+FAMILY = Family((replace(GGUF, when=_has_sigmoids),), TENSORS, further_tokens=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..builder import GraphBuilder
 from ..common import read_decoder, read_sliding
 from ..config import ModelConfig
+from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from .olmo2 import layer
@@ -37,3 +41,16 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = layer(g, c, x, i, head_norms=True)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+EVERY, LAYERS_OF_32B = 4, 64
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """Files of the 32B model do not all say its windows; llama.cpp knows them by its 64 layers."""
+    large = m.layers() == LAYERS_OF_32B
+    window = m.get("attention.sliding_window") or (4096 if large else None)
+    return {"sliding_window": window, **({"layer_types": m.layer_types(EVERY)} if window else {})}
+
+
+FAMILY = Family((Gguf("exaone4", fields=_fields, ignored=("attention.sliding_window_pattern",)),), NORMS_ON_THE_WAY_OUT)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, heads_of, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
+from ..pre_tokenizer import GPT2, PreTokenizer
 from ..reader import ConfigReader
 from ..weights import Source
 
@@ -52,3 +57,19 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         o=attn + "dense.weight", o_bias=(attn + "dense.bias",) if bias else (), up=mlp + "dense_h_to_4h.weight",
         down=mlp + "dense_4h_to_h.weight",
         ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias") if bias else ())
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    kv, heads = m.config.get("num_key_value_heads", 1), m.size("num_attention_heads")
+    two = "blk.0.attn_norm_2.weight" in m.tensors
+    return {"num_kv_heads": kv, "new_decoder_architecture": two or kv not in (1, heads), "multi_query": kv == 1,
+            "num_ln_in_parallel_attn": 2 if two else 1, "num_key_value_heads": None}
+
+
+FAMILY = Family(
+    (Gguf("falcon", fields=_fields, says={"hidden_act": "gelu"}, ignored=("tensor_data_layout",)),),
+    {"transformer.word_embeddings": "token_embd", "transformer.ln_f": "output_norm", "ln_attn": "attn_norm_2",
+     "ln_mlp": "attn_norm", "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
+     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"},
+    qkv="rows", prefix="transformer.",
+    pre_tokenizers={"falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))})

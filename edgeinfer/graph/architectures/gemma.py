@@ -8,6 +8,8 @@ from typing import Any
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
@@ -74,3 +76,18 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, sandwich: bool = F
     if not sandwich:
         return g.ffn(h, name, modules, residual=x)
     return g.normed_sum(x, g.ffn(h, name, modules), name + "ffn_out_norm", norm(hf + "post_feedforward_layernorm", d))
+
+
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def gguf_fields(m: GgufMetadata, largest: int) -> dict[str, Any]:
+    """Fields of the second and third generation; in the model of `largest` layers scores are divided otherwise."""
+    wide = m.size("hidden_size") // m.size("num_attention_heads")
+    whole = m.size("num_hidden_layers") == largest
+    return {"query_pre_attn_scalar": wide if whole else m.config.get("head_dim", 256),
+            "sliding_window": m.get("attention.sliding_window"),
+            "final_logit_softcapping": m.get("final_logit_softcapping")}
+
+
+FAMILY = Family((Gguf("gemma", says=GELU, tied=True),), norms_plus_one=True)

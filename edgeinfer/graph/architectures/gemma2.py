@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..builder import GraphBuilder
 from ..common import read_sliding
 from ..config import ModelConfig
+from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from . import gemma
@@ -30,3 +34,11 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = gemma.layer(g, c, x, i, sandwich=True)
     return g.build(g.logits(x, gemma.norm("model.norm", c.hidden_size), "lm_head.weight"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return gemma.gguf_fields(m, 46) | {"attn_logit_softcapping": m.get("attn_logit_softcapping")}
+
+
+FAMILY = Family((Gguf("gemma2", fields=_fields, says=gemma.GELU, tied=True),), NORMS_ON_THE_WAY_OUT,
+                norms_plus_one=True)

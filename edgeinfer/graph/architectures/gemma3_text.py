@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...errors import CheckpointError
 from ..builder import GraphBuilder
 from ..common import read_sliding
 from ..config import ModelConfig, RopeConfig
+from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..rope import read_section
@@ -58,3 +62,13 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = gemma.layer(g, c, x, i, sandwich=True, qk_norm=True)
     return g.build(g.logits(x, gemma.norm("model.norm", c.hidden_size), "lm_head.weight"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return gemma.gguf_fields(m, 62) | {"rope_local_base_freq": m.get("rope.freq_base_swa") or 10000.0,
+                                       "sliding_window_pattern": m.get("attention.sliding_window_pattern") or 6}
+
+
+FAMILY = Family((Gguf("gemma3", fields=_fields, says=gemma.GELU, tied=True, sees=True, ollama=Ollama(keys={
+    "rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"})),), NORMS_ON_THE_WAY_OUT,
+    norms_plus_one=True)

@@ -7,12 +7,15 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnsupportedModelError
 from ..builder import GraphBuilder
 from ..common import LAYER_TYPES
 from ..config import ExpertsConfig, ModelConfig, RopeConfig
+from ..family import NORMS_ON_THE_WAY_OUT, ExpertModules, Family, Gguf, GgufExperts, Ollama
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..mixture import count_experts
+from ..pre_tokenizer import PreTokenizer
 from ..reader import ABSENT, ConfigReader
 from ..rope import read_section
 from ..types import Tensor
@@ -222,3 +225,66 @@ def _attended(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, hf: str, name:
     h = g.attention(g.rope_store(h, attn + "q_norm.weight", attn + "k_norm.weight" if own else ""))
     h = g.linear(h, name + "o", (attn + "o_proj.weight",), (c.hidden_size,))
     return g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """Sizes layer by layer; where k is v a file has no matrix for v."""
+    get, config, n, shared = m.get, m.config, m.layers(), m.get("attention.shared_kv_layers") or 0
+    if type(shared) is not int or not 0 <= shared < n:
+        raise UnsupportedModelError(f"The metadata have {shared!r:.60} as attention.shared_kv_layers, which must be a "
+                                    f"number from 0 to {n - 1}; download the file again.")
+    heads, sizes = (m.by_layer(config.get(field), field) for field in ("num_key_value_heads", "intermediate_size"))
+    sliding = m.by_layer(get("attention.sliding_window_pattern"), "attention.sliding_window_pattern")
+    wide, short = get("attention.key_length"), get("attention.key_length_swa") or get("attention.key_length")
+    double = shared > 0 and sizes[-1] == 2 * sizes[0]
+    if sizes != [sizes[0]] * (n - shared) + [sizes[0] * (1 + double)] * shared or sliding[-1]:
+        raise UnsupportedModelError("The metadata have layers whose feed_forward_length or attention."
+                                    "sliding_window_pattern is none of Gemma 4's; edgeinfer knows no others.")
+    for key, width in (("rope.dimension_count", wide), ("rope.dimension_count_swa", short),
+                       ("attention.value_length", wide), ("attention.value_length_swa", short)):
+        if (value := get(key)) not in (None, width):
+            raise UnsupportedModelError(f"The metadata say {m.prefix}{key} {value}, which edgeinfer does not support; "
+                                        f"it must be the width of a head, {width}.")
+    table = m.tensors.get("per_layer_token_embd.weight")
+    full = [i for i in range(n - shared) if not sliding[i]]
+    return {
+        "hidden_act": None, "rope_theta": None, "intermediate_size": sizes[0],
+        "num_key_value_heads": heads[0], "head_dim": short, "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": double, "sliding_window": get("attention.sliding_window"),
+        "layer_types": [LAYER_TYPES[bool(s)] for s in sliding],
+        "per_layer_config": {str(i): {"head_dim": short if sliding[i] else wide, "num_key_value_heads": heads[i]}
+                             for i in range(n)},
+        "hidden_size_per_layer_input": get("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": table.shape[0] if table else config.get("vocab_size"),
+        "attention_k_eq_v": bool(m.tensors) and not any(f"blk.{i}.attn_v.weight" in m.tensors for i in full),
+        "final_logit_softcapping": get("final_logit_softcapping"),
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": get("rope.freq_base") or 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": get("rope.freq_base_swa") or 10000.0}},
+        **({"enable_moe_block": True} if get("expert_count") else {}),
+    }
+
+
+def _rotation(m: GgufMetadata) -> dict[str, Any]:
+    """Rotations are by kind of layer, as `_fields` has them."""
+    return {}
+
+
+FAMILY = Family(
+    (Gguf("gemma4", fields=_fields, says=gemma.GELU, tied=True, sees=True, rotation=_rotation, proportional=True,
+          experts=GgufExperts(active="top_k_experts", size="moe_intermediate_size"),
+          ollama=Ollama(tensors=((r"(blk\.\d+)\.ffn_gate_inp\.per_expert_scale$", r"\1.ffn_down_exps.scale"),
+                                 (r"(blk\.\d+)\.layer_scalar$", r"\1.layer_output_scale.weight")))),),
+    NORMS_ON_THE_WAY_OUT | {
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2", "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
+    pre_tokenizers={"gemma4": PreTokenizer(byte_level=False, add_bos=True)},
+    experts=ExpertModules(router="router.proj", together=("experts.gate_up_proj", "experts.down_proj")))

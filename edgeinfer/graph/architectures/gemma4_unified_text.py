@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
+from ..family import Family
 from ..reader import ConfigReader
 from . import gemma4_text
 from .gemma4_text import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
     """Windows and contexts are longer where the config does not say it."""
     return gemma4_text.read(c, window=1024, longest=2 * gemma4_text.LONGEST, inputs=0)
+
+
+FAMILY = Family(experts=gemma4_text.FAMILY.experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
@@ -50,3 +51,8 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
     h = g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), Source(hf + "mlp.down_proj.weight", (d, n))))
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_mlp_layernorm.weight")
+
+
+FAMILY = Family((Gguf("glm4", turns="share"),), {
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.gate_up_proj": "ffn_up"})

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import ModelConfig
+from ..family import Family
 from ..latent_block import forward, read_latent, read_routed
 from ..reader import ConfigReader
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {
     "vocab_size": 154880, "num_attention_heads": 20, "max_position_embeddings": 202752, "bos_token_id": 0,
@@ -40,3 +41,6 @@ def read_sigmoid(c: ConfigReader, defaults: dict[str, Any]) -> ModelConfig:
     experts = read_routed(c, defaults, dense, normalise=c.flag("norm_topk_prob", True), scores="sigmoid",
                           choice_bias=True, group_best=2)
     return read_latent(c, defaults, experts)
+
+
+FAMILY = Family(further_tokens=True)

@@ -6,6 +6,7 @@ from ..blocks import Layer, layer, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..weights import Source
@@ -46,3 +47,13 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         qkv_bias=rows_of(Source(hf + "attn.c_attn.bias", (fused,)), c), o=conv("attn.c_proj", c.query_width, d),
         o_bias=(hf + "attn.c_proj.bias",), up=conv("mlp.c_fc", d, n), down=conv("mlp.c_proj", n, d),
         ffn_bias=(hf + "mlp.c_fc.bias", hf + "mlp.c_proj.bias"))
+
+
+TENSORS = {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+           "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+           "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+FAMILY = Family(
+    (Gguf("gpt2", says={"hidden_act": "gelu_new"}, ignored=("tensor_data_layout",), turns="none"),), TENSORS,
+    qkv="rows", prefix="transformer.",
+    ambiguous="a quantised GPT-2, whose matrices programs have packed by rows or by columns, and the files do not say "
+              "which")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, heads_of, layer, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..weights import Source
+from .gpt2 import TENSORS
 
 DEFAULTS = {"vocab_size": 50257, "max_position_embeddings": 1024, "bos_token_id": 50256, "eos_token_id": 50256,
             "rotary": False, "rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "ffn_times": 4,
@@ -50,3 +55,11 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         norm=hf + "ln_1", ffn_norm=hf + "ln_2", qkv=split(weight, c), qkv_bias=split(bias, c),
         o=attn + "c_proj.weight", o_bias=(attn + "c_proj.bias",), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
         ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"multi_query": m.config.get("num_key_value_heads") == 1}
+
+
+FAMILY = Family((Gguf("starcoder", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}, turns="none"),), TENSORS,
+                qkv="rows", prefix="transformer.")

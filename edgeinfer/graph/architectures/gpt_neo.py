@@ -9,6 +9,7 @@ from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family
 from ..graph import Graph
 from ..reader import ConfigReader
 
@@ -48,3 +49,6 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
             ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias")))
     return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
                             norm_bias="transformer.ln_f.bias"))
+
+
+FAMILY = Family(prefix="transformer.")

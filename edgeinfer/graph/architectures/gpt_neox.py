@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, heads_of, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..weights import Source
@@ -41,3 +45,15 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         qkv_bias=heads_of(bias, c) if c.attention_bias else (), o=attn + "dense.weight",
         o_bias=(attn + "dense.bias",) if c.attention_output_bias else (), up=mlp + "dense_h_to_4h.weight",
         down=mlp + "dense_4h_to_h.weight", ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"use_parallel_residual": bool(m.get("use_parallel_residual"))}
+
+
+FAMILY = Family(
+    (Gguf("gptneox", fields=_fields, says={"hidden_act": "gelu"}, turns="share"),),
+    {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+     "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
+     "mlp.dense_4h_to_h": "ffn_down"},
+    qkv="rows", prefix="gpt_neox.", aliases={"embed_out.weight": "lm_head.weight"})  # as transformers 5 writes it

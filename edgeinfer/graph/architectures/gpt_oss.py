@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ...errors import CheckpointError
 from ..common import read_decoder, read_sliding
 from ..config import ExpertsConfig, ModelConfig
+from ..family import ExpertModules, Family, Gguf, GgufExperts, Ollama
+from ..gguf_metadata import GgufMetadata
 from ..mixture import count_experts
 from ..reader import ConfigReader
 from .mixtral import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0}
@@ -39,3 +42,21 @@ def read(c: ConfigReader) -> ModelConfig:
     config = read_decoder(c, DEFAULTS, windows=windows, attention_bias=bias, attention_output_bias=bias,
                           attention_sinks=True, experts=experts)
     return replace(config, hidden_act="swiglu_oai", hidden_act_limit=c.number("swiglu_limit", LIMIT))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"sliding_window": m.get("attention.sliding_window")}
+
+
+def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
+    return {**section, "truncate": False}
+
+
+FAMILY = Family(
+    (Gguf("gpt-oss", fields=_fields, stretch=_stretched,
+          experts=GgufExperts("num_local_experts", scores={1: "softmax", 3: "softmax of the chosen"}),
+          ollama=Ollama("gptoss", stretched="yarn", tensors=(
+              (r"(blk\.\d+)\.attn_out\.", r"\1.attn_output."), (r"(blk\.\d+)\.ffn_norm\.", r"\1.post_attention_norm."),
+              (r"(blk\.\d+)\.attn_sinks$", r"\1.attn_sinks.weight")))),),
+    {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight"},
+    qkv="either", experts=ExpertModules(router="mlp.router", in_turns=True))

@@ -6,12 +6,16 @@ this but for their epsilon, and the embedding's multiplier grows by it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
 from .llama import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -25,3 +29,16 @@ def read(c: ConfigReader) -> ModelConfig:
         mlp_bias=c.flag("mlp_bias"), attention_scale=c.number("attention_multiplier", 1.0),
         embedding_scale=c.number("embedding_multiplier", 1.0) / residual,
         logits_scale=1 / c.number("logits_scaling", 1.0))
+
+
+_MULTIPLIERS = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+                "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}
+
+
+def gguf_fields(m: GgufMetadata) -> dict[str, Any]:
+    """The multipliers; files that say none of scores divide them as Llama."""
+    said = {ours: value for ours, key in _MULTIPLIERS.items() if (value := m.get(key))}
+    return {"attention_multiplier": m.size("head_dim") ** -0.5} | said
+
+
+FAMILY = Family((Gguf("granite", fields=gguf_fields),), neighbours=True)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config import ModelConfig
+from ..family import ExpertModules, Family, Gguf, GgufExperts
 from ..mixture import read_experts
 from ..reader import ConfigReader
 from . import granite
 from .mixtral import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
     """As Granite's; the weights of a token's experts add up to 1."""
     size = c.integer("intermediate_size", high=2**20)
     return replace(granite.read(c), experts=read_experts(c, "num_local_experts", 8, 2, size))
+
+
+GGUF = Gguf("granitemoe", fields=granite.gguf_fields, experts=GgufExperts("num_local_experts"))
+EXPERTS = ExpertModules("block_sparse_moe", router="block_sparse_moe.router.layer",
+                        together=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"))
+FAMILY = Family((GGUF,), neighbours=True, experts=EXPERTS)

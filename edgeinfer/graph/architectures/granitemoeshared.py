@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..config import ModelConfig
+from ..family import Family
+from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
-from . import granitemoe
+from . import granite, granitemoe
 from .mixtral import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -17,3 +20,19 @@ def read(c: ConfigReader) -> ModelConfig:
     config, size = granitemoe.read(c), c.integer("shared_intermediate_size", 0, low=0, high=2**20)
     assert config.experts
     return replace(config, experts=replace(config.experts, shared_size=size, shared_gate=False))
+
+
+SHARED = "expert_shared_feed_forward_length"
+
+
+def _has_shared(m: GgufMetadata) -> bool:
+    return bool(m.get(SHARED))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {**granite.gguf_fields(m), "shared_intermediate_size": m.get(SHARED)}
+
+
+FAMILY = Family(
+    (replace(granitemoe.GGUF, when=_has_shared, fields=_fields),), neighbours=True,
+    experts=replace(granitemoe.EXPERTS, shared=("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight")))

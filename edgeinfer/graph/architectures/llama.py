@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
@@ -63,3 +64,7 @@ def weights(modules: tuple[str, ...]) -> tuple[str, ...]:
 def biases(modules: tuple[str, ...]) -> tuple[str, ...]:
     """Checkpoint names of the modules' biases."""
     return tuple(m + ".bias" for m in modules)
+
+
+GGUF = Gguf("llama", turns="count")
+FAMILY = Family((GGUF,), neighbours=True, ffn_biases=True)

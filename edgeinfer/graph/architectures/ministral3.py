@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import CheckpointError
 from ..common import read_decoder
 from ..config import ModelConfig, RopeConfig
+from ..family import Family
+from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
 from .llama import forward
+from .mistral import MISTRAL_3
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"vocab_size": 131072, "num_attention_heads": 32, "max_position_embeddings": 262144,
             "num_key_value_heads": 8, "head_dim": 128, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5}
@@ -47,3 +51,18 @@ def _query_scale(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
     if len(found) > 1:
         raise CheckpointError(f"{c.where}: rope_scaling and rope_parameters disagree; keep the one that is right.")
     return c.instead(**plain), found.pop()
+
+
+def _queries_grow(m: GgufMetadata) -> bool:
+    return bool(m.get("attention.temperature_scale"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    kind, _ = m.scaling()
+    if kind != "yarn":
+        raise m.unsupported("attention.temperature_scale", m.get("attention.temperature_scale"),
+                            f"with {m.prefix}rope.scaling.type {kind} it must be 0")
+    return {}
+
+
+FAMILY = Family((replace(MISTRAL_3, when=_queries_grow, fields=_fields),), neighbours=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import ExpertModules, Family, GgufExperts
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..mixture import mixture, read_experts
 from ..reader import ConfigReader
+from . import llama
 from .llama import attend
 
 DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
@@ -27,3 +32,12 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = mixture(g, c, attend(g, c, x, i), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def _has_experts(m: GgufMetadata) -> bool:
+    return bool(m.get("expert_count"))
+
+
+FAMILY = Family(
+    (replace(llama.GGUF, when=_has_experts, experts=GgufExperts("num_local_experts")),), neighbours=True,
+    experts=ExpertModules("block_sparse_moe", ("w1", "w3", "w2"), "block_sparse_moe.gate"))

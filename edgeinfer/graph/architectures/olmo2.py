@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
@@ -43,3 +44,7 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, head_norms: bool =
     x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_attention_layernorm.weight")
     h = g.ffn(x, name, (mlp + "gate_proj", mlp + "up_proj", mlp + "down_proj"))
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_feedforward_layernorm.weight")
+
+
+GGUF = Gguf("olmo2", ignored=("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"))
+FAMILY = Family((GGUF,), NORMS_ON_THE_WAY_OUT)

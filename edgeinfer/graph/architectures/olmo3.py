@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..common import LAYER_TYPES, read_decoder, read_sliding
 from ..config import ModelConfig, RopeConfig
+from ..family import NORMS_ON_THE_WAY_OUT, Family
+from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
 from ..rope import read_section
+from . import olmo2
 from .olmo2 import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 THETA = 500000.0
 DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "rope_theta": THETA,
@@ -44,3 +48,17 @@ def _rotations(c: ConfigReader) -> tuple[ConfigReader, RopeConfig]:
             raise c.unsupported("rope_type of layers with a window", local.kind, "it must be default")
     full |= scaling.items() if scaling else {}
     return c.instead(rope_parameters=full or None, rope_scaling=None), local
+
+
+def _has_window(m: GgufMetadata) -> bool:
+    return bool(m.get("attention.sliding_window"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """Layers with a window turn by the plain rotation."""
+    own = m.get("rope.freq_base_swa") or m.get("rope.freq_base") or 10000.0
+    return {"sliding_window": m.get("attention.sliding_window"), "layer_types": m.layer_types(EVERY),
+            "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": own}}}
+
+
+FAMILY = Family((replace(olmo2.GGUF, when=_has_window, fields=_fields),), NORMS_ON_THE_WAY_OUT)

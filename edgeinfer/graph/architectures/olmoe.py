@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf, GgufExperts
 from ..graph import Graph
 from ..mixture import mixture, read_experts
 from ..reader import ConfigReader
@@ -27,3 +28,6 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = mixture(g, c, attend(g, c, x, i, wide_norm=True), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+FAMILY = Family((Gguf("olmoe", experts=GgufExperts(normalise=False)),))

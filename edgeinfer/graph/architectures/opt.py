@@ -6,6 +6,7 @@ from ..blocks import Layer, layer, normed_layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family
 from ..graph import Graph
 from ..reader import ConfigReader
 
@@ -51,3 +52,6 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         qkv_bias=tuple(attn + p + "_proj.bias" for p in "qkv") if bias else (),
         o_bias=(attn + "out_proj.bias",) if bias else (), up=hf + "fc1.weight", down=hf + "fc2.weight",
         ffn_bias=(hf + "fc1.bias", hf + "fc2.bias") if bias else ())
+
+
+FAMILY = Family(prefix="model.", ffn_biases=True)

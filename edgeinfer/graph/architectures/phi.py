@@ -6,6 +6,7 @@ from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from .llama import biases, weights
@@ -37,3 +38,8 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
             head_norm_bias=biases(normed)))
     return g.build(g.logits(x, "model.final_layernorm.weight", "lm_head.weight", layer_norm=True,
                             norm_bias="model.final_layernorm.bias", head_bias="lm_head.bias"))
+
+
+FAMILY = Family((Gguf("phi2", says={"hidden_act": "gelu_new"}, turns="share"),), {
+    "model.final_layernorm": "output_norm", "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down"}, qkv="either")

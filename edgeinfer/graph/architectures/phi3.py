@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
@@ -52,3 +56,13 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     x = g.linear(h, name + "o", (hf + "self_attn.o_proj.weight",), (d,), residual=x)
     h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
     return g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), down), residual=x)
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"sliding_window": m.get("attention.sliding_window") or None}
+
+
+FAMILY = Family(
+    (Gguf("phi3", fields=_fields, turns="share", strips=True,  # templates break lines behind tokens, and it saw no such
+          ignored=("rope.scaling.original_context_length", "rope.scaling.attn_factor")),),
+    {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"})

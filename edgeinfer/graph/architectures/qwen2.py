@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
+from ..family import Family, Gguf, Ollama
 from ..reader import ConfigReader
 from .llama import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
@@ -17,3 +18,10 @@ def read(c: ConfigReader) -> ModelConfig:
     if not c.flag("attention_bias", True):
         raise c.unsupported("attention_bias", False, "Qwen2's attention has a bias; remove the field from the file")
     return read_decoder(c, DEFAULTS, attention_bias=True, windows=read_layer_windows(c))
+
+
+SECTIONS = {"rope.mrope_section": "rope.dimension_sections", "mrope_sections": "rope.dimension_sections"}
+"""ollama's keys of the shares of a rotation for time, height and width of a picture; of text all three are the same."""
+
+FAMILY = Family((
+    Gguf("qwen2"), Gguf("qwen2vl", ignored=("rope.dimension_sections",), ollama=Ollama("qwen25vl", SECTIONS))))

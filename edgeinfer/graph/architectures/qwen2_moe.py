@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..common import read_decoder, read_sliding
 from ..config import ModelConfig
+from ..family import Family, Gguf, GgufExperts
 from ..mixture import read_experts
 from ..reader import ConfigReader
 from .mixtral import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 16}
 
@@ -22,3 +23,7 @@ def read(c: ConfigReader) -> ModelConfig:
                            normalise=c.flag("norm_topk_prob"),
                            shared_size=c.integer("shared_expert_intermediate_size", 5632, high=2**20))
     return read_decoder(c, DEFAULTS, attention_bias=c.flag("qkv_bias", True), windows=windows, experts=experts)
+
+
+FAMILY = Family((Gguf("qwen2moe", experts=GgufExperts(
+    size="moe_intermediate_size", shared_size="shared_expert_intermediate_size", normalise=False)),))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
+from ..family import Family, Gguf, Ollama
 from ..graph import Graph
 from ..reader import ConfigReader
 from .llama import layer
+from .qwen2 import SECTIONS
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
 
@@ -25,3 +27,8 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = layer(g, c, x, i, qk_norm=True)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+SEEING = ("rope.dimension_sections", "n_deepstack_layers")
+"""Keys that say how pictures come in."""
+FAMILY = Family((Gguf("qwen3"), Gguf("qwen3vl", ignored=SEEING, ollama=Ollama(keys=SECTIONS))))

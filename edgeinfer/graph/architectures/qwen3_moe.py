@@ -5,10 +5,13 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf, GgufExperts, Ollama
 from ..graph import Graph
 from ..mixture import mixture, read_experts
 from ..reader import ConfigReader
 from .llama import attend
+from .qwen2 import SECTIONS
+from .qwen3 import SEEING
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
@@ -30,3 +33,8 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     for i in range(c.num_hidden_layers):
         x = mixture(g, c, attend(g, c, x, i, qk_norm=True), i)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+EXPERTS = GgufExperts(size="moe_intermediate_size", normalise=True)
+FAMILY = Family((Gguf("qwen3moe", experts=EXPERTS),
+                 Gguf("qwen3vlmoe", experts=EXPERTS, ignored=SEEING, ollama=Ollama(keys=SECTIONS))))

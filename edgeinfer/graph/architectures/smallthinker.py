@@ -6,11 +6,14 @@ The router sees what enters the layer, so a token's experts can be read from sto
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ...errors import CheckpointError
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ExpertsConfig, ModelConfig
+from ..family import SOFTMAX, ExpertModules, Family, Gguf, GgufExperts
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..mixture import count_experts, mixture
 from ..reader import ConfigReader
@@ -58,3 +61,23 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
         routes = g.route(x, f"layers.{i}.", f"model.layers.{i}.mlp.")
         x = mixture(g, c, attend(g, c, x, i), i, routes)
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+EVERY = 4
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """With windows, the first of every four layers has neither a window nor a rotation."""
+    layers, window = m.layers(), m.get("attention.sliding_window")
+    local = [int(not window or i % EVERY != 0) for i in range(layers)]
+    experts = {"moe_ffn_hidden_size": m.get("feed_forward_length"),
+               "moe_primary_router_apply_softmax": m.get("expert_gating_func") == SOFTMAX}
+    return {"sliding_window_size": window or None, "rope_layout": local,
+            "sliding_window_layout": local if window else None, **(experts if m.get("expert_count") else {})}
+
+
+FAMILY = Family(
+    (Gguf("smallthinker", fields=_fields, experts=GgufExperts(
+        "moe_num_primary_experts", "moe_num_active_primary_experts", "moe_ffn_hidden_size",
+        scores={SOFTMAX: "softmax", 2: "sigmoid"})),),
+    experts=ExpertModules("block_sparse_moe", ("gate", "up", "down"), "block_sparse_moe.primary_router"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from ...errors import CheckpointError
 from ..common import read_decoder, read_sliding
 from ..config import ModelConfig
+from ..family import Family, Gguf
 from ..reader import ConfigReader
 from .llama import forward
 
-__all__ = ["forward", "read"]
+__all__ = ["FAMILY", "forward", "read"]
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "bos_token_id": 128000,
             "eos_token_id": 128001, "tie_word_embeddings": True, "rope_theta": 2e6}
@@ -28,3 +29,6 @@ def read(c: ConfigReader) -> ModelConfig:
     c.get("max_window_layers")  # the layers are listed
     return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=c.flag("mlp_bias"),
                         windows=windows, ropes=() if all(given[:layers]) else tuple(given[:layers]))
+
+
+FAMILY = Family((Gguf("smollm3", says={"no_rope_layer_interval": 4}),), neighbours=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from .llama import biases, weights
@@ -40,3 +44,11 @@ def _head_norms(c: ModelConfig, hf: str, part: str) -> tuple[str, ...]:
     """The weights of a layer's heads of q or k."""
     heads = c.num_attention_heads if part == "q" else c.num_key_value_heads
     return tuple(f"{hf}self_attn.{part}_layernorm.norms.{i}.weight" for i in range(heads if c.head_layer_norm else 0))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"use_parallel_residual": bool(m.get("use_parallel_residual")),
+            "qk_layernorm": "blk.0.attn_q_norm.weight" in m.tensors}
+
+
+FAMILY = Family((Gguf("stablelm", fields=_fields, turns="share"),))

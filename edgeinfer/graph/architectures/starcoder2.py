@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from .llama import biases, weights
@@ -42,3 +46,11 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
             o_bias=(attn + "o_proj.bias",) if bias else (), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
             ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias") if bias else ()))
     return g.build(g.logits(x, "model.norm.weight", "lm_head.weight", layer_norm=True, norm_bias="model.norm.bias"))
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    return {"sliding_window": m.get("attention.sliding_window") or None}
+
+
+FAMILY = Family((Gguf("starcoder2", fields=_fields, says={"hidden_act": "gelu_pytorch_tanh"}),),
+                {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})

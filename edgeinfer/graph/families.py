@@ -1,0 +1,67 @@
+"""The registry of model families: the files of graph/architectures, found by name and imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from . import architectures
+from .family import Family, Gguf
+
+if TYPE_CHECKING:
+    from .pre_tokenizer import PreTokenizer
+
+_PLAIN = Family()
+
+
+def supported_architectures() -> list[str]:
+    """The `model_type` of every architecture there is a file for, sorted."""
+    return list(_names(tuple(architectures.__path__)))
+
+
+def architecture_module(model_type: str) -> ModuleType:
+    """Return the module of an architecture, one of `supported_architectures`."""
+    return importlib.import_module(f"{architectures.__name__}.{model_type}")
+
+
+def family_of(model_type: object) -> Family:
+    """Return what files call the parts of a family; of one that is not known, or says nothing, the usual names."""
+    if not isinstance(model_type, str) or model_type not in _names(tuple(architectures.__path__)):
+        return _PLAIN
+    family = getattr(architecture_module(model_type), "FAMILY", _PLAIN)
+    assert isinstance(family, Family)
+    return family
+
+
+def gguf_architectures() -> dict[str, tuple[tuple[str, Gguf], ...]]:
+    """Return the families that read each architecture of GGUF, by `model_type`: those that ask about a file first."""
+    return _gguf(tuple(architectures.__path__))
+
+
+def gguf_of(name: object) -> Gguf | None:
+    """Return what is known of an architecture of GGUF where nothing is asked about a file; None: it is not known."""
+    found = gguf_architectures().get(name) if isinstance(name, str) else None
+    return found[-1][1] if found else None
+
+
+def pre_tokenizers() -> dict[str, PreTokenizer]:
+    """Return the pre-tokenizers that single families have, by name."""
+    return {name: words for model_type in supported_architectures()
+            for name, words in family_of(model_type).pre_tokenizers.items()}
+
+
+@lru_cache(maxsize=8)
+def _names(path: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
+
+
+@lru_cache(maxsize=8)
+def _gguf(path: tuple[str, ...]) -> dict[str, tuple[tuple[str, Gguf], ...]]:
+    found: dict[str, list[tuple[str, Gguf]]] = {}
+    for model_type in _names(path):
+        for gguf in family_of(model_type).gguf:
+            found.setdefault(gguf.name, []).append((model_type, gguf))
+    return {name: tuple(sorted(rows, key=lambda row: row[1].when is None)) for name, rows in sorted(found.items())}
