@@ -277,9 +277,9 @@ def test_a_record_is_as_large_as_its_weights(dtype: str, group: int) -> None:
 
 def test_lists_of_kernels_follow_from_the_types() -> None:
     simple = ("q4_g32", "q4_g64", "q4_g128", "int8_g32", "int8_g64", "int8_g128")
-    assert simple == catalogue.SCREENED and catalogue.WEIGHTS[: len(simple)] == simple
-    assert set(catalogue.WEIGHTS) - set(catalogue.FOREIGN) == {*simple, "f16", "f32"} and "q6_g16" in catalogue.FOREIGN
-    assert abi.NEURON_TYPES == ("q4", "int8") and catalogue.KV == tuple(KV_TYPES) == ("int8", "f16", "f32")
+    assert simple == catalogue.SCREENED and {*simple, "f16", "f32", "q6_g16"} < set(catalogue.WEIGHTS)
+    assert set(catalogue.FOREIGN) == {kernel_name("", *taken)[1:] for taken in TAKEN}
+    assert abi.NEURON_TYPES == ("q4", "int8") and tuple(KV_TYPES) == catalogue.KV
 
 
 def exact_gate(points: np.ndarray, activation: str, isa: str) -> np.ndarray:
