@@ -86,7 +86,7 @@ FAMILIES = (
            ("queries", "rotated", "latent", "table", "kv", "norm"), LATENT),
     Family("attention", (*(f"attention_{kv}" for kv in KV), *(f"attention_scores_{kv}" for kv in KV),
                          *(f"attention_values_{kv}" for kv in KV), "attention_select", "attention_merge"),
-           ("qkv", "out", "kv", "scratch", "partial", "scores", "holes", "means", "sinks"),
+           ("qkv", "out", "kv", "scratch", "partial", "scores", "holes", "means", "sinks", "slopes"),
            ATTENTION),
     Family("neuron_gated", tuple(f"neuron_gated_{name}" for name in NEURON_TYPES),
            ("weights", "x", "f", "masks", "scratch", "bias", "sums", "source", "norm", "table", "slots"), NEURON_GATED),

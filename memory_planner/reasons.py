@@ -21,6 +21,8 @@ def pools(blocks: int, held: str, strides: Sequence[int], windowed: Windowed | N
 
 def rotary(config: ModelConfig, ctx: int) -> str:
     """Say what tables of rotations there are."""
+    if config.alibi:
+        return f"no rotary tables: ALiBi, a slope for each of {config.num_attention_heads} heads"
     if not config.rotations:
         return "no rotary tables: positions are learned"
     return f"{'two sets of ' if config.local_rope else ''}rotary tables of {ctx} positions"

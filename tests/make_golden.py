@@ -238,6 +238,14 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-11b-bias": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1,
                         "bias": True},
     "falcon-serial": {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 77},
+    "falcon-rw": {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon-alibi": {**FALCON, "alibi": True, "multi_query": True, "parallel_attn": True, "num_attention_heads": 5,
+                     "num_hidden_layers": 2},
+    "falcon-alibi-newer": {**FALCON, "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2,
+                           "num_hidden_layers": 2},
+    "bloom": {"model_type": "bloom", "vocab_size": 99, "hidden_size": 60, "n_layer": 3, "n_head": 6,
+              "seq_length": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "mpt": {"model_type": "mpt", "vocab_size": 99, "d_model": 60, "n_layers": 3, "n_heads": 5, "max_seq_len": 64},
     "stablelm": {
         "model_type": "stablelm", **BASE, "hidden_size": 48, "num_attention_heads": 4, "partial_rotary_factor": 0.5,
         "use_qkv_bias": True, "rope_theta": 300.0,
@@ -375,7 +383,9 @@ def transformers_model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str
     hf_config = AutoConfig.for_model(config["model_type"], **_copied(settings))
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     hf_config._experts_implementation = "eager"  # others want rows of 16 bytes
-    model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    # Falcon's eager attention adds ALiBi twice, once with the mask (transformers 5.23); what runs by default does not.
+    attention = "sdpa" if config.get("alibi") else "eager"
+    model = kind.from_config(hf_config, attn_implementation=attention, dtype=torch.float32).eval()
     tied = {name for name, value in model.named_parameters(remove_duplicate=False)
             if name in ("lm_head.weight", "embed_out.weight") and value is model.get_input_embeddings().weight}
     tensors = {

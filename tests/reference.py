@@ -311,6 +311,8 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     if c.attention_softcap:
         scores = state.dtype(c.attention_softcap) * np.tanh(scores / state.dtype(c.attention_softcap))
     distance = np.arange(len(q))[:, None] - np.arange(len(q))
+    if c.alibi:
+        scores = scores + _alibi(c, len(q), distance).astype(state.dtype)
     window = op.window or len(q)
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
     if op.sinks:
@@ -319,6 +321,23 @@ def attention(state: _State, op: Any, qkv: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = (weights / weights.sum(axis=-1, keepdims=True))[..., : len(q)]
     return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
+
+
+def _alibi(c: Any, n: int, distance: np.ndarray) -> np.ndarray:
+    """Slope x distance of each head; Falcon's has slope, position and product in bfloat16."""
+    below = 2 ** int(math.log2(c.num_attention_heads))
+    slopes = [2.0 ** (-c.alibi.max_bias * (i + 1) / below) for i in range(below)]
+    slopes += [2.0 ** (-c.alibi.max_bias * (i + 0.5) / below) for i in range(c.num_attention_heads - below)]
+    if not c.alibi.bfloat16:
+        return -np.array(slopes)[:, None, None] * distance
+    keys = _to_bfloat16(_to_bfloat16(np.array(slopes))[:, None] * _to_bfloat16(np.arange(n)))
+    return keys[:, None] * (c.attention_scale or c.head_dim**-0.5)
+
+
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Eight bits of each number, ties to even."""
+    bits, power = np.frexp(x)
+    return np.ldexp(np.rint(256 * bits) / 256, power)
 
 
 def quantize_heads(state: _State, op: Any, x: np.ndarray) -> np.ndarray:

@@ -422,3 +422,20 @@ def test_sinks_take_weight_and_have_no_value(kv: str, window: int) -> None:
         share = np.abs(whole).reshape(tokens, 4, 40).max(axis=(0, 2)) / np.abs(without).reshape(tokens, 4, 40).max(
             axis=(0, 2))
         assert share[0] > 0.999 and share[1] < 1 and share[3] < 1e-6
+
+
+@pytest.mark.parametrize(("rounded", "window"), [(False, 0), (False, 37), (True, 0)])
+@pytest.mark.parametrize("kv", KV)
+def test_scores_fall_with_the_distance(kv: str, rounded: bool, window: int) -> None:
+    """ALiBi; the same bits in any tile, in splits or whole, and of a tree's path as of a chain."""
+    slopes = np.array([0.75, 2.0**-3, 0.0108642578125, 2.0**-8], np.float32)  # all of them bfloat16
+    for sequences in (walk(1, 300), walk(9, 505), walk(33, 505), [Sequence(20, 6, [-1, 0, 0, 1, 2, 2])]):
+        layer = Layer(kv, (4, 2, 40), sequences, window=window)
+        without = layer.attend(ISAS[-1])
+        layer.attention_flags = abi.FLAG_ALIBI | abi.FLAG_ALIBI_BF16 * rounded
+        layer.places += [0, 0, 0, 0, layer.bench.put("constants", slopes)]
+        for isa in ISAS:
+            whole = layer.attend(isa)
+            np.testing.assert_array_equal(layer.attend(isa, tile=1, threads=2), whole)
+            np.testing.assert_array_equal(layer.attend_in_splits(isa, threads=2), whole)
+        assert np.abs(whole - without).max() > 0.05

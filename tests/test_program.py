@@ -25,7 +25,7 @@ MODELS = {
     "neuron q4": (RELU, "q4", 32, "neuron", "int8"), "neuron int8": (TINY, "int8", 128, "neuron", "int8"),
 }
 IDLE = {"bias", "masks", "source", "norm", "q_norm", "k_norm", "table", "slots", "scores", "holes", "means",
-        "sinks"}
+        "sinks", "slopes"}
 """Operands that a record may do without."""
 REGIONS = {"weights", "constants", "activations", "kv", "logits", "scratch"}
 

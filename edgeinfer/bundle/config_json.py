@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from edgeinfer.errors import BundleError
-from edgeinfer.graph import MOST_OF_A_LAYER, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from edgeinfer.graph import MOST_OF_A_LAYER, AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 
 from .rows import exact_fields
 
@@ -123,7 +123,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if isinstance(value, list) and all(type(item) in (int, float) and math.isfinite(item) for item in value):
             return tuple(map(float, value))
         raise BundleError(f"{where} is {_short(value)}; it must be a list of numbers.")
-    for record in (ExpertsConfig, LatentConfig):
+    for record in (AlibiConfig, ExpertsConfig, LatentConfig):
         if hint == record | None:
             return None if value is None else _record(record, value, where)
     if hint == tuple[int, ...]:

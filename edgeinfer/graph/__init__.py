@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from ..lazy import lazily
 from ..quant import WeightType
+from .alibi import alibi_bias, alibi_slopes
 from .builder import GraphBuilder
 from .check import check, check_runnable
-from .config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .families import family_of, gguf_architectures, gguf_of, pre_tokenizers, supported_architectures
 from .family import ExpertModules, Family, Gguf, GgufExperts, Ollama
@@ -52,20 +53,20 @@ if TYPE_CHECKING:
 
 __all__ = ["DIGITS", "GPT2", "INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS",
            "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions",
-           "Affine", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown",
-           "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata",
-           "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
-           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "Op", "Place",
-           "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig", "RopeHalves",
-           "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen", "ScreenedHead",
-           "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StoreLatent",
-           "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "apply", "approximate",
-           "approximates", "build_graph", "builtin_shapes", "check", "check_runnable", "expected_types", "family_of",
-           "fill_rope_tables", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
-           "inverse_frequencies", "is_quantised", "least_score", "parameters", "place_of_head", "plain_value",
-           "pre_tokenizers", "quantize_activations", "read_config", "requested_types", "rope_tables",
-           "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
-           "without_approximations"]
+           "Affine", "AlibiConfig", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig",
+           "ExpertsDown", "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts",
+           "GgufMetadata", "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig",
+           "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum",
+           "Ollama", "Op", "Place", "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm",
+           "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
+           "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
+           "Source", "StoreLatent", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType",
+           "alibi_bias", "alibi_slopes", "apply", "approximate", "approximates", "build_graph", "builtin_shapes",
+           "check", "check_runnable", "expected_types", "family_of", "fill_rope_tables", "gguf_architectures",
+           "gguf_of", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised",
+           "least_score", "parameters", "place_of_head", "plain_value", "pre_tokenizers", "quantize_activations",
+           "read_config", "requested_types", "rope_tables", "supported_architectures", "with_head", "with_predictor",
+           "with_screen", "with_selection", "without_approximations"]
 __getattr__ = lazily(__name__, {"gguf_metadata": "GgufMetadata plain_value with_head",
                                 "pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -79,7 +79,7 @@ class AttentionWords(BuilderBase):
         return self._op(Attention(out=self._tensor("a", c.num_attention_heads * n), qkv=qkv, head_dim=n,
                                   heads=c.num_attention_heads, kv_heads=c.kv_count(i), layer=self.layer,
                                   scale=c.attention_scale or n**-0.5, window=c.window(i), cap=c.attention_softcap,
-                                  sinks=logits, kv_layer=None if of == i else of))
+                                  sinks=logits, kv_layer=None if of == i else of, alibi=c.alibi))
 
     def head_linear(self, x: Tensor, name: str, sources: tuple[Source, ...], shape: tuple[int, int], heads: int,
                     step: int, more: int = 0) -> Tensor:

@@ -101,6 +101,17 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class AlibiConfig:
+    """Attention with linear biases (ALiBi, arXiv 2108.12409): scores fall with the distance of the key."""
+
+    max_bias: float = 8.0
+    """The slopes of n heads begin with 2^(-max_bias / n) and end with 2^-max_bias; see `graph.alibi_slopes`."""
+    bfloat16: bool = False
+    """Slope x position is rounded to bfloat16, of factors that are rounded so too, and multiplied by the scale of scores
+    (Falcon)."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only transformer."""
 
@@ -156,6 +167,8 @@ class ModelConfig:
     """fatrelu: gates that are not above it count as 0. swiglu_oai: gates and what they multiply are clamped there."""
     attention_sinks: bool = False
     """Each query head has a logit that takes part in its softmax and has no value (arXiv 2309.17453)."""
+    alibi: AlibiConfig | None = None
+    """Where scores fall with the distance; heads do not turn then."""
     experts: ExpertsConfig | None = None
     """Where layers have experts."""
     latent: LatentConfig | None = None

@@ -95,6 +95,8 @@ def _check(config: ModelConfig) -> None:
         ("rms_norm_eps", config.rms_norm_eps, 0 <= config.rms_norm_eps <= 1, "from 0 to 1"),
         ("rotary_dim", config.rope_dim, 0 <= config.rope_dim <= config.head_dim and config.rope_dim % 2 == 0,
          f"even, and from 0 to head_dim {config.head_dim}"),
+        ("alibi", config.alibi, not config.alibi or (0 < config.alibi.max_bias <= 64 and not config.rope_dim),
+         "a max_bias above 0 and at most 64, of heads that do not turn"),
         ("ropes", config.ropes, all(0 <= which <= most for which in config.ropes), f"0 to {most} for each layer"),
         *((name, getattr(config, name), (0 if name in positive else -1e-30) < getattr(config, name) < F32_LARGE,
            f"above 0 and below {F32_LARGE:g}") for name in numbers),

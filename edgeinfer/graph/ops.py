@@ -9,6 +9,7 @@ from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 
 from ..dataclass import dataclass
 from ..sizes import round_up
+from .config import AlibiConfig
 from .operation import KvAccess, Read, RowOp, Scratch, Sizes, layer_of, other_width
 from .storage import ORDER
 from .types import Tensor, Types
@@ -321,6 +322,8 @@ class Attention(RowOp):
     """A logit for each query head that takes part in its softmax and has no value."""
     kv_layer: int | None = None
     """The layer whose K and V are read, where it is another; then queries alone come in."""
+    alibi: AlibiConfig | None = None
+    """Where scores fall with the distance of the key."""
 
     def reads(self, types: Types) -> tuple[Read, ...]:
         """The sinks."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import APPROXIMATING, Bundle, part_places, read_screen
-from edgeinfer.graph import Graph, ModelConfig, Weight, fill_rope_tables
+from edgeinfer.graph import Graph, ModelConfig, Weight, alibi_slopes, fill_rope_tables
 from edgeinfer.memory_planner import PAGE_BYTES, MemoryPlan, Placement, extents
 
 from ..progress import Counted
@@ -87,9 +87,12 @@ def _sources(region: NDArray[np.uint8], place: Placement, weight: Weight, offset
 
 
 def fill_constants(model: ModelConfig, plan: MemoryPlan, region: NDArray[np.uint8]) -> None:
-    """Cosines and sines per position of each rotation, each padded to vectors of 16."""
+    """Cosines and sines per position of each rotation, each padded to vectors of 16; behind them ALiBi's slopes."""
     nbytes = plan.request.ctx * plan.rope_row_bytes
     for i, rope in enumerate(model.rotations):
         half = model.turned(rope) // 2
         table = region[i * nbytes : (i + 1) * nbytes].view(np.float32).reshape(-1, 2, plan.rope_row_bytes // 8)
         fill_rope_tables(rope, 2 * half, table[:, 0, :half], table[:, 1, :half])
+    if model.alibi:
+        slopes = alibi_slopes(model.alibi, model.num_attention_heads)
+        region[len(model.rotations) * nbytes :][: slopes.nbytes].view(np.float32)[:] = slopes

@@ -251,6 +251,8 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
         tokens=max(1, 32 * op.kv_heads // op.heads), **{**_heads(op, at), "rows": count}, **chosen)
     flags = (0 if operands[6] is NOTHING else abi.FLAG_HOLES) | (abi.FLAG_LAST if chosen else 0)
     flags |= abi.FLAG_SINKS if op.sinks else 0
+    if op.alibi:
+        flags |= abi.FLAG_ALIBI | (abi.FLAG_ALIBI_BF16 if op.alibi.bfloat16 else 0)
     records = []
     for step, (kernel, label) in enumerate(zip(kernels, labels, strict=True), 2 if chosen else 0):
         some = [count] if count != abi.COUNT_TOKENS else []
@@ -260,14 +262,18 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
 
 
 def _attention_operands(op: Attention, at: Lowering) -> list[Operand]:
-    return [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, _holes(op, at)]
+    slopes = NOTHING
+    if op.alibi:  # behind the tables of rotations
+        tables = len(at.graph.config.rotations) * at.plan.request.ctx * at.plan.rope_row_bytes
+        slopes = Operand("constants", tables, 4 * op.heads)
+    return [at.at(op.qkv), at.at(op.out), _blocks(op, at), at.scratch, at.shared, NOTHING, _holes(op, at), NOTHING,
+            at.at(op.sinks), slopes]
 
 
 @lower.register
 def _(op: Attention, at: Lowering) -> list[Record]:
     kernels = op.kernels(at.types, at.kv)
-    operands = [*_attention_operands(op, at), NOTHING, at.at(op.sinks)]
-    return _attend(op, at, kernels, ("", "  merge splits"), operands, abi.COUNT_TOKENS)
+    return _attend(op, at, kernels, ("", "  merge splits"), _attention_operands(op, at), abi.COUNT_TOKENS)
 
 
 @lower.register
@@ -277,7 +283,7 @@ def _(op: SelectedAttention, at: Lowering) -> list[Record]:
     partial, scores, means = op.parts(at.sizes)
     region, offset, _ = at.shared
     operands[5] = Operand(region, offset + partial, scores)
-    operands.append(Operand(region, offset + partial + scores, means))
+    operands[7] = Operand(region, offset + partial + scores, means)
     labels = ("  scores of decoded tokens", "  choice of V", "  chosen V", "  merge splits")
     return plain + _attend(op, at, kernels[2:], labels, operands, abi.COUNT_DECODED, most=op.top,
                            least=least_score(op.eps), instead=INSTEAD[op.instead])

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModelError
-from edgeinfer.graph import Attention, Graph, Tensor
+from edgeinfer.graph import Attention, Graph, Tensor, alibi_bias, alibi_slopes
 from edgeinfer.pruning import LEAST_PROMPT, NEIGHBOURS, RECENT, Schedule
 from edgeinfer.runner import PROMPT, Cancellation, Segment, Sequence
 
@@ -230,7 +230,7 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
     Returns early, with anything, once `ended`: no walk follows.
     """
     group, n, places = attention.heads // attention.kv_heads, attention.head_dim, np.arange(n_tokens)
-    sinks = _sinks(session, attention)
+    sinks, slopes = _sinks(session, attention), _slopes(attention)
     there = ~session.kv.lacking(sequence, n_tokens)[stage - 1] if stage else np.ones(n_tokens, bool)
     out = np.zeros(n_tokens)
     for head in range(attention.kv_heads):
@@ -244,6 +244,8 @@ def importance(session: Session, sequence: Sequence, attention: Attention, stage
             scores = np.einsum("gd,pd->gp", q, keys)
             if attention.cap:
                 scores = attention.cap * np.tanh(scores / attention.cap)
+            for i, slope in enumerate(slopes[head]):
+                scores[i] += alibi_bias(attention.alibi, slope, attention.scale, places, place)  # type: ignore[arg-type]
             scores[:, ~sees] = -np.inf
             largest = scores.max(axis=1, keepdims=True)
             scores -= largest
@@ -263,6 +265,13 @@ def _sinks(session: Session, attention: Attention) -> NDArray[np.float64]:
     place = session.plan.places[attention.sinks.name]
     found = session.executor.regions[place.region][place.offset :][: 4 * attention.heads].view(np.float32)
     return found.astype(np.float64).reshape(attention.kv_heads, -1, 1)
+
+
+def _slopes(attention: Attention) -> Items[Floats]:
+    """ALiBi's slopes of the heads of each KV head; none where scores do not fall with the distance."""
+    if not attention.alibi:
+        return [np.zeros(0, np.float32)] * attention.kv_heads
+    return alibi_slopes(attention.alibi, attention.heads).reshape(attention.kv_heads, -1)
 
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:

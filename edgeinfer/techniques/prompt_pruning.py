@@ -64,6 +64,7 @@ def regions(graph: Graph, request: Request, schedule: Schedule) -> Iterator[Regi
     hidden = graph.config.hidden_size
     heads = max((op.kv for op in graph.ops if op.kv and op.kv.stores), key=lambda kv: kv.head_dim)
     score = score_bytes(graph.config.num_attention_heads // heads.heads, heads.head_dim)
+    score += 24 if graph.config.alibi else 0  # what ALiBi adds to the scores of a head, and the steps to it
     yield Region("aux", request.ctx * (4 * hidden + score) + 64,
                  f"of {request.ctx} prompt tokens {4 * hidden} bytes each, for the stages of {schedule}, "
                  f"and {score} to choose who goes on")

@@ -48,6 +48,12 @@ FLAG_HOLES = 8
 for a row that was left out on the way to this layer and 0 for every other. Nothing of such a row reaches a result."""
 FLAG_SINKS = 1024
 """attention, attention_merge: operand 8 has a float for each query head that competes with the scores and has no V."""
+FLAG_ALIBI = 1 << 16
+"""attention, attention_scores: operand 9 has a slope for each query head; a score gets slope x (place of the key - place
+of the query) (ALiBi, arXiv 2108.12409)."""
+FLAG_ALIBI_BF16 = 1 << 17
+"""With FLAG_ALIBI, slopes that are bfloat16: slope x place is rounded to bfloat16, for places that are rounded so too,
+and the difference is multiplied by the record's scale (Falcon)."""
 FLAG_CENTRED = 512
 """norm: the mean of a row is taken off before it is scaled (LayerNorm)."""
 FLAG_LAST = 256

@@ -8,17 +8,18 @@ same bits. So has a row in a tile of any number of rows, and a token of a tree w
 and lanes go by its place in the path (attention_paths.py).
 
 Operands: 0 qkv rows, 1 out rows, 2 the layer's blocks, 3 scratch, 4 partial results, 6 with FLAG_HOLES which rows of
-the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss).
+the blocks the layer lacks, 8 with FLAG_SINKS a logit for each query head that has no V (arXiv 2309.17453, gpt-oss), 9
+with FLAG_ALIBI a slope for each query head (arXiv 2108.12409).
 Parameters: parameters.ATTENTION. Twin: reference/attention.py.
 """
 
 from __future__ import annotations
 
-from ..abi import COUNT_MERGE, TOKEN_ROW
+from ..abi import COUNT_MERGE, FLAG_ALIBI, TOKEN_ROW
 from ..parameters import ATTENTION
 from ..registry import kernel
 from ..vector.memory import load_f32, load_f32x16, load_i64, store_f32, store_f32x16, store_i64
-from ..vector.record import claim, count, float_parameter, inline, operand, parameter, round_up_16, token
+from ..vector.record import claim, count, flags, float_parameter, inline, operand, parameter, round_up_16, token
 from ..vector.scalars import div_i64
 from ..vector.targets import attention_tiles
 from .attention_kinds import KINDS
@@ -36,6 +37,7 @@ from .attention_rows import (
     partial_bytes,
     places_seen,
     queries_at,
+    slopes_at,
     start_merge,
     value_dim,
 )
@@ -68,6 +70,8 @@ def start_step(kind, r):
             prepare(queries, i, q, n, float_parameter(rec, ATTENTION.scale))
             store_i64(bounds_at(queries, r, i), first_visible(rec, place))
             store_i64(bounds_at(queries, r, i) + 8, place)
+            if flags(rec) & FLAG_ALIBI:
+                store_f32(slopes_at(queries, r) + 4 * i, load_f32(operand(rec, ctx, 9) + 4 * head))
 
     return start
 

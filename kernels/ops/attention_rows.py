@@ -2,8 +2,8 @@
 
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
 this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
-after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, and the
-elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each other.
+after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, slopes of
+ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each other.
 """
 
 from __future__ import annotations
@@ -116,6 +116,12 @@ def offsets_at(queries, r):
 def bounds_at(queries, r, i):
     """Address of the first and the last place that row i of a tile of r sees."""
     return queries + 8 * r + 16 * i
+
+
+@inline
+def slopes_at(queries, r):
+    """Address of the slopes of a tile of r rows, where the record has ALiBi."""
+    return queries + 24 * r
 
 
 @inline

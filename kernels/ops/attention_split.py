@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..abi import ATTENTION_TILE, BLOCK_TOKENS, SPLIT_BLOCKS, TOKEN_ROW
+from ..abi import ATTENTION_TILE, BLOCK_TOKENS, FLAG_ALIBI, FLAG_ALIBI_BF16, SPLIT_BLOCKS, TOKEN_ROW
 from ..parameters import ATTENTION
-from ..vector.lanes import first_lane, lane_numbers, mask_flagged, mask_outside, max_lanes, splat_f32, vmax
-from ..vector.memory import load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16
-from ..vector.record import float_parameter, inline, outlined, parameter, token
+from ..vector.lanes import (
+    first_lane,
+    lane_numbers,
+    mask_flagged,
+    mask_outside,
+    max_lanes,
+    round_to_bf16,
+    splat_f32,
+    splat_i32,
+    to_f32,
+    vmax,
+)
+from ..vector.memory import load_f32, load_f32x16, load_i32, load_i64, prefetch, store_f32, store_f32x16
+from ..vector.record import flags, float_parameter, inline, outlined, parameter, token
 from ..vector.scalars import div_i64
+from ..vector.targets import fma
 from ..vector.tiles import add_block, store_block, store_tile
 from ..vector.vecmath import exp_below, soft_cap
 from .attention_kinds import IN_A_ROW
@@ -31,7 +43,7 @@ from .attention_paths import (
     split_scales,
     split_values,
 )
-from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCORES, T_WEIGHT, acc_at, bounds_at, key_width
+from .attention_rows import LOWEST, SCORES, T_L, T_M, T_SCORES, T_WEIGHT, acc_at, bounds_at, key_width, slopes_at
 
 AHEAD = 4
 """Blocks between the K in work and the K that is asked for, where the split before did not ask already."""
@@ -96,6 +108,27 @@ def _cap_scores(at, r, cap):
     """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118)."""
     for i in range(r):
         store_f32x16(at + SCORES * i, soft_cap(load_f32x16(at + SCORES * i), cap))
+
+
+@inline
+def _rounded_bias(slope, places):
+    """Slope x place with each factor and the product in bfloat16."""
+    return round_to_bf16(slope * round_to_bf16(to_f32(places)))
+
+
+@outlined
+def _add_alibi(rec, queries, at, r, first):
+    """Scores of one block of r rows: each plus the head's slope times how far the key lies behind the query."""
+    keys = lane_numbers() + splat_i32(first)
+    for i in range(r):
+        row, slope = at + SCORES * i, splat_f32(load_f32(slopes_at(queries, r) + 4 * i))
+        place = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
+        if flags(rec) & FLAG_ALIBI_BF16:
+            bias = _rounded_bias(slope, keys) - _rounded_bias(slope, place)
+            score = fma(bias, splat_f32(float_parameter(rec, ATTENTION.scale)), load_f32x16(row))
+        else:
+            score = fma(slope, to_f32(keys - place), load_f32x16(row))
+        store_f32x16(row, score)
 
 
 _ALL_GONE = 0x0101010101010101
@@ -204,7 +237,7 @@ def score_step(kind, r, chains, alone):
             set_split_block(tile, origin, b - base, sequence_block(rec, blocks, head, b))
         if has_path(ctx, t):
             gather(rec, ctx, tile, t, base, (1 << SPLIT_BLOCKS) - 1, blocks, head, padded)
-        holes = layer_holes(rec, ctx)
+        holes, alibi = layer_holes(rec, ctx), flags(rec) & FLAG_ALIBI
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
             parts = (split_keys(tile, origin, b - base), split_values(tile, origin, b - base),
@@ -215,6 +248,8 @@ def score_step(kind, r, chains, alone):
                            at, SCORES)
                 if parameter(rec, ATTENTION.cap):
                     _cap_scores(at, r, float_parameter(rec, ATTENTION.cap))
+                if alibi:
+                    _add_alibi(rec, queries, at, r, b * BLOCK_TOKENS)
             if holes != 0:
                 mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS

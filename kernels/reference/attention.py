@@ -20,6 +20,8 @@ from ..abi import (
     BLOCK_TOKENS,
     COUNT_MERGE,
     COUNT_TOKENS,
+    FLAG_ALIBI,
+    FLAG_ALIBI_BF16,
     FLAG_LAST,
     FLAG_SINKS,
     INSTEAD_MEAN,
@@ -59,21 +61,24 @@ class Partial(NamedTuple):
     """How far float32 may be from a weight, as a share of it: (heads,)."""
 
 
-def score(q: Doubles, k: Doubles, cap: float = 0.0) -> tuple[Doubles, Doubles]:
+def score(q: Doubles, k: Doubles, cap: float = 0.0, bias: Doubles | None = None) -> tuple[Doubles, Doubles]:
     """Scores (heads, positions) of scaled queries, capped where there is a cap, and how far float32 may be from each.
 
-    A cap is cap x tanh(score / cap) (Gemma 2, arXiv 2408.00118).
+    A cap is cap x tanh(score / cap) (Gemma 2, arXiv 2408.00118); `bias` (heads, positions) is added behind it.
     """
     scores, slack = q @ k.T, TOLERANCES["attention"] * (1 + np.abs(q) @ np.abs(k).T)
-    return (cap * np.tanh(scores / cap), slack + TOLERANCES["soft_cap"] * cap) if cap else (scores, slack)
+    if cap:
+        scores, slack = cap * np.tanh(scores / cap), slack + TOLERANCES["soft_cap"] * cap
+    return (scores, slack) if bias is None else (scores + bias, slack + TOLERANCES["attention"] * np.abs(bias))
 
 
-def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None, cap: float = 0.0) -> Partial:
+def attend(q: Doubles, k: Doubles, v: Doubles, v_scales: Doubles | None = None, cap: float = 0.0,
+           bias: Doubles | None = None) -> Partial:
     """Attention of the query heads that share a KV head; q, scaled, is (heads, n), k and v are (positions, n).
 
     With int8 KV weights may be rounded: times the scale of their V row, to a share of the largest of these.
     """
-    scores, slack = score(q, k, cap)
+    scores, slack = score(q, k, cap, bias)
     return weigh(scores, slack.max(axis=1), v, v_scales)
 
 
@@ -111,6 +116,28 @@ def sinks_of(view: RecordView) -> Doubles | None:
     return view.array(8, np.float32, (view.parameters(ATTENTION).heads,)).astype(np.float64)
 
 
+def to_bfloat16(x: Doubles) -> Doubles:
+    """The nearest bfloat16 of numbers that float32 has, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.int64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def alibi_of(view: RecordView, h: int, places: NDArray[np.int64], place: int) -> Doubles | None:
+    """What ALiBi adds to the scores of KV head h, (heads, keys), of keys at some places and a query at one.
+
+    It is slope x (key - query) (arXiv 2108.12409), of the slope of each query head; or, for Falcon, the difference of
+    two products in bfloat16, times the scale of scores.
+    """
+    p = view.parameters(ATTENTION)
+    if not view.flags & FLAG_ALIBI:
+        return None
+    slopes = view.array(9, np.float32, (p.kv_heads, p.heads // p.kv_heads, 1))[h].astype(np.float64)
+    if not view.flags & FLAG_ALIBI_BF16:
+        return slopes * (places - place)
+    keys, query = (to_bfloat16(slopes * to_bfloat16(x.astype(np.float64))) for x in (places, np.array([place])))
+    return (keys - query) * float_of(p.scale)
+
+
 def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
     """The twin of ``attention_<kv>``."""
 
@@ -125,7 +152,8 @@ def attention_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
             if merged:
                 out += _splits(view, t, h, queries[t, h], stored, path)
                 continue
-            part = attend(queries[t, h], *stored.of(h, path.rows[path.there]), float_of(p.cap))
+            bias = alibi_of(view, h, path.places[path.there], path.place)
+            part = attend(queries[t, h], *stored.of(h, path.rows[path.there]), float_of(p.cap), bias)
             total = part.weights.sum(axis=1, keepdims=True)
             if (sinks := sinks_of(view)) is not None:
                 total += np.exp(sinks.reshape(p.kv_heads, -1)[h] - part.largest)[:, None]
@@ -190,7 +218,8 @@ def _splits(view: RecordView, t: int, h: int, q: Doubles, stored: Stored, path: 
             firsts = [partials(view, t * p.heads + h * len(q) + g, split) for g in range(len(q))]
             out += [Expected(f"split {split} of token {t}, without a row", m, np.full(1, LOWEST)) for m, *_ in firsts]
             continue
-        part = attend(q, *stored.of(h, path.rows[mine][there]), float_of(p.cap))
+        bias = alibi_of(view, h, path.places[mine][there], path.place)
+        part = attend(q, *stored.of(h, path.rows[mine][there]), float_of(p.cap), bias)
         lanes = np.zeros((len(q), SPLIT_TOKENS))
         lanes[:, start % SPLIT_TOKENS + np.flatnonzero(there)] = part.weights
         sums = lanes.reshape(len(q), SPLIT_BLOCKS, BLOCK_TOKENS).sum(axis=1)

@@ -88,6 +88,11 @@ class Path(NamedTuple):
         return self.low + len(self.rows) - 1
 
     @property
+    def places(self) -> NDArray[np.int64]:
+        """Places of these rows."""
+        return np.arange(self.low, self.low + len(self.rows))
+
+    @property
     def splits(self) -> range:
         """The splits that these places lie in."""
         return range(self.low // SPLIT_TOKENS, (self.low + len(self.rows) - 1) // SPLIT_TOKENS + 1)

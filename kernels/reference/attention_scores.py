@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..abi import BLOCK_TOKENS, COUNT_TOKENS, SPLIT_BLOCKS
 from ..parameters import ATTENTION
-from .attention import LOWEST, queries_of, score, score_row
+from .attention import LOWEST, alibi_of, queries_of, score, score_row
 from .attention_paths import SPLIT_TOKENS, Path, seen_tokens
 from .expected import Expected
 from .tolerances import TINY
@@ -26,7 +26,8 @@ def scores_twin(kv: str) -> Callable[[RecordView], list[Expected]]:
         queries, out = queries_of(view, kv, end), []
         for (t, path, stored), h in itertools.product(seen_tokens(view, kv, first, end), range(p.kv_heads)):
             k, _v, _scales = stored.of(h, path.rows)
-            scores, slack = score(queries[t, h], k, float_of(p.cap))
+            bias = alibi_of(view, h, path.places, path.place)
+            scores, slack = score(queries[t, h], k, float_of(p.cap), bias)
             for g in range(group):
                 row = (t - first) * p.heads + h * group + g
                 scores[g, ~path.there], slack[g, ~path.there] = np.float32(LOWEST), 0

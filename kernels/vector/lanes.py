@@ -128,6 +128,21 @@ def round_to_i32(b, v):
     return b.sub(b.bitcast(b.fadd(v, constant(VF, magic)), VI), constant(VI, 0x4B400000))
 
 
+@define(F32x16, I32x16)
+def to_f32(b, v):
+    """The integers as floats."""
+    return b.sitofp(v, VF)
+
+
+@define(F32x16, F32x16)
+def round_to_bf16(b, v):
+    """Nearest bfloat16, ties to even, as a float (no NaN expected)."""
+    bits = b.bitcast(v, VI)
+    odd = b.and_(b.lshr(bits, constant(VI, 16)), constant(VI, 1))
+    bits = b.add(bits, b.add(odd, constant(VI, 0x7FFF)))
+    return b.bitcast(b.and_(bits, constant(VI, -0x10000)), VF)
+
+
 @define(I32x16, I32x16)
 def clamp_i8(b, v):
     """Lanes cut to [-127, 127]."""

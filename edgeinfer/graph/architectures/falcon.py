@@ -1,4 +1,7 @@
-"""Falcon (arXiv 2311.16867): attention and FFN side by side, and few heads of keys and values in one tensor with q."""
+"""Falcon (arXiv 2311.16867): attention and FFN side by side, and few heads of keys and values in one tensor with q.
+
+Falcon-RW (arXiv 2306.01116) has ALiBi instead of a rotation. Its biases are rounded to bfloat16 as in training.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 from ..blocks import Layer, heads_of, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
-from ..config import ModelConfig
+from ..config import AlibiConfig, ModelConfig
 from ..family import Family, Gguf
 from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
@@ -25,15 +28,18 @@ def read(c: ConfigReader) -> ModelConfig:
     c.called(rms_norm_eps="layer_norm_epsilon", hidden_act="activation", intermediate_size="ffn_hidden_size",
              num_hidden_layers="n_layer" if c.has("n_layer") else "num_hidden_layers",
              num_attention_heads="n_head" if c.has("n_head") else "num_attention_heads")
-    if c.flag("alibi"):
-        raise c.unsupported("alibi", True, "only rotary positions are supported")
+    alibi = c.flag("alibi")
     newer, heads = c.flag("new_decoder_architecture"), c.integer("num_attention_heads", high=2**12)
     one, side, bias = c.flag("multi_query", True), c.flag("parallel_attn", True), c.flag("bias")
     kv = c.integer("num_kv_heads", heads, high=2**12) if newer else 1 if one else heads
     c.get("num_kv_heads")  # which only the newer kind follows
     norms = c.integer("num_ln_in_parallel_attn", 2 if newer else 1, high=2)
-    return read_decoder(c.instead(num_key_value_heads=kv), DEFAULTS, attention_bias=bias, attention_output_bias=bias,
-                        mlp_bias=bias, parallel_residual=newer or side, parallel_norms=norms)
+    if alibi:  # then nothing turns, whatever the file says of a rotation
+        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            c.get(name)
+    return read_decoder(c.instead(num_key_value_heads=kv), {**DEFAULTS, "rotary": not alibi}, attention_bias=bias,
+                        attention_output_bias=bias, mlp_bias=bias, parallel_residual=newer or side,
+                        parallel_norms=norms, alibi=AlibiConfig(bfloat16=True) if alibi else None)
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
