@@ -29,7 +29,7 @@ SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 _HEAD_NORM = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.([qk])_layernorm\.norms\.([0-9]+)\.weight")
 """The norm of one head, which files have in one tensor for all."""
 _FUSED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate|up)(_exps\.(?:weight|bias))")
-_IN_LAYER = re.compile(r"[a-z_]+\.(?:layers|h)\.([0-9]+)\.(.+)")
+_IN_LAYER = re.compile(r"[a-z_]+\.(?:layers|blocks|h)\.([0-9]+)\.(.+)")
 _KIND = re.compile(r"(.+)\.(weight|bias)")
 
 

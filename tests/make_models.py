@@ -76,7 +76,11 @@ that a tensor's original can be found again.
 LIMITS = """
 ## What is left out
 
-* ALiBi (Falcon-RW, MPT, BLOOM), Gemma 3n: refused by name.
+* Gemma 3n: refused by name.
+* ALiBi in Falcon: transformers rounds slopes, positions and their product to bfloat16 in every precision, and so do the kernels, so that
+  logits agree (beyond position 256 neighbours share a rounded position). transformers' eager attention adds these biases twice
+  (5.23, measured); what is matched is its default, sdpa. BLOOM and MPT have exact products. MPT with `alibi: false`, another
+  `alibi_bias_max` in its config.json (which transformers ignores) or `clip_qkv` is refused.
 * Llama with `partial_rotary_factor` in its config.json: transformers turns whole heads whatever the field says, other programs the part, so
   the file does not tell which the model was trained with. A GGUF file's `rope.dimension_count` does, and counts.
 * Dynamic scaling of RoPE has other frequencies for every context beyond that of the training. The context of the run chooses: up to

@@ -203,7 +203,7 @@ def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """The config of a case with so many layers, whose kinds take turns as those of the case."""
     config = copy.deepcopy(config)
     text = config.get("text_config", config)
-    name = next(name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in text)
+    name = next(name for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if name in text)
     for kinds in ("layer_types", "mlp_layer_types"):
         if text.get(kinds):
             text[kinds] = [text[kinds][i % text[name]] for i in range(layers)]

@@ -15,7 +15,15 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.converters import convert, write_random_bundle
 from edgeinfer.errors import CheckpointError, EdgeInferError, UnsupportedModelError
-from edgeinfer.graph import ModelConfig, RopeConfig, build_graph, read_config, requested_types
+from edgeinfer.graph import (
+    AlibiConfig,
+    ModelConfig,
+    RopeConfig,
+    alibi_slopes,
+    build_graph,
+    read_config,
+    requested_types,
+)
 from edgeinfer.technique import recipe_with
 from tests import golden_cases
 from tests.checkpoints import make_checkpoint, read_tensors
@@ -34,6 +42,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt_neox": replace(TINY, model_type="gpt_neox", num_key_value_heads=6, rotary_dim=2, parallel_residual=True,
                         parallel_norms=2, hidden_act="gelu"),
     "falcon": replace(TINY, model_type="falcon", num_key_value_heads=1, parallel_residual=True, hidden_act="gelu"),
+    "falcon-rw": replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0, alibi=AlibiConfig(bfloat16=True)),
+    "bloom": replace(TINY, model_type="bloom", num_key_value_heads=6, rotary_dim=0, alibi=AlibiConfig(),
+                     hidden_act="gelu_tanh", attention_bias=True, attention_output_bias=True, mlp_bias=True),
     "phi": replace(TINY, model_type="phi", rotary_dim=4, parallel_residual=True, head_bias=True),
     "smollm3": replace(TINY, model_type="smollm3", ropes=(1, 0)),
     "bamboo": replace(TINY, model_type="bamboo", hidden_act="drelu"),
@@ -58,8 +69,8 @@ def test_threads_and_chunks(name: str, tmp_path: Path) -> None:
     assert all(row.tobytes() == rows[0].tobytes() for row in rows)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "olmo2"])
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", ["gemma2", "falcon-rw", "gpt_neox", "olmo2", "bloom"])
 def test_every_record_is_what_its_twin_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_CHECK", "1")
     write_random_bundle(CONFIGS[name], tmp_path / "bundle", "int8", 32)
@@ -69,10 +80,10 @@ def test_every_record_is_what_its_twin_says(name: str, tmp_path: Path, monkeypat
         opened.decode([sequence], [5])
 
 
-@pytest.mark.parametrize("kv", ["int8", "f16"])
-def test_chosen_rows_of_v_see_capped_scores(kv: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kv"), [("gemma2", "int8"), ("gemma2", "f16"), ("falcon-rw", "int8"), ("bloom", "f16")])
+def test_chosen_rows_of_v_see_capped_scores_and_alibi(name: str, kv: str, tmp_path: Path) -> None:
     """Where every row is wanted the bits are those of plain attention."""
-    config = replace(CONFIGS["gemma2"], windows=(), num_hidden_layers=2)
+    config = replace(CONFIGS[name], windows=(), num_hidden_layers=2)
     write_random_bundle(config, tmp_path / "bundle", "int8", 32)
     rows = []
     for attention in ("exact", "eps:0"):
@@ -162,7 +173,12 @@ def test_a_text_model_has_no_pictures(tmp_path: Path) -> None:
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3-sections", {"rope_parameters": {"full_attention": {}, "global": {"rope_theta": 1}}}, "global is"),
         ("gemma3-wrapped", {"altup": 1}, "altup is 1"),
-        ("falcon-7b", {"alibi": True}, "alibi is True"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi is False"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max is 16"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv is 6.0"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "prefix_lm is True"),
+        ("mpt", {"no_bias": False}, "no_bias is False"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("cohere2", {"head_dim": 12}, "head_dim is 12, which .* hidden_size / num_attention_heads, 10"),
         ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
@@ -338,3 +354,23 @@ def test_published_configs_are_understood(name: str) -> None:
     graph = build_graph(read_config(PUBLISHED[name]), requested_types())
     vectors = sum(weight.shape[0] for weight in graph.weights if weight.kind == "vector")
     assert graph.weight_count == pytest.approx(BILLIONS[name] * 1e9, rel=0.01) and vectors < 0.01 * graph.weight_count
+
+
+@pytest.mark.parametrize(("heads", "powers"), [
+    (1, [8]), (2, [4, 8]), (5, [2, 4, 6, 8, 1]), (6, [2, 4, 6, 8, 1, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+    (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),
+])
+def test_slopes_of_alibi(heads: int, powers: list[float]) -> None:
+    """As in the paper for powers of 2, and in its program for others; in bfloat16 of 8 bits."""
+    np.testing.assert_allclose(alibi_slopes(AlibiConfig(), heads), 2.0 ** -np.array(powers), rtol=1e-6)
+    rounded = alibi_slopes(AlibiConfig(bfloat16=True), heads)
+    np.testing.assert_allclose(rounded, 2.0 ** -np.array(powers), rtol=2.0**-8)
+    assert not (rounded.view(np.uint32) & 0xFFFF).any()
+    np.testing.assert_allclose(alibi_slopes(AlibiConfig(16.0), heads), 4.0 ** -np.array(powers), rtol=1e-6)
+
+
+def test_alibi_and_a_rotation_are_not_together(tmp_path: Path) -> None:
+    for bad in (replace(TINY, model_type="falcon", alibi=AlibiConfig()),
+                replace(TINY, model_type="falcon", rotary_dim=0, alibi=AlibiConfig(65.0))):
+        with pytest.raises(UnsupportedModelError, match="alibi is AlibiConfig.*a max_bias above 0 and at most 64, of heads"):
+            build_graph(bad, requested_types("q4"))

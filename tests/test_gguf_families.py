@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3", "ministral3-wrapped": "mistral3", "mistral3-wrapped": "mistral3", "olmo3": "olmo2",
     "exaone4": "exaone4", "exaone4-whole": "exaone4", "glm4": "glm4", "glm4-no-bias": "glm4", "cohere2": "cohere2",
     "gpt-bigcode": "starcoder", "stablelm-head-norms": "stablelm", "cohere-head-norms": "command-r",
+    "bloom": "bloom", "mpt": "mpt",
 }  # fmt: skip
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
@@ -52,7 +53,7 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
              "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
              "vocab_size": c.vocab_size}
     layer_norm = arch in ("gpt2", "gptneox", "falcon", "stablelm", "phi2", "starcoder2", "starcoder",
-                           "command-r", "cohere2")
+                           "command-r", "cohere2", "bloom", "mpt")
     own = case.config.get("text_config", case.config)
     residual = own.get("residual_multiplier", 1)
     sizes["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = \
@@ -72,6 +73,7 @@ def metadata(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict[s
         "stablelm": {"use_parallel_residual": c.parallel_residual},
         "cohere2": {"logit_scale": 0.25, "rope.scaling.type": "none"},
         "command-r": {"logit_scale": c.logits_scale, "rope.scaling.type": "none"},
+        "mpt": {"attention.max_alibi_bias": 8.0},
         "qwen2vl": {"rope.dimension_sections": [2, 2, 1, 0]},
         "qwen3vl": {"rope.dimension_sections": [3, 3, 3, 0], "n_deepstack_layers": 1},
     }
@@ -136,7 +138,7 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
             for part, n in heads.items():
                 values = permuted(values, n) if part in name else values
-        text = name.replace("model.language_model.", "model.")
+        text = name.replace("model.language_model.", "model.").removeprefix("transformer." if arch == "bloom" else "none")
         if "router" in name and name.endswith("scale"):
             name = "ffn_down_exps" if "expert" in name else "ffn_gate_inp"
             out[f"blk.{text.split('.')[2]}.{name}.scale"] = values
@@ -296,6 +298,8 @@ def test_a_table_of_rows_keeps_its_codes(kind: str, tmp_path: Path) -> None:
         ("gpt2", "gpt2.residual_scale", 2.0, "residual_scale is 2.0"),
         ("falcon-7b", "falcon.rope.dimension_count", 6, "rope.dimension_count is 6"),
         ("cohere", "command-r.attention.scale", 3.0, "attention.scale is 3.0"),
+        ("mpt", "mpt.attention.max_alibi_bias", 0.0, "alibi_bias_max is 0.0; it must be a number above 0"),
+        ("mpt", "mpt.attention.clamp_kqv", 6.0, "clamp_kqv is 6.0"),
         ("starcoder2-window", "starcoder2.expert_gating_func", 2, "expert_gating_func is 2"),
     ],
 )

@@ -139,7 +139,7 @@ def test_architectures_that_only_name_things_otherwise(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma4", "gpt2", "smollm3", "olmo2", "granite", "phi3-longrope-partial",
-                                  "llama-dynamic", "ministral3", "exaone4", "cohere2", "olmo3"])
+                                  "llama-dynamic", "ministral3", "exaone4", "cohere2", "olmo3", "falcon-rw", "mpt"])
 def test_what_has_no_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
     case = golden_cases.load(name)
     convert(golden_cases.write_checkpoint(case, tmp_path / "c"), tmp_path / "b", weights="f32")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edgeinfer.converters import write_random_bundle
+from edgeinfer.graph import AlibiConfig, Attention
+from edgeinfer.pruning import Schedule
 from edgeinfer.runner import Segment
 from edgeinfer.runtime.stages import importance, most_important
 from tests.pruned import HALF, written
-from tests.sessions import session, tokens
+from tests.sessions import TINY, session, tokens
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,31 @@ def test_importance_is_the_attention_of_the_last_tokens(model: Path) -> None:
         mean = (weights / weights.sum(axis=2, keepdims=True)).mean(axis=(0, 1))
         expected = [mean[max(i - 2, 0) : i + 3].max() for i in range(128)]
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_importance_falls_with_the_distance(bfloat16: bool, tmp_path: Path) -> None:
+    """ALiBi goes by the places that tokens had before any was left out; beside the softmax in float64."""
+    alibi = AlibiConfig(bfloat16=bfloat16)
+    config = replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0, alibi=alibi, head_dim=6)
+    write_random_bundle(config, tmp_path / "bundle", "f32")
+    with session(tmp_path / "bundle", ctx=512, kv="f32", lazy=Schedule.parse("keep=0.5", "1")) as opened:
+        sequence, n = opened.new_sequence(), 400
+        opened.prefill(sequence, tokens(n))
+        op = next(op for op in opened.graph.ops if isinstance(op, Attention))
+        q = np.random.default_rng(0).standard_normal((1, 6 * op.heads)).astype(np.float32)
+        got = importance(opened, sequence, op, 0, q, n)
+        k = [opened.kv.keys(sequence, 0, head)[:n].astype(np.float64) for head in range(op.heads)]
+        bias = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])[:, None] * (np.arange(n) - (n - 1))
+        if bfloat16:
+            parts, power = np.frexp(np.arange(n))  # slopes are powers of 2 here, so places alone are rounded
+            places = np.ldexp(np.rint(256 * parts) / 256, power)
+            bias = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])[:, None] * (places - places[-1]) / np.sqrt(6)
+        scores = np.array([k[head] @ q[0, 6 * head :][:6] for head in range(op.heads)]) / np.sqrt(6) + bias
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        mean = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+        expected = [mean[max(i - 2, 0) : i + 3].max() for i in range(n)]
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-8)
 
 
 def test_keys_are_read_as_they_are_stored(model: Path) -> None:

@@ -6,6 +6,7 @@ from ..blocks import Layer, heads_of, layer
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import AlibiConfig, ModelConfig
+from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..storage import FLOATS
@@ -48,3 +49,11 @@ def parts(c: ModelConfig, hf: str) -> Layer:
         qkv_bias=heads_of(Source(attn + "query_key_value.bias", (rows,)), c), o=attn + "dense.weight",
         o_bias=(attn + "dense.bias",), up=mlp + "dense_h_to_4h.weight", down=mlp + "dense_4h_to_h.weight",
         ffn_bias=(mlp + "dense_h_to_4h.bias", mlp + "dense_4h_to_h.bias"))
+
+
+FAMILY = Family(
+    (Gguf("bloom", says={"hidden_act": "gelu_new"}, turns="none"),),
+    {"transformer.word_embeddings": "token_embd", "transformer.word_embeddings_layernorm": "token_embd_norm",
+     "transformer.ln_f": "output_norm", "self_attention.query_key_value": "attn_qkv",
+     "self_attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"},
+    qkv="rows", prefix="transformer.")

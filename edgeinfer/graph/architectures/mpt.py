@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blocks import Layer, layer, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import AlibiConfig, ModelConfig
+from ..family import Family, Gguf
+from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..weights import Source
@@ -64,3 +68,16 @@ def parts(c: ModelConfig, hf: str) -> Layer:
     fused = Source(hf + "attn.Wqkv.weight", (c.query_width + 2 * c.kv_width, c.hidden_size))
     return Layer(norm=hf + "norm_1", ffn_norm=hf + "norm_2", qkv=rows_of(fused, c), o=hf + "attn.out_proj.weight",
                  up=hf + "ffn.up_proj.weight", down=hf + "ffn.down_proj.weight", norm_bias=False)
+
+
+def _fields(m: GgufMetadata) -> dict[str, Any]:
+    """A file says 0 where the model has a table of positions instead of ALiBi."""
+    return {"alibi_bias_max": m.get("attention.max_alibi_bias")}
+
+
+FAMILY = Family(
+    (Gguf("mpt", fields=_fields, says={"hidden_act": "gelu"}, turns="none"),),
+    {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm",
+     "norm_2": "ffn_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "ffn.up_proj": "ffn_up",
+     "ffn.down_proj": "ffn_down"},
+    qkv="rows", prefix="transformer.")
