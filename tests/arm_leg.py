@@ -47,7 +47,7 @@ PARENTS = [-1, 0, 0, 1, 2, 2, -1, 6]
 """A tree behind it."""
 TESTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py", "tests/test_kernels_neuron_mask.py",
          "tests/test_kernels_screen.py", "tests/test_kernels_norms.py", "tests/test_kernels_experts.py",
-         "tests/test_kernels_latent.py")
+         "tests/test_kernels_latent.py", "tests/test_kernels_attention.py")
 _TAKEN = " or ".join(kind.replace("_g", "-") for kind in FOREIGN)
 """Types that only files of other formats have, as the tests call them."""
 SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
@@ -55,7 +55,8 @@ SELECTION = ("((q4-32 or int8-32) and not iq4 and (exact or same_bits)) or "
              "(kernels_screen and not q4-64 and not int8-128) or (kernels_norms and (33 or cap)) or "
              "(kernels_experts and (routing or chosen or numbers or sorted or shared_expert or "
              "(slots_give and not f32))) or "
-             "(kernels_latent and int8 and not size1 and not size2)")
+             "(kernels_latent and int8 and not size1 and not size2) or "
+             "(kernels_attention and distance and not f32)")
 PRODUCTS = ("tests/test_kernels_linear.py", "tests/test_kernels_neuron.py")
 """What other cores than `WHOLE` run, by the same selection."""
 PRODUCT_KERNELS = ("neuron_gated_q4", "neuron_down_q4", "neuron_gated_int8", "neuron_down_int8", "linear_int8_g32",

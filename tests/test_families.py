@@ -42,7 +42,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt_neox": replace(TINY, model_type="gpt_neox", num_key_value_heads=6, rotary_dim=2, parallel_residual=True,
                         parallel_norms=2, hidden_act="gelu"),
     "falcon": replace(TINY, model_type="falcon", num_key_value_heads=1, parallel_residual=True, hidden_act="gelu"),
-    "falcon-rw": replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0, alibi=AlibiConfig(bfloat16=True)),
+    "falcon-rw": replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0,
+                         alibi=AlibiConfig(bfloat16=True)),
     "bloom": replace(TINY, model_type="bloom", num_key_value_heads=6, rotary_dim=0, alibi=AlibiConfig(),
                      hidden_act="gelu_tanh", attention_bias=True, attention_output_bias=True, mlp_bias=True),
     "phi": replace(TINY, model_type="phi", rotary_dim=4, parallel_residual=True, head_bias=True),
@@ -80,7 +81,8 @@ def test_every_record_is_what_its_twin_says(name: str, tmp_path: Path, monkeypat
         opened.decode([sequence], [5])
 
 
-@pytest.mark.parametrize(("name", "kv"), [("gemma2", "int8"), ("gemma2", "f16"), ("falcon-rw", "int8"), ("bloom", "f16")])
+@pytest.mark.parametrize(("name", "kv"), [("gemma2", "int8"), ("gemma2", "f16"), ("falcon-rw", "int8"),
+                                          ("bloom", "f16")])
 def test_chosen_rows_of_v_see_capped_scores_and_alibi(name: str, kv: str, tmp_path: Path) -> None:
     """Where every row is wanted the bits are those of plain attention."""
     config = replace(CONFIGS[name], windows=(), num_hidden_layers=2)
@@ -372,5 +374,5 @@ def test_slopes_of_alibi(heads: int, powers: list[float]) -> None:
 def test_alibi_and_a_rotation_are_not_together(tmp_path: Path) -> None:
     for bad in (replace(TINY, model_type="falcon", alibi=AlibiConfig()),
                 replace(TINY, model_type="falcon", rotary_dim=0, alibi=AlibiConfig(65.0))):
-        with pytest.raises(UnsupportedModelError, match="alibi is AlibiConfig.*a max_bias above 0 and at most 64, of heads"):
+        with pytest.raises(UnsupportedModelError, match=r"alibi is AlibiConfig.*max_bias above 0 and at most 64"):
             build_graph(bad, requested_types("q4"))

@@ -138,7 +138,8 @@ def tensors_of(case: golden_cases.GoldenCase, c: ModelConfig, arch: str) -> dict
             heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
             for part, n in heads.items():
                 values = permuted(values, n) if part in name else values
-        text = name.replace("model.language_model.", "model.").removeprefix("transformer." if arch == "bloom" else "none")
+        text = name.replace("model.language_model.", "model.")
+        text = text.removeprefix("transformer.") if arch == "bloom" else text
         if "router" in name and name.endswith("scale"):
             name = "ffn_down_exps" if "expert" in name else "ffn_gate_inp"
             out[f"blk.{text.split('.')[2]}.{name}.scale"] = values

@@ -107,8 +107,8 @@ class AlibiConfig:
     max_bias: float = 8.0
     """The slopes of n heads begin with 2^(-max_bias / n) and end with 2^-max_bias; see `graph.alibi_slopes`."""
     bfloat16: bool = False
-    """Slope x position is rounded to bfloat16, of factors that are rounded so too, and multiplied by the scale of scores
-    (Falcon)."""
+    """Slope x position is rounded to bfloat16, of factors that are rounded so too, and multiplied by the scale of
+    scores (Falcon)."""
 
 
 @dataclass(frozen=True)

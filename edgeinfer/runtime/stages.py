@@ -271,7 +271,7 @@ def _slopes(attention: Attention) -> Items[Floats]:
     """ALiBi's slopes of the heads of each KV head; none where scores do not fall with the distance."""
     if not attention.alibi:
         return [np.zeros(0, np.float32)] * attention.kv_heads
-    return alibi_slopes(attention.alibi, attention.heads).reshape(attention.kv_heads, -1)
+    return list(alibi_slopes(attention.alibi, attention.heads).reshape(attention.kv_heads, -1))
 
 
 def _residual(graph: Graph, schedule: Schedule) -> Tensor:

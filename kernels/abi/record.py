@@ -49,8 +49,8 @@ for a row that was left out on the way to this layer and 0 for every other. Noth
 FLAG_SINKS = 1024
 """attention, attention_merge: operand 8 has a float for each query head that competes with the scores and has no V."""
 FLAG_ALIBI = 1 << 16
-"""attention, attention_scores: operand 9 has a slope for each query head; a score gets slope x (place of the key - place
-of the query) (ALiBi, arXiv 2108.12409)."""
+"""attention, attention_scores: operand 9 has a slope for each query head; a score gets slope x (place of the key -
+place of the query) (ALiBi, arXiv 2108.12409)."""
 FLAG_ALIBI_BF16 = 1 << 17
 """With FLAG_ALIBI, slopes that are bfloat16: slope x place is rounded to bfloat16, for places that are rounded so too,
 and the difference is multiplied by the record's scale (Falcon)."""

@@ -3,7 +3,8 @@
 The tile in work, of up to ATTENTION_TILE rows, has its state in a thread's scratch: arrays by row, then scores, sums of
 this split and merged sums, and a path. Behind it lie the queries of all tiles of a unit of work, which serve one split
 after the other. Those of a tile of r rows are: scales, offsets, (first, last) place that each row sees, slopes of
-ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each other.
+ALiBi, and the elements, interleaved by 4 bytes, row i at distance 4 i, so that they lie at constant distances from each
+other.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def _(op: RopeStore, at: Lowering) -> None:
 @lower.register
 def _(op: Attention, at: Lowering) -> None:
     rope, heads = at.ropes[op.layer], Heads(op.heads, op.kv_heads, op.head_dim)
-    for what, there in (("ALiBi", op.alibi), ("a soft cap", op.cap), ("heads that turn in part, or not at all", rope.rotary != op.head_dim),
+    for what, there in (("ALiBi", op.alibi), ("a soft cap", op.cap),
+                        ("heads that turn in part, or not at all", rope.rotary != op.head_dim),
                         ("a rotation that follows the context", at.graph.config.rope.kind == "dynamic"),
                         ("a rotation of its own", rope.table), ("a norm of its values", rope.value_norm),
                         ("sinks", op.sinks), ("keys that are its values", rope.keys_as_values)):
