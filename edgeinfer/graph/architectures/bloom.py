@@ -9,7 +9,6 @@ from ..config import AlibiConfig, ModelConfig
 from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
-from ..storage import FLOATS
 from ..weights import Source
 
 DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "rotary": False,
@@ -33,7 +32,7 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
     x = g.embed("transformer.word_embeddings.weight")
     norm = "transformer.word_embeddings_layernorm."
-    x = g.layer_norm(x, "embed_norm", norm + "weight", FLOATS, norm + "bias")
+    x = g.layer_norm(x, "embed_norm", norm + "weight", norm + "bias")
     for i in range(c.num_hidden_layers):
         x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
     return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
