@@ -64,7 +64,8 @@ def test_the_oracle_has_transformers_logits(name: str) -> None:
 
 
 def test_every_case_is_there_and_small() -> None:
-    assert golden_cases.names() == sorted(make_golden.CASES)
+    assert golden_cases.names() == sorted(name for name, config in make_golden.CASES.items()
+                                          if golden_cases.runs(config))
     sizes = [path.stat().st_size for path in golden_cases.FOLDER.glob("*.npz")]
     assert max(sizes) < 60_000
     assert sum(sizes) < 1_200_000

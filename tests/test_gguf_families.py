@@ -18,10 +18,11 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.describe import describe
 from edgeinfer.errors import EdgeInferError, UnsupportedModelError
-from edgeinfer.graph import ModelConfig, build_graph, inverse_frequencies, read_config, requested_types
+from edgeinfer.graph import ModelConfig, build_graph, family_of, inverse_frequencies, read_config, requested_types
 from tests import golden_cases
 from tests.bundles import weights_of
 from tests.gguf_files import add_tensor, permuted
+from tests.make_golden import CASES
 from tests.sessions import logits_of, scored, session
 from tests.test_models_golden import TOLERANCE, difference
 
@@ -38,6 +39,14 @@ ARCHITECTURES = {
     "gpt-bigcode": "starcoder", "stablelm-head-norms": "stablelm", "cohere-head-norms": "command-r",
     "bloom": "bloom", "mpt": "mpt",
 }  # fmt: skip
+ELSEWHERE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe",
+             "gpt_oss", "granitemoe", "granitemoeshared", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+"""Families whose files other modules compare: test_gguf_import, test_experts, test_latent, test_gpt_oss."""
+_LISTED = ELSEWHERE | {CASES[name]["model_type"] for name in ARCHITECTURES}
+ARCHITECTURES |= {name: family_of(config["model_type"]).gguf[0].name for name, config in CASES.items()
+                  if config["model_type"] not in _LISTED and family_of(config["model_type"]).gguf}
+ARCHITECTURES = {name: arch for name, arch in ARCHITECTURES.items() if name in golden_cases.names()}
+"""GGUF's name of each case; a family that is not named here needs no row where its file says all."""
 SAID = {  # what llama.cpp knows of an architecture, and these tiny models have otherwise
     "gemma2": {"query_pre_attn_scalar": 14},  # a head's size, but of the 27B model
     "gemma3": {"query_pre_attn_scalar": 14, "sliding_window_pattern": 6},
