@@ -108,6 +108,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "llama-llama3": {**LLAMA, "num_key_value_heads": 3, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
+    "llama-share": {**LLAMA, "num_hidden_layers": 1, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.4}},
     "llama-yarn": {**LLAMA, "num_key_value_heads": 2, "rope_theta": 1000.0, "rope_scaling": YARN},
     "llama-yarn-mscale-gelu-tanh": {
         **LLAMA, "num_key_value_heads": 3, "head_dim": 14, "hidden_act": "gelu_pytorch_tanh",

@@ -81,8 +81,8 @@ LIMITS = """
   logits agree (beyond position 256 neighbours share a rounded position). transformers' eager attention adds these biases twice
   (5.23, measured); what is matched is its default, sdpa. BLOOM and MPT have exact products. MPT with `alibi: false`, another
   `alibi_bias_max` in its config.json (which transformers ignores) or `clip_qkv` is refused.
-* Llama with `partial_rotary_factor` in its config.json: transformers turns whole heads whatever the field says, other programs the part, so
-  the file does not tell which the model was trained with. A GGUF file's `rope.dimension_count` does, and counts.
+* Llama with `partial_rotary_factor` in its config.json turns whole heads, as in transformers (5.23), which reads the field only where the
+  rotation is stretched and then fails; edgeinfer refuses that by name. A GGUF file's `rope.dimension_count` counts.
 * Dynamic scaling of RoPE has other frequencies for every context beyond that of the training. The context of the run chooses: up to
   `max_position_embeddings`, where `--ctx` begins, the plain rotation holds, and a longer `--ctx` (at most `factor` times as long) has its own
   for the whole text. transformers chooses anew for every length; for a text as long as the context the two agree.

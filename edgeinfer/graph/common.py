@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig, RopeConfig
 from .reader import ConfigReader
-from .rope import read_partial, read_rope
+from .rope import read_partial, read_rope, without_share
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -39,7 +39,8 @@ def read_decoder(c: ConfigReader, defaults: dict[str, Any], **own: Any) -> Model
         The architecture's values for absent fields: max_position_embeddings, and where it has them
         num_key_value_heads, head_dim, bos_token_id, eos_token_id, hidden_act, rms_norm_eps, tie_word_embeddings,
         rope_theta; ffn_times, how many times as wide as the stream an FFN is; partial, the names of the share of a head
-        that turns and its default; rotary, False where positions are learned.
+        that turns and its default; share_ignored, True where heads turn as a whole whatever the config says of a share;
+        rotary, False where positions are learned.
     """
     given = {name: {"default": defaults[name]} if name in defaults else {}
              for name in ("vocab_size", "num_attention_heads")}
@@ -79,6 +80,8 @@ def _rotation(c: ConfigReader, head_dim: int, max_positions: int, defaults: dict
     if not defaults.get("rotary", True):
         return {"rotary_dim": 0}
     partial = defaults.get("partial")
+    if defaults.get("share_ignored"):
+        c = without_share(c)
     rope = read_rope(c, max_positions, defaults.get("rope_theta"), partial is not None)
     share = read_partial(c, *partial) if partial else 1.0
     turned = int(head_dim * share)

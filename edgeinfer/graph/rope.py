@@ -63,6 +63,23 @@ def read_partial(c: ConfigReader, names: tuple[str, ...], default: float = 1.0) 
     return found[0] if found else default
 
 
+def without_share(c: ConfigReader) -> ConfigReader:
+    """Return the config without `partial_rotary_factor`, which is refused where the rotation is stretched."""
+    name, rest = "partial_rotary_factor", {}
+    shares = [c.number(name, high=1.0)] if c.has(name) else []
+    for key in ("rope_scaling", "rope_parameters"):
+        if (section := c.section(key)) is not None and section.has(name):
+            shares.append(section.number(name, high=1.0))
+            rest[key] = {field: value for field, value in section.items().items() if field != name}
+    if not any(share != 1 for share in shares):
+        return c
+    kinds = [section.get("rope_type", section.get("type", "default"))
+             for section in map(c.section, ("rope_scaling", "rope_parameters")) if section is not None]
+    if any(kind != "default" for kind in kinds):
+        raise c.unsupported(name, min(shares), "transformers cannot run it either, for a rotation that is stretched")
+    return c.instead(**rest)
+
+
 def read_section(r: ConfigReader, theta: float, outer_original: int | None, max_positions: int) -> RopeConfig:
     """RoPE of one section; see `read_rope`."""
     name = "rope_type" if r.has("rope_type") or not r.has("type") else "type"

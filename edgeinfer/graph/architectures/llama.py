@@ -14,9 +14,14 @@ DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """`attention_bias` puts a bias on all four projections of the attention, `mlp_bias` on all three of the FFN."""
+    """`attention_bias` puts a bias on all four projections of the attention, `mlp_bias` on all three of the FFN.
+
+    Whole heads turn whatever `partial_rotary_factor` says, as in transformers (5.23), whose Llama reads it only where a
+    rotation is stretched, and then fails.
+    """
     bias = c.flag("attention_bias")
-    return read_decoder(c, DEFAULTS, attention_bias=bias, attention_output_bias=bias, mlp_bias=c.flag("mlp_bias"))
+    return read_decoder(c, {**DEFAULTS, "share_ignored": True}, attention_bias=bias, attention_output_bias=bias,
+                        mlp_bias=c.flag("mlp_bias"))
 
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
