@@ -352,6 +352,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere2-bias": {**COHERE2, "attention_bias": True, "tie_word_embeddings": False,
                      "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "granitemoeshared": GRANITE_SHARED,
+    "ernie4-5": {"model_type": "ernie4_5", **BASE, "head_dim": 14, "use_bias": True, "rope_theta": 300.0},
     "gpt-bigcode": BIGCODE,
     "gpt-bigcode-mha": {**BIGCODE, "multi_query": False, "scale_attn_weights": False, "n_inner": 70,
                         "tie_word_embeddings": False},
