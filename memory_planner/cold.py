@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.bundle import cluster_shape
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, NeuronGated
+from edgeinfer.graph import Graph, OnDemand
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import round_up
 
@@ -24,9 +24,8 @@ class ColdPlan:
     @classmethod
     def of(cls, graph: Graph, hot: tuple[int, ...], slots: int) -> ColdPlan:
         """Return the plan for a graph whose FFNs have masks."""
-        weight = masked(graph)[0].weight
-        neuron = graph.types[weight.name].part_bytes(weight.shape[2]) * weight.shape[1]
-        return cls(hot, weight.shape[0], neuron, slots)
+        ffn = masked(graph)[0]
+        return cls(hot, ffn.pieces, ffn.nbytes, slots)
 
     @property
     def block(self) -> int:
@@ -129,6 +128,6 @@ class ColdPlan:
         return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.tickets
 
 
-def masked(graph: Graph) -> list[NeuronGated]:
+def masked(graph: Graph) -> list[OnDemand]:
     """The FFNs whose decoded tokens compute some neurons only, in the order of their layers."""
-    return [op for op in graph.ops if isinstance(op, NeuronGated) and op.mask is not None]
+    return [ffn for ffn in graph.on_demand("neurons") if ffn.chosen]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import ExpertsDown, ExpertsGated, Graph, Types
+from edgeinfer.graph import Graph, OnDemand
 from edgeinfer.kernels import abi, routes
 from edgeinfer.sizes import round_up
 
@@ -49,15 +49,10 @@ class ExpertsPlan:
     @classmethod
     def of(cls, graph: Graph, offsets: Mapping[str, int], slots: int) -> ExpertsPlan:
         """Return the plan for a graph of a mixture."""
-        products = mixtures(graph)
-        downs = {op.layer: op for op in graph.ops if isinstance(op, ExpertsDown)}
-
-        def nbytes(op: ExpertsGated | ExpertsDown) -> int:
-            return expert_bytes(op, graph.types)
-
-        layers = tuple(ExpertsOfLayer(op.layer or 0, offsets[op.weight.name], nbytes(op), nbytes(downs[op.layer]))
-                       for op in products)
-        return cls(layers, products[0].experts, products[0].active, slots)
+        found = mixtures(graph)
+        layers = tuple(ExpertsOfLayer(gate_up.layer, offsets[gate_up.weight.name], gate_up.nbytes, down.nbytes)
+                       for gate_up, down in found)
+        return cls(layers, found[0][0].pieces, found[0][0].active, slots)
 
     @property
     def slot_bytes(self) -> int:
@@ -154,14 +149,10 @@ class ExpertsPlan:
         return abi.PIECE_BYTES * self.pieces + abi.PART_BYTES * self.tickets + records
 
 
-def mixtures(graph: Graph) -> list[ExpertsGated]:
-    """The layers' experts, in the order of the layers."""
-    return [op for op in graph.ops if isinstance(op, ExpertsGated)]
-
-
-def expert_bytes(op: ExpertsGated | ExpertsDown, types: Types) -> int:
-    """Bytes of one expert's matrix, or of its two."""
-    return types[op.weight.name].nbytes(op.weight.shape) // op.experts
+def mixtures(graph: Graph) -> list[tuple[OnDemand, OnDemand]]:
+    """The layers' experts, in the order of the layers: gate and up, then down."""
+    found = graph.on_demand("experts")
+    return list(zip(found[0::2], found[1::2], strict=True))
 
 
 def _pages(offset: int, nbytes: int) -> int:

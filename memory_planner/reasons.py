@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from edgeinfer.graph import Graph, ModelConfig, SelectedAttention, Sizes
+from edgeinfer.graph import Graph, ModelConfig, Sizes
 
 from .windows import Windowed
 
@@ -30,8 +30,7 @@ def rotary(config: ModelConfig, ctx: int) -> str:
 
 def scored(graph: Graph, sizes: Sizes) -> str:
     """Say that scratch has scores, where there are any."""
-    found = any(isinstance(op, SelectedAttention) for op in graph.ops)
-    return f", scores of {sizes.decoded_tokens} tokens" if found else ""
+    return f", scores of {sizes.decoded_tokens} tokens" if graph.chooses_values else ""
 
 
 def types_of(graph: Graph, names: Container[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgeinfer.bundle import file_offsets
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import Graph, TokenRows
+from edgeinfer.graph import Graph
 from edgeinfer.kernels import abi
 from edgeinfer.sizes import format_size, round_up
 
@@ -55,7 +55,7 @@ def place_weights(graph: Graph, offsets: Mapping[str, int] | None, request: Requ
     offsets = offsets or file_offsets(graph)
     places: dict[str, Placement] = {}
     resident, cold = 0, ColdPlan.of(graph, request.hot, request.slots) if request.hot else None
-    hot = {op.weight.name: cold.hot[op.layer or 0] for op in masked(graph)} if cold else {}
+    hot = {ffn.weight.name: cold.hot[ffn.layer] for ffn in masked(graph)} if cold else {}
     experts = ExpertsPlan.of(graph, offsets, request.expert_slots) if request.expert_slots else None
     for weight in graph.weights:
         name, nbytes = weight.name, types[weight.name].nbytes(weight.shape)
@@ -124,8 +124,7 @@ def weight_regions(graph: Graph, file_bytes: int, request: Request, weights: Pla
 
 def _rows(graph: Graph, request: Request, weights: PlacedWeights) -> Region:
     """Pages of tables that stay in their file: as many as the contexts' tokens have rows on."""
-    tables = [op.table for op in graph.ops if isinstance(op, TokenRows) and op.table.name in weights.filed]
-    rows = [graph.types[table.name].tile_bytes(table.shape[1]) for table in tables]
+    rows = [table.nbytes for table in graph.on_demand("rows") if table.weight.name in weights.filed]
     tokens = request.ctx * request.sequences
     most = tokens * sum(round_up(row, PAGE_BYTES) + PAGE_BYTES for row in rows)
     return Region("rows", min(weights.filed_bytes, most), f"{tokens} rows x {sum(rows)} B, "

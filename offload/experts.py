@@ -44,7 +44,7 @@ def keep_experts(planner: Planner, request: Request, budget: int) -> MemoryPlan 
     layers = mixtures(planner.graph)
     if not layers:
         return None
-    least = layers[0].experts
+    least = layers[0][0].pieces
     first = planned(least)
     if first.total_bytes > budget or first.experts is None:
         return None

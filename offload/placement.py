@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Statistics, read_statistics
 from edgeinfer.dataclass import dataclass
-from edgeinfer.graph import NeuronGated
 from edgeinfer.memory_planner import ColdPlan, MemoryPlan, Planner, Request, in_memory, masked
 
 from .prediction import Floats
@@ -86,12 +85,12 @@ def hot_and_cold(statistics: Statistics | None, planner: Planner, request: Reque
     budget : int
         Bytes of the whole process.
     """
-    layers = {op.layer for op in masked(planner.graph)}
+    layers = {ffn.layer for ffn in masked(planner.graph)}
 
     def planned(hot: tuple[int, ...], slots: int) -> MemoryPlan:
         return planner.plan(replace(in_memory(request), hot=hot, slots=slots))
 
-    whole = masked(planner.graph)[0].weight.shape[0]
+    whole = masked(planner.graph)[0].pieces
     none = tuple(0 if i in layers else whole for i in range(planner.graph.config.num_hidden_layers))
     empty = ColdPlan.of(planner.graph, none, 1)
     heat, best = Heat.of(statistics, empty), None
@@ -115,5 +114,5 @@ def place_neurons(bundle: Bundle, planner: Planner, request: Request, budget: in
     There is no such plan for graphs without masks in every FFN by neuron: dense and exact runs compute the gates of all
     neurons, so streaming reads no more than they need.
     """
-    every = all(op.mask is not None for op in planner.graph.ops if isinstance(op, NeuronGated))
+    every = all(ffn.chosen for ffn in planner.graph.on_demand("neurons"))
     return hot_and_cold(read_statistics(bundle), planner, request, budget) if every else None

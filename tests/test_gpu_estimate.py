@@ -143,8 +143,8 @@ def test_measured_beside_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one sequence and of several; readings of this machine's memory are left out, and nothing is learned."""
     monkeypatch.setattr(prediction, "gpu_here", lambda: gpu_profile("NVIDIA H200"))
     config = RuntimeConfig(kv="f16", ctx=64, recipe=Recipe(()))
-    assert prediction.make_predictor(BUNDLE, config, 1, "onnxruntime CPUExecutionProvider") is None
-    predictor = prediction.make_predictor(BUNDLE, config, 1, prediction.ON_CUDA)
+    assert prediction.make_predictor(BUNDLE, config, 1, "onnxruntime CPUExecutionProvider", 0, "onnx-cpu") is None
+    predictor = prediction.make_predictor(BUNDLE, config, 1, "onnxruntime", 0, "cuda")
     assert predictor and predictor.on_gpu and not predictor.teaches
     alone: Any = prediction.run_estimate(predictor, completion())
     assert alone["basis"] == "class cuda-onnxruntime" and alone["decode"]["measured"] > 0

@@ -111,6 +111,37 @@ def test_quantising_a_quantised_graph_changes_nothing() -> None:
         assert quantize_activations(graph) == graph
 
 
+def test_what_need_not_be_in_memory_whole_is_said_by_operations() -> None:
+    """Which the planner asks: neurons, experts and rows of tables; of a plain model nothing."""
+    assert all(build().on_demand(kind) == [] for kind in ("neurons", "experts", "rows")) and not build().chooses_values
+    neurons = build_graph(read_config(CONFIG), requested_types(ffn_layout="neuron"), Recipe())
+    found = neurons.on_demand("neurons")
+    assert [(one.layer, one.pieces, one.chosen) for one in found] == [(0, 100, False), (1, 100, False)]
+    assert all(one.pieces * one.nbytes == neurons.types[one.weight.name].nbytes(one.weight.shape) for one in found)
+    mixture = build_graph(read_config({**CONFIG, "model_type": "mixtral", "num_local_experts": 6}),
+                          requested_types(), Recipe())
+    experts = mixture.on_demand("experts")
+    assert [one.weight.name.rsplit(".", 1)[1] for one in experts] == ["experts_gate_up", "experts_down"] * 2
+    assert {(one.pieces, one.active) for one in experts} == {(6, 2)}
+    assert sum(one.nbytes * one.pieces for one in experts[:2]) == sum(
+        mixture.types[one.weight.name].nbytes(one.weight.shape) for one in experts[:2])
+
+
+@pytest.mark.parametrize("place", ["memory_planner", "offload", "edgeinfer/bench", "edgeinfer/backends/onnx/export.py"])
+def test_nobody_outside_asks_for_the_class_of_an_operation(place: str) -> None:
+    root = Path(__file__).resolve().parents[1] / place
+    files = [root] if root.is_file() else list(root.rglob("*.py"))
+    assert files and not [str(file) for file in files if "isinstance(op" in file.read_text("utf-8")]
+
+
+def test_a_live_share_is_read() -> None:
+    """Of an FFN with gates and ups: exact runs read all gates, predicted ones a part of both, and of columns a part."""
+    ops = build_graph(read_config(CONFIG), requested_types(ffn_layout="neuron"), Recipe()).ops
+    shares = {op.name: [op.read_share(mode, 0.25) for mode in ("off", "exact", "predict")] for op in ops}
+    assert shares["neuron_gated"] == [1, 0.625, 0.25] and shares["neuron_down"] == [1, 0.25, 0.25]
+    assert shares["linear"] == [1, 1, 1]
+
+
 def test_replaced_is_what_dataclasses_give() -> None:
     op = build().ops[1]
     assert op.inputs and op.replaced(layer=7) == dataclasses.replace(op, layer=7) != op

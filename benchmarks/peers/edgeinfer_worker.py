@@ -106,7 +106,7 @@ class EdgeInfer:
         session, times, token = self._session, [], 0
         session.truncate(self._sequence, 0)
         ids = None if seed is None else random_ids(seed, session.model.vocab_size, tokens + 1)
-        before = getattr(session.reader, "hits", None)
+        before = session.reader.hits if session.reader else ()
         for i in range(tokens + 1):
             if ids:
                 token = ids[i]
@@ -117,7 +117,7 @@ class EdgeInfer:
             began = time.perf_counter()
             session.decode([self._sequence], [token])
             times.append(time.perf_counter() - began)
-        found = before and [now - then for now, then in zip(session.reader.hits, before, strict=True)]
+        found = [now - then for now, then in zip(session.reader.hits, before, strict=True)] if before else None
         return {"seconds": times[1:], "hit_rate": found and found[1] / max(1, found[1] + found[2])}
 
     def prompt(self, tokens: int, seed: int) -> dict[str, Any]:

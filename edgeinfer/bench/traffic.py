@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..graph import NeuronDown, NeuronGated
 from ..kernels import abi
 from .results import GENERATE, Case
 
@@ -56,13 +55,9 @@ def _wanted(session: Session, op: Op | None) -> float:
 
 def _live(session: Session, op: Op | None) -> float:
     """Share of an FFN's rows by neuron that a decoded token reads; of gates all in mode exact."""
-    if session.sparse is None or op is None or op.layer is None or not isinstance(op, NeuronGated | NeuronDown):
+    if session.sparse is None or op is None or op.layer is None:
         return 1.0
-    mode, density = session.sparse.layers()[op.layer]
-    if mode == "exact" and isinstance(op, NeuronGated):
-        ups = op.weight.shape[1] - 2
-        return (1 + ups * density) / (1 + ups)
-    return density if mode in ("exact", "predict") else 1.0
+    return op.read_share(*session.sparse.layers()[op.layer])
 
 
 def record_operations(session: Session, case: Case, record: Record) -> float:
@@ -81,18 +76,20 @@ def _last_walk_only(record: Record) -> bool:
 
 def bytes_per_token(runner: Runner, case: Case) -> float:
     """Bytes that memory must deliver for each token of a test."""
-    if not hasattr(runner, "program"):
+    from ..runtime import Session
+
+    if not isinstance(runner, Session):
         walks = case.tokens if case.kind == GENERATE else math.ceil(case.tokens / runner.config.prefill_chunk)
         request, depth = runner.plan.request, case.depth + case.tokens / 2
         kv = runner.plan.region("kv").nbytes / (request.sequences * request.ctx) * depth
         return walks * (runner.plan.region("weights").nbytes + kv) / case.tokens
-    session: Session = runner  # type: ignore[assignment]
-    return math.fsum(record_bytes(session, case, record) for record in session.program.records) / case.tokens
+    return math.fsum(record_bytes(runner, case, record) for record in runner.program.records) / case.tokens
 
 
 def operations_per_token(runner: Runner, case: Case) -> float:
     """Int8 multiplications and additions of the matrices for each token of a test; none where others run the model."""
-    if not hasattr(runner, "program"):
+    from ..runtime import Session
+
+    if not isinstance(runner, Session):
         return 0.0
-    session: Session = runner  # type: ignore[assignment]
-    return math.fsum(record_operations(session, case, record) for record in session.program.records) / case.tokens
+    return math.fsum(record_operations(runner, case, record) for record in runner.program.records) / case.tokens

@@ -168,7 +168,8 @@ def bench(
             report["speculation"] = speculated(path, guesser, replace(config, threads=report["threads"]),
                                                max(case.depth for case in tests), repetitions, accept, progress)
     stored = report["streamed_bytes"] + report["cold_bytes"] + report["expert_bytes"]
-    predictor = make_predictor(path, config, report["threads"], report["isa"], stored)
+    predictor = make_predictor(path, config, report["threads"], report["isa"], stored,
+                               provider.device if provider else CPU)
     out = {**bench_object(report, measured), "estimate": bench_estimate(predictor, measured),
            **technique.reports(technique.Reported("bench", config))}
     if json:

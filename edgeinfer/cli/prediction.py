@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import CPU, CUDA
 from ..dataclass import dataclass
 from ..errors import EdgeInferError
 from ..technique import Settings, prompt_share, settled
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ..devices import DecodeRun, DeviceProfile, PromptRun, Traffic
     from ..engine import Completion
 
-ON_CUDA = "onnxruntime CUDAExecutionProvider"
-"""What a runner says it runs on there."""
 LEAST_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
 MOST_SWITCHES = 20.0
@@ -109,14 +108,14 @@ class Predictor:
 
 
 def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa: str,
-                   streamed_bytes: int = 0) -> Predictor | None:
+                   streamed_bytes: int = 0, device: str = CPU) -> Predictor | None:
     """Return a predictor, or None: this machine was not probed, or with other threads or instructions, or there is no
     profile of its GPU where that runs the model.
 
     Nor is there one for a model whose layers are streamed, of which a profile is to learn nothing.
     """
     try:
-        profile = gpu_here() if isa == ON_CUDA else None if streamed_bytes else _probed(threads, isa)
+        profile = gpu_here() if device == CUDA else None if streamed_bytes else _probed(threads, isa)
         if profile is None:
             return None
         from ..describe import describe

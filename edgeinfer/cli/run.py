@@ -274,7 +274,8 @@ def answer(llm: LLM, ids: list[int], options: dict[str, Any], json: bool, stats:
     config = llm.runner.config
     disturbed = others.disturbed(time.perf_counter() - began, config.threads or 1)
     fields = reports(Reported("run", llm.runner.config, runner=llm.runner))
-    predictor = make_predictor(llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes)
+    predictor = make_predictor(llm.path, config, config.threads, llm.runner.isa, llm.plan.stored_bytes,
+                               llm.runner.device)
     predicted = run_estimate(predictor, completion)
     if json or stats:
         llm.settle()  # a short run may end before the last page of a large KV pool is there

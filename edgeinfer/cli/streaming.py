@@ -9,26 +9,23 @@ from ..technique import technique
 
 if TYPE_CHECKING:
     from ..runner import Runner
-    from ..runtime import Session, Slots, Stream
 
 
 def notice(runner: Runner) -> str | None:
     """Return why weights are read from storage, and what would do instead; None where all are in memory."""
     if runner.reader is None:
         return None
-    session: Session = runner  # type: ignore[assignment]
-    reader, plan = session.reader, session.plan
+    reader, plan = runner.reader, runner.plan
     if one := technique(plan.technique):
         line = one.notice(plan)
     else:
-        stream: Stream = reader  # type: ignore[assignment]
-        line = (f"{len(plan.parts)} of {session.model.num_hidden_layers} layers are streamed from storage, "
-                f"{format_size(stream.bytes_per_walk)} for each token or chunk of the prompt")
+        line = (f"{len(plan.parts)} of {runner.model.num_hidden_layers} layers are streamed from storage, "
+                f"{format_size(reader.bytes_per_walk)} for each token or chunk of the prompt")
     line += (f": with all weights in memory the run needs {format_size(plan.unstreamed_bytes)}; the budget is "
-             f"{format_size(session.budget_bytes)}.")
-    if session.instead is not None:
-        line += f" Fits without: {session.instead}."
-    if not runner.reader.file.direct:
+             f"{format_size(runner.budget_bytes)}.")
+    if runner.instead is not None:
+        line += f" Fits without: {runner.instead}."
+    if not reader.direct:
         line += (" The file system refuses direct I/O, so pages go through the system's cache and are dropped behind "
                  "each read.")
     return line
@@ -42,12 +39,8 @@ class Usage:
         self._before = self._now()
 
     def _now(self) -> tuple[int, ...]:
-        if self._runner.reader is None:
-            return ()
-        session: Session = self._runner  # type: ignore[assignment]
-        found: Slots = session.reader  # type: ignore[assignment]
-        hits = found.hits if session.plan.technique else ()
-        return found.walks, found.bytes_read, session.executor.waited_ns, *hits
+        reader = self._runner.reader
+        return () if reader is None else (reader.walks, reader.bytes_read, self._runner.waited_ns, *reader.hits)
 
     def report(self) -> dict[str, Any] | None:
         """Return the field ``offload`` of the JSON object; None where all weights are in memory."""
@@ -59,9 +52,8 @@ class Usage:
         if one := technique(plan.technique):
             own = one.cost(plan, *found)
         else:
-            stream: Stream = reader
-            own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": stream.bytes_per_walk}
-        return {**own, "walks": walks, "flash_bytes": nbytes, "io_wait_ms": waited / 1e6, "direct": reader.file.direct}
+            own = {"decision": "streamed", "layers": len(plan.parts), "flash_bytes_per_token": reader.bytes_per_walk}
+        return {**own, "walks": walks, "flash_bytes": nbytes, "io_wait_ms": waited / 1e6, "direct": reader.direct}
 
 
 def line(report: dict[str, Any] | None) -> str | None:

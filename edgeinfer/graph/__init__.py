@@ -17,7 +17,7 @@ from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_
 from .latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
 from .mixture import MOST_OF_A_LAYER
 from .model import build_graph, read_config
-from .operation import KvAccess, Op, Read, RowOp, Scratch, Sizes
+from .operation import KvAccess, OnDemand, Op, Read, RowOp, Scratch, Sizes
 from .ops import (
     Activate,
     AddPositions,
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from .shapes import Shape, builtin_shapes
 
 __all__ = ["DIGITS", "GPT2", "INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS",
-           "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions",
-           "Affine", "AlibiConfig", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig",
-           "ExpertsDown", "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts",
-           "GgufMetadata", "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig",
-           "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum",
-           "Ollama", "Op", "Place", "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm",
-           "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch",
-           "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes",
-           "Source", "StoreLatent", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType",
-           "alibi_bias", "alibi_slopes", "apply", "approximate", "approximates", "build_graph", "builtin_shapes",
-           "check", "check_runnable", "expected_types", "family_of", "fill_rope_tables", "gguf_architectures",
-           "gguf_of", "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised",
-           "least_score", "parameters", "place_of_head", "plain_value", "pre_tokenizers", "quantize_activations",
-           "read_config", "requested_types", "rope_tables", "supported_architectures", "with_head", "with_predictor",
-           "with_screen", "with_selection", "without_approximations"]
+           "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine",
+           "AlibiConfig", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown",
+           "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata",
+           "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
+           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "OnDemand",
+           "Op", "Place", "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig",
+           "RopeHalves", "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen",
+           "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source",
+           "StoreLatent", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias",
+           "alibi_slopes", "apply", "approximate", "approximates", "build_graph", "builtin_shapes", "check",
+           "check_runnable", "expected_types", "family_of", "fill_rope_tables", "gguf_architectures", "gguf_of",
+           "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
+           "parameters", "place_of_head", "plain_value", "pre_tokenizers", "quantize_activations", "read_config",
+           "requested_types", "rope_tables", "supported_architectures", "with_head", "with_predictor", "with_screen",
+           "with_selection", "without_approximations"]
 __getattr__ = lazily(__name__, {"gguf_metadata": "GgufMetadata plain_value with_head",
                                 "pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -13,7 +13,7 @@ from edgeinfer.kernels import abi, routes
 
 from ..dataclass import dataclass
 from ..sizes import round_up
-from .operation import Op, Read, RowOp, Scratch, Sizes, other_width
+from .operation import OnDemand, Op, Read, RowOp, Scratch, Sizes, other_width
 from .products import Product, parameters
 from .types import Number, Tensor, Types
 from .weights import Weight
@@ -138,6 +138,11 @@ class _Experts(Product):
         """A token reads its experts, a prompt all."""
         whole = [Read.whole(weight, types) for weight in (self.weight, self.bias) if weight]
         return tuple(Read(read.weight, read.walk * self.active / self.experts, read.walk) for read in whole)
+
+    def memory(self, types: Types) -> OnDemand | None:
+        """An expert's part of the matrices."""
+        nbytes = types[self.weight.name].nbytes(self.weight.shape) // self.experts
+        return OnDemand("experts", self.layer or 0, self.weight, self.experts, nbytes, self.active)
 
     def operations(self) -> float:
         """Of the active experts."""

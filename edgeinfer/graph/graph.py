@@ -6,7 +6,7 @@ from itertools import groupby
 
 from ..dataclass import dataclass
 from .config import ModelConfig
-from .operation import Op
+from .operation import OnDemand, Op
 from .products import parameters
 from .types import Tensor, Types
 from .weights import Weight
@@ -42,6 +42,16 @@ class Graph:
                 nbytes = {weight.name: self.types[weight.name].nbytes(weight.shape) for weight in run}
                 found |= dict.fromkeys(nbytes, sum(nbytes.values()) // pieces)
         return found
+
+    @property
+    def chooses_values(self) -> bool:
+        """Whether decoded tokens choose which rows of V they read."""
+        return any(op.kv is not None and op.kv.choosing is not None for op in self.ops)
+
+    def on_demand(self, kind: str) -> list[OnDemand]:
+        """Weights that need not be in memory whole, of a kind, in the order of the operations."""
+        found = (op.memory(self.types) for op in self.ops)
+        return [one for one in found if one and one.kind == kind]
 
     def homes(self) -> dict[str, str]:
         """Name the tensor in whose memory each tensor lies: itself, or what it was written over."""

@@ -75,6 +75,22 @@ class KvAccess(NamedTuple):
         return half * length, half * self.choosing.rows(length)
 
 
+class OnDemand(NamedTuple):
+    """A weight of which a token wants a few pieces: the planner may leave the others in storage."""
+
+    kind: str
+    """``experts``, ``neurons``, or ``rows`` of a table."""
+    layer: int
+    weight: Weight
+    pieces: int
+    nbytes: int
+    """Of a piece in this weight, such as an expert's gate and up, or its down."""
+    active: int = 0
+    """Experts that a token goes through."""
+    chosen: bool = True
+    """Whether it is known which pieces a decoded token wants before any is read."""
+
+
 class Scratch(NamedTuple):
     """Memory that a kernel needs while it runs."""
 
@@ -205,6 +221,15 @@ class Op:
     def scratch(self, sizes: Sizes) -> Scratch:
         """Say what scratch its kernels need."""
         raise self._unsaid("what scratch it needs")
+
+    def memory(self, types: Types) -> OnDemand | None:
+        """Say which weight of it need not be in memory whole."""
+        return None
+
+    def read_share(self, mode: str, density: float) -> float:
+        """Return the share of its weights that a decoded token reads, where an FFN runs in a mode (config.SPARSE_MODES)
+        and so many of its neurons are live."""
+        return 1.0
 
     def kernels(self, types: Types, kv: str) -> tuple[str, ...]:
         """Name the kernels that it becomes, with KV of a type; none where it cannot run yet."""

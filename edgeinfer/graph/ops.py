@@ -10,7 +10,7 @@ from edgeinfer.kernels import VALUE_FUNCTIONS, abi
 from ..dataclass import dataclass
 from ..sizes import round_up
 from .config import AlibiConfig
-from .operation import KvAccess, Read, RowOp, Scratch, Sizes, layer_of, other_width
+from .operation import KvAccess, OnDemand, Read, RowOp, Scratch, Sizes, layer_of, other_width
 from .storage import ORDER
 from .types import Tensor, Types
 from .weights import Weight
@@ -45,6 +45,11 @@ class TokenRows(RowOp):
         """One row a token, and of a walk."""
         row = types[self.table.name].tile_bytes(self.table.shape[1])
         return (Read(self.table, row, row),)
+
+    def memory(self, types: Types) -> OnDemand | None:
+        """Rows of the table, each a tile."""
+        row = types[self.table.name].tile_bytes(self.table.shape[1])
+        return OnDemand("rows", self.layer or 0, self.table, self.table.shape[0] // 16, row)
 
     def faults(self, types: Types) -> Iterator[str]:
         """The table's rows are the output's."""

@@ -10,7 +10,7 @@ from edgeinfer.kernels import PAIRED, VALUE_FUNCTIONS, abi
 from ..dataclass import dataclass
 from ..quant import WeightType
 from ..sizes import round_up
-from .operation import Op, Read, Scratch, Sizes, other_width
+from .operation import OnDemand, Op, Read, Scratch, Sizes, other_width
 from .ops import Quantize
 from .types import Number, RowType, Tensor, Types
 from .weights import Weight
@@ -156,6 +156,19 @@ class NeuronGated(Product):
         """Gate and up rows: all but a part of each neuron."""
         return _parts(self, self.weight.shape[1] - 1, types)
 
+    def memory(self, types: Types) -> OnDemand | None:
+        """Neurons, down columns included; a mask names those of a decoded token."""
+        neurons, parts, hidden = self.weight.shape
+        nbytes = types[self.weight.name].part_bytes(hidden) * parts
+        return OnDemand("neurons", self.layer or 0, self.weight, neurons, nbytes, chosen=self.mask is not None)
+
+    def read_share(self, mode: str, density: float) -> float:
+        """In mode exact all gates, and the ups of live neurons."""
+        if mode == "exact":
+            ups = self.weight.shape[1] - 2
+            return (1 + ups * density) / (1 + ups)
+        return density if mode == "predict" else 1.0
+
     def operations(self) -> float:
         """Of gate and up, whose products are int8; `NeuronDown` has the rest."""
         neurons, parts, hidden = self.weight.shape
@@ -210,6 +223,10 @@ class NeuronDown(Op):
     def reads(self, types: Types) -> tuple[Read, ...]:
         """Down columns: a part of each neuron."""
         return _parts(self, 1, types)
+
+    def read_share(self, mode: str, density: float) -> float:
+        """The columns of live neurons."""
+        return density if mode in ("exact", "predict") else 1.0
 
     def operations(self) -> float:
         """Two for each weight of the columns."""

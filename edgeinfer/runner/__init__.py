@@ -19,9 +19,10 @@ Rules for what a runner keeps of a sequence, whichever it is:
   nothing but what lies behind the last token.
 """
 
+from .interfaces import SparseNeurons, WeightReader
 from .prefill import PrefillStrategy
 from .runner import Ahead, Cancellation, Runner
 from .sequences import DECODE, GONE, PROMPT, Recent, Segment, Sequence, decoding, integers, plain_segments
 
 __all__ = ["DECODE", "GONE", "PROMPT", "Ahead", "Cancellation", "PrefillStrategy", "Recent", "Runner", "Segment",
-           "Sequence", "decoding", "integers", "plain_segments"]
+           "Sequence", "SparseNeurons", "WeightReader", "decoding", "integers", "plain_segments"]

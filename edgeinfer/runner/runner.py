@@ -6,11 +6,13 @@ import abc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from edgeinfer.config import CPU
 from edgeinfer.errors import BundleError, RequestError
 from edgeinfer.kernels import abi
 
+from .interfaces import SparseNeurons, WeightReader
 from .prefill import PrefillStrategy
 from .sequences import PROMPT, Segment, Sequence, decoding, integers
 
@@ -80,15 +82,26 @@ class Runner(abc.ABC):
     """Instruction set of the kernels, or who runs the model instead."""
     bundle: Bundle
     """What was opened."""
-    sparse: Any = None
-    """What FFNs stored neuron by neuron read (`runtime.SparseFfn`), where there are any."""
+    device: str = CPU
+    """Which of `config.DEVICES` runs the model."""
+    sparse: SparseNeurons | None = None
+    """How FFNs stored neuron by neuron run, where there are any."""
+    budget_bytes: int = 0
+    """Of the whole process, 0 where none was found."""
+    instead: object | None = None
+    """Where weights are read from storage, the first smaller request that would fit without (its `str`)."""
     prefill_strategy: PrefillStrategy | None = None
     """How prompts are processed, where a technique does so in its own way."""
 
     @property
-    def reader(self) -> Any:
+    def reader(self) -> WeightReader | None:
         """What reads weights from storage while tokens flow; None where all are in memory."""
         return None
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that forward passes have waited for such reads."""
+        return 0
 
     @abc.abstractmethod
     def walk(self, segments: Items[Segment], cancel: Cancellation | None = None) -> Logits:

@@ -120,6 +120,21 @@ class Readers:
         """Bytes read so far, those ahead of the next walk included."""
         return int(self._words[_READ])
 
+    @property
+    def bytes_per_walk(self) -> int:
+        """Bytes that a whole forward pass reads, where layers take turns; 0 where tokens choose what is read."""
+        return 0
+
+    @property
+    def hits(self) -> tuple[int, ...]:
+        """What decoded tokens found so far; nothing where they do not choose."""
+        return ()
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the system's page cache."""
+        return self.file.direct
+
     def begin(self, first: int, stop: int, ended: Callable[[], bool]) -> None:
         """Make ready for a walk over these records; returns early once `ended`: it is not wanted any more."""
         raise NotImplementedError

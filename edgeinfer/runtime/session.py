@@ -214,6 +214,11 @@ class Session(Walker):
         return self.executor.stream
 
     @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that forward passes have waited for such reads."""
+        return self.executor.waited_ns
+
+    @property
     def value_blocks(self) -> int:
         """Blocks of V, each of one KV head, that decoded tokens have read of those whose rows they choose."""
         return self.executor.get(abi.CTX_VALUES)

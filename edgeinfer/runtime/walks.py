@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import RuntimeConfig
 from edgeinfer.errors import RequestError
-from edgeinfer.graph import Graph, SelectedAttention
+from edgeinfer.graph import Graph
 from edgeinfer.kernels import Kernels, abi
 from edgeinfer.memory_planner import MemoryPlan
 from edgeinfer.runner import DECODE, Cancellation, Runner, Segment
@@ -41,7 +41,7 @@ class Walker(Runner):
               pace: Pace) -> None:
         """Make a program ready to walk over these regions."""
         n, self.program = self.config.outputs, program
-        self.selects = any(isinstance(op, SelectedAttention) for op in self.graph.ops)
+        self.selects = self.graph.chooses_values
         self._logits: Logits = regions["logits"][: n * self.plan.logits_stride].view(np.float32)
         self._logits = self._logits.reshape(n, -1)[:, : self.model.vocab_size]
         self._counts: tuple[tuple[int, int], ...] = ()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from edgeinfer import __version__
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
-from edgeinfer.graph import NeuronDown, build_graph, expected_types
+from edgeinfer.graph import build_graph, expected_types
 from edgeinfer.sizes import format_size
 
 from ...progress import Counted
@@ -149,7 +149,7 @@ def _remarks(bundle: Bundle, graph: Lowering) -> list[str]:
     found = []
     if graph.rounded:
         now = sum(graph.stored[name].nbytes for name in graph.rounded)
-        ffns = [op.weight for op in graph.graph.ops if isinstance(op, NeuronDown)]
+        ffns = [weight for weight in graph.graph.weights if weight.kind == "ffn"]
         before = sum(graph.graph.types[ffn.name].nbytes(ffn.shape) // 3 for ffn in ffns)
         found.append(f"{len(graph.rounded)} down matrices of FFNs stored by neuron are grouped along their outputs, "
                      f"which no product of onnxruntime has; they became {graph.dtype} and take {format_size(now)} "

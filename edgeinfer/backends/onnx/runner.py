@@ -67,7 +67,7 @@ class OnnxRunner(Runner):
     def __init__(self, bundle: Bundle, config: RuntimeConfig, provider: Provider, progress: Counted | None = None,
                  beside: MemoryPlan | None = None):
         self.bundle, self.model, self.provider = bundle, bundle.config, provider
-        self.isa = f"onnxruntime {provider.name}"
+        self.isa, self.device = f"onnxruntime {provider.name}", provider.device
         graph = build_graph(self.model, expected_types(bundle.types), Recipe(()))
         planner, config = device_planner(graph, config, provider, config.kv)
         self.config = resolve(config, self.model)
