@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from edgeinfer.errors import BundleError
-from edgeinfer.quant import TYPES, WeightType, packed
+from edgeinfer.kernels.reference.rope import head_views
+from edgeinfer.quant import KV_TYPES, TYPES, KvType, WeightType, kv, packed
 from edgeinfer.quant.layouts import (
     dequantise,
     neuron_codes,
@@ -138,3 +142,52 @@ def test_bytes_must_belong_to_the_shape() -> None:
     packed = pack_tile16(codes, "q4", 32, scales)
     with pytest.raises(ValueError, match=r"the layout needs 1728 bytes, but \(576,\) of uint8 were given"):
         unpack_tile16(packed, "q4", 32, (4, 140))
+
+
+KV = {**KV_TYPES, "int4": KvType(4, scale_bytes=2)}
+"""Types of KV, and one that no kernel stores yet: where its bytes lie follows from its row."""
+
+
+def kv_byte(kind: KvType, token: int, element: int, padded: int, values: bool) -> int:
+    """The byte of a block of 16 tokens in which an element begins, counted out: what rope_store's kernels do."""
+    at = element * kind.bits // 8
+    if not kind.scaled:
+        size = kind.bits // 8
+        return (token * padded + element) * size if values else (element * 16 + token) * size
+    row = padded * kind.bits // 8
+    return token // 4 * 4 * row + 4 * at + token % 4 if values else at // 4 * 64 + 4 * token + at % 4
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("name", KV)
+def test_kv_blocks_byte_by_byte(name: str, values: bool) -> None:
+    kind, padded, rng = KV[name], 48, np.random.default_rng(4)
+    rows = rng.integers(-kind.highest, kind.highest + 1, (16, padded)) if kind.scaled else rng.random((16, padded))
+    rows = rows.astype(kv.element_type(kind))
+    pack, unpack = (kv.pack_values, kv.unpack_values) if values else (kv.pack_keys, kv.unpack_keys)
+    data = pack(rows, kind)
+    assert data.shape == (kind.element_bytes(16 * padded),)
+    np.testing.assert_array_equal(unpack(data, kind, 16), rows)
+    for token, element in ((0, 0), (1, 0), (0, 1), (5, 7), (15, 47), (3, 18)):
+        at, size = kv_byte(kind, token, element, padded, values), max(kind.bits // 8, 1)
+        found = data[at : at + size].view(kv.element_type(kind))[0]
+        if kind.bits == 4:
+            found = np.int8(found << 4 >> 4 if element % 2 == 0 else found >> 4)
+        assert found == rows[token, element]
+
+
+@pytest.mark.parametrize("name", KV)
+def test_a_token_is_seen_where_its_row_lies(name: str) -> None:
+    """Live views, by which twins of stores go, and the rows of whole blocks are the same elements."""
+    kind, heads, head_dim, blocks, rng = KV[name], 2, 20, 3, np.random.default_rng(5)
+    block_bytes = kind.element_bytes(16 * 32)
+    memory = rng.integers(0, 256, 2 * heads * blocks * (block_bytes + 64), np.uint8)
+    k, v = memory[: 2 * heads * blocks * block_bytes].reshape(2, heads, blocks, block_bytes)
+    view: Any = SimpleNamespace(array=lambda operand, dtype, shape, strides, at: np.ndarray(
+        shape, dtype, memory, at, strides))
+    for slot in (0, 17, 47):
+        k_at, v_at, *_scales = head_views(view, kind, head_dim, block_bytes, blocks, heads, slot)
+        for found, planes, unpack in ((k_at, k, kv.unpack_keys), (v_at, v, kv.unpack_values)):
+            want = unpack(np.ascontiguousarray(planes[:, slot // 16]), kind, 16)[:, slot % 16]
+            whole = kv.elements(found, kind) if kind.bits < 8 else found
+            assert whole.reshape(heads, -1).tobytes() == np.ascontiguousarray(want).tobytes()

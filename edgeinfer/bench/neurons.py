@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..devices import PER_MILLE
 from ..kernels import ACTIVATIONS, LINEAR, NEURON_DOWN, NEURON_GATED, Kernels, abi, choose, fill
-from ..quant import WeightType
+from ..quant import TYPES, WeightType
 from ..runtime import Executor, Program, Record, allocate
 from ..sizes import round_up
 
@@ -62,10 +62,10 @@ class FfnBench:
         s = shape
         n_records = s.layers * (2 * -(-s.neurons // 16) * -(-s.hidden // (2 * s.group))
                                 + -(-s.hidden // 16) * -(-s.neurons // (2 * s.group)))
-        record = (16 if s.dtype == "q4" else 32) * s.group + 64
+        record = WeightType(s.dtype, s.group).record_bytes
         self.tile16 = random_memory(self.rng, n_records * record, n_records, slice(record - 64, record))
         groups = -(-s.hidden // s.group)
-        codes = groups * s.group // (2 if s.dtype == "q4" else 1)
+        codes = groups * s.group * TYPES[s.dtype].bits // 8
         rows = s.layers * s.neurons * 3
         self.neuron = random_memory(self.rng, rows * s.part_bytes, rows, slice(codes, codes + 2 * groups))
         self.q8 = abi.q8_row_bytes(s.hidden, s.group)
