@@ -16,7 +16,7 @@ from edgeinfer.bundle import Quantisation
 from edgeinfer.config import GROUP_SIZES
 from edgeinfer.dataclass import dataclass
 from edgeinfer.errors import CheckpointError
-from edgeinfer.graph import WRAPPERS, Graph, ModelConfig, TypeOf, Weight, build_graph, read_config, requested_types
+from edgeinfer.graph import Graph, ModelConfig, TypeOf, Weight, build_graph, read_config, requested_types, seeing_models
 from edgeinfer.quant import WeightType, quantise
 from edgeinfer.text import FOLDER
 
@@ -241,7 +241,7 @@ def checkpoint_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None
 
 def text_model(fields: Mapping[str, Any], config: ModelConfig, stored: Collection[str]) -> tuple[ModelConfig, Names]:
     """The config with what only the names of the tensors say, and how these names differ from the architecture's."""
-    wrapped = fields.get("model_type") in WRAPPERS
+    wrapped = fields.get("model_type") in seeing_models()
     names = names_of_text(stored, config.model_type, wrapped)
     if wrapped and fields.get("tie_word_embeddings") is None:  # whose default differs by the model and the version
         config = replace(config, tie_word_embeddings=HEAD not in {*stored, *names.aliases})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from edgeinfer.graph import WRAPPERS, supported_architectures
+from edgeinfer.graph import seeing_models, supported_architectures
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 def runs(config: dict[str, Any]) -> bool:
     """Whether there is a file for the family; without one, its cases and what is tested with them are left out."""
-    return WRAPPERS.get(config["model_type"], config["model_type"]) in supported_architectures()
+    return seeing_models().get(config["model_type"], config["model_type"]) in supported_architectures()
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from edgeinfer.graph import WRAPPERS, architectures, family_of, read_config, supported_architectures
+from edgeinfer.graph import architectures, family_of, read_config, seeing_models, supported_architectures
 from tests import golden_cases
 from tests.test_experts import IN_FILES
 from tests.test_gguf_families import ARCHITECTURES
@@ -125,7 +125,7 @@ def models() -> str:
         own = FILE_TESTS.get(name) or ", ".join(of_files) or "-"
         page += f"| `{name}` | {described(name)} | {files} | {compared} | {own} |\n"
     page += COMMANDS
-    for name, inside in WRAPPERS.items():
+    for name, inside in seeing_models().items():
         on = ", ".join(case for case, kind in wrapped.items() if kind == name)
         page += f"| `{name}` | `{inside}` | {on or 'its config alone'} |\n"
     return page + FOLDS + LIMITS

@@ -11,7 +11,6 @@ import pytest
 from edgeinfer.converters import convert
 from edgeinfer.errors import UnsupportedModelError
 from edgeinfer.graph import (
-    WRAPPERS,
     Family,
     Gguf,
     architectures,
@@ -19,6 +18,7 @@ from edgeinfer.graph import (
     gguf_architectures,
     gguf_of,
     read_config,
+    seeing_models,
     supported_architectures,
 )
 from tests import golden_cases, make_models
@@ -42,7 +42,7 @@ def strings(path: Path) -> set[str]:
 def known_names() -> set[str]:
     """What families, their wrappers and their files are called."""
     ollama = {gguf.ollama.name for rows in gguf_architectures().values() for _, gguf in rows if gguf.ollama} - {""}
-    return {*supported_architectures(), *gguf_architectures(), *WRAPPERS, *ollama}
+    return {*supported_architectures(), *gguf_architectures(), *seeing_models(), *ollama}
 
 
 def families_in(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from .builder import GraphBuilder
 from .check import check, check_runnable
 from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
-from .families import family_of, gguf_architectures, gguf_of, pre_tokenizers, supported_architectures
+from .families import family_of, gguf_architectures, gguf_of, pre_tokenizers, seeing_models, supported_architectures
 from .family import ExpertModules, Family, Gguf, GgufExperts, Ollama
 from .fields import QUANTISED, is_quantised
 from .graph import Graph
@@ -44,7 +44,6 @@ from .selection import INSTEAD, SelectedAttention, least_score, with_selection
 from .storage import ORDER, ROUTER, TypeOf, expected_types, requested_types
 from .types import Tensor, Types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
-from .wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     from .gguf_metadata import GgufMetadata, plain_value, with_head
@@ -52,21 +51,22 @@ if TYPE_CHECKING:
     from .shapes import Shape, builtin_shapes
 
 __all__ = ["DIGITS", "GPT2", "INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE", "PASSES", "PREDICTORS",
-           "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "WRAPPERS", "Activate", "AddPositions", "Affine",
-           "AlibiConfig", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown",
-           "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata",
-           "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
-           "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "OnDemand",
-           "Op", "Place", "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read", "RmsNorm", "RopeConfig",
-           "RopeHalves", "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask", "Scratch", "Screen",
-           "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source",
-           "StoreLatent", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias",
-           "alibi_slopes", "apply", "approximate", "approximates", "build_graph", "builtin_shapes", "check",
-           "check_runnable", "expected_types", "family_of", "fill_rope_tables", "gguf_architectures", "gguf_of",
-           "graph_pass", "inner_type", "insert_after", "inverse_frequencies", "is_quantised", "least_score",
-           "parameters", "place_of_head", "plain_value", "pre_tokenizers", "quantize_activations", "read_config",
-           "requested_types", "rope_tables", "supported_architectures", "with_head", "with_predictor", "with_screen",
-           "with_selection", "without_approximations"]
+           "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate", "AddPositions", "Affine",
+           "AlibiConfig", "Attention", "ConfigReader", "Draw", "Embed", "ExpertModules", "ExpertsConfig",
+           "ExpertsDown", "ExpertsGated", "ExpertsInput", "Family", "Gated", "GatherOutputs", "Gguf", "GgufExperts",
+           "GgufMetadata", "Graph", "GraphBuilder", "HeadLinear", "KvAccess", "LatentAttention", "LatentConfig",
+           "LayerNorm", "Linear", "LinearPart", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum",
+           "Ollama", "OnDemand", "Op", "Place", "PreTokenizer", "Product", "Quantize", "QuantizeHeads", "Read",
+           "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries", "Route", "RowOp", "Rows", "ScoreMask",
+           "Scratch", "Screen", "ScreenedHead", "SelectedAttention", "Shape", "SigmoidGate", "SignMask", "Sizes",
+           "SortRoutes", "Source", "StoreLatent", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight",
+           "WeightType", "alibi_bias", "alibi_slopes", "apply", "approximate", "approximates", "build_graph",
+           "builtin_shapes", "check", "check_runnable", "expected_types", "family_of", "fill_rope_tables",
+           "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after", "inverse_frequencies",
+           "is_quantised", "least_score", "parameters", "place_of_head", "plain_value", "pre_tokenizers",
+           "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",
+           "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
+           "without_approximations"]
 __getattr__ = lazily(__name__, {"gguf_metadata": "GgufMetadata plain_value with_head",
                                 "pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import architectures
-from .family import Family, Gguf
+from .family import Family, Gguf, Seeing
 
 if TYPE_CHECKING:
     from .pre_tokenizer import PreTokenizer
@@ -47,6 +47,23 @@ def gguf_of(name: object) -> Gguf | None:
     return found[-1][1] if found else None
 
 
+def seeing_models() -> dict[str, str]:
+    """Return the `model_type` of each model that also sees or hears, and of the text model inside."""
+    return {name: model_type for name, (model_type, _) in _wrappers(tuple(architectures.__path__)).items()}
+
+
+def wrapper_of(name: object) -> tuple[str, Seeing] | None:
+    """Return the `model_type` of the text model inside a model that also sees or hears; None for a text model."""
+    path = tuple(architectures.__path__)
+    return None if not isinstance(name, str) or name in _names(path) else _wrappers(path).get(name)
+
+
+def text_models() -> dict[str, str]:
+    """Return the families by the names that the inner configs of such models have for them."""
+    return {seeing.text: model_type for model_type, seeing in _wrappers(tuple(architectures.__path__)).values()
+            if seeing.text}
+
+
 def pre_tokenizers() -> dict[str, PreTokenizer]:
     """Return the pre-tokenizers that single families have, by name."""
     return {name: words for model_type in supported_architectures()
@@ -65,3 +82,9 @@ def _gguf(path: tuple[str, ...]) -> dict[str, tuple[tuple[str, Gguf], ...]]:
         for gguf in family_of(model_type).gguf:
             found.setdefault(gguf.name, []).append((model_type, gguf))
     return {name: tuple(sorted(rows, key=lambda row: row[1].when is None)) for name, rows in sorted(found.items())}
+
+
+@lru_cache(maxsize=8)
+def _wrappers(path: tuple[str, ...]) -> dict[str, tuple[str, Seeing]]:
+    return {seeing.name: (model_type, seeing) for model_type in _names(path)
+            for seeing in family_of(model_type).seeing}

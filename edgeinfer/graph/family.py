@@ -108,6 +108,20 @@ class Gguf:
 
 
 @dataclass(frozen=True)
+class Seeing:
+    """A model that also sees or hears, with a text model of the family inside."""
+
+    name: str
+    """model_type of the whole."""
+    text: str = ""
+    """What the inner config may call the text model; empty: as the family."""
+    meant: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that hold for the text model, whatever its config says."""
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that hold for it where its config is silent, and not for such a model alone."""
+
+
+@dataclass(frozen=True)
 class Family:
     """What GGUF files and checkpoints call the parts of a family's models."""
 
@@ -124,6 +138,8 @@ class Family:
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """How byte-level BPE cuts words, by the names of tokenizer.ggml.pre that this family alone has; one that is not
     byte-level is a kind of its own, named by tokenizer.ggml.model."""
+    seeing: tuple[Seeing, ...] = ()
+    """Models that are read as the family, without what sees and hears."""
     prefix: str = ""
     """What the names of most tensors of a checkpoint begin with; some were saved without it."""
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -13,14 +13,14 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .builder import GraphBuilder
 from .check import check_runnable
 from .config import ModelConfig, RopeConfig
-from .families import architecture_module, supported_architectures
+from .families import architecture_module, seeing_models, supported_architectures
 from .graph import Graph
 from .passes import apply
 from .quantize_activations import quantize_activations
 from .reader import ConfigReader
 from .rope import KINDS
 from .storage import TypeOf
-from .wrappers import WRAPPERS, text_of
+from .wrappers import text_of
 
 F32_LARGE = 1e30
 """Numbers of records are float32; no model comes near it."""
@@ -136,7 +136,7 @@ def _architecture(model_type: Any, where: str) -> ModuleType:
     if model_type not in known:
         import difflib
 
-        names = [*known, *WRAPPERS]
+        names = [*known, *seeing_models()]
         near = difflib.get_close_matches(str(model_type), names, n=3)
         hint = f"the nearest: {', '.join(near)}; " if near else ""
         raise UnsupportedModelError(

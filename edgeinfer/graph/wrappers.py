@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .families import text_models, wrapper_of
 from .reader import ConfigReader
 
-WRAPPERS = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-            "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
-            "gemma4_unified": "gemma4_unified_text"}
-"""model_type of the whole, and of the text model."""
-ALIASES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
-           "qwen3_vl_moe_text": "qwen3_moe"}
-"""How the inner config may call the text model."""
-_MEANT: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
-"""What holds for the text model inside, whatever its config says."""
-_UNSAID: dict[str, dict[str, Any]] = {name: {"rope_theta": 500000.0} for name in ("qwen3_vl", "qwen3_vl_moe")}
-"""What holds for the text model inside where its config is silent, and not for such a model alone."""
 PICTURES = frozenset(
     """vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index boi_token_index eoi_token_index mm_tokens_per_image multimodal_projector_bias
@@ -37,18 +27,18 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Older files have the text model's fields beside the pictures', newer ones a section of their own. What the outer
     config says beside both is kept, so that what is not understood there is refused, too.
     """
-    inside = WRAPPERS.get(str(config.get("model_type")))
-    if inside is None:
+    wrapper = wrapper_of(config.get("model_type"))
+    if wrapper is None:
         return config
+    inside, seeing = wrapper
     outer = {name: value for name, value in config.items() if name not in PICTURES and name != "text_config"}
     section = ConfigReader(config).section("text_config")
     text = section.items() if section else {}
     own = str(text.get("model_type") or inside)
     text = {**text, **_without_mrope({**outer, **text})}
     kept = {name: outer[name] for name in _OUTER if outer.get(name) is not None}
-    unsaid = _UNSAID.get(str(config["model_type"]), {})
-    meant = _MEANT.get(str(config["model_type"]), {})
-    return {**unsaid, **outer, **text, **kept, **meant, "model_type": ALIASES.get(own, own)}
+    model_type = text_models().get(own, own)
+    return {**seeing.unsaid, **outer, **text, **kept, **seeing.meant, "model_type": model_type}
 
 
 def _without_mrope(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ...errors import CheckpointError
 from ..builder import GraphBuilder
 from ..common import read_sliding
 from ..config import ModelConfig, RopeConfig
-from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama
+from ..family import NORMS_ON_THE_WAY_OUT, Family, Gguf, Ollama, Seeing
 from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..reader import ConfigReader
@@ -71,4 +71,4 @@ def _fields(m: GgufMetadata) -> dict[str, Any]:
 
 FAMILY = Family((Gguf("gemma3", fields=_fields, says=gemma.GELU, tied=True, sees=True, ollama=Ollama(keys={
     "rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"})),), NORMS_ON_THE_WAY_OUT,
-    norms_plus_one=True)
+    norms_plus_one=True, seeing=(Seeing("gemma3"),))

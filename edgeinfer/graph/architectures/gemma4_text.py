@@ -11,7 +11,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ..builder import GraphBuilder
 from ..common import LAYER_TYPES
 from ..config import ExpertsConfig, ModelConfig, RopeConfig
-from ..family import NORMS_ON_THE_WAY_OUT, ExpertModules, Family, Gguf, GgufExperts, Ollama
+from ..family import NORMS_ON_THE_WAY_OUT, ExpertModules, Family, Gguf, GgufExperts, Ollama, Seeing
 from ..gguf_metadata import GgufMetadata
 from ..graph import Graph
 from ..mixture import count_experts
@@ -287,4 +287,5 @@ FAMILY = Family(
         "post_feedforward_layernorm_2": "post_ffw_norm_2", "layer_scalar": "layer_output_scale.weight",
         "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
     pre_tokenizers={"gemma4": PreTokenizer(byte_level=False, add_bos=True)},
+    seeing=(Seeing("gemma4"),),
     experts=ExpertModules(router="router.proj", together=("experts.gate_up_proj", "experts.down_proj")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
-from ..family import Family
+from ..family import Family, Seeing
 from ..reader import ConfigReader
 from . import gemma4_text
 from .gemma4_text import forward
@@ -16,4 +16,4 @@ def read(c: ConfigReader) -> ModelConfig:
     return gemma4_text.read(c, window=1024, longest=2 * gemma4_text.LONGEST, inputs=0)
 
 
-FAMILY = Family(experts=gemma4_text.FAMILY.experts)
+FAMILY = Family(seeing=(Seeing("gemma4_unified"),), experts=gemma4_text.FAMILY.experts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common import read_decoder
 from ..config import ModelConfig
-from ..family import Family, Gguf
+from ..family import Family, Gguf, Seeing
 from ..gguf_metadata import GgufMetadata
 from ..reader import ConfigReader
 from . import llama
@@ -51,4 +51,5 @@ def _stretched(m: GgufMetadata, section: dict[str, Any]) -> dict[str, Any]:
 MISTRAL_3 = Gguf("mistral3", says={"sliding_window": None}, ignored=("attention.temperature_scale",),
                  stretch=_stretched)
 """Mistral Small 3's, which has no factors of queries, and Ministral 3's."""
-FAMILY = Family((replace(llama.GGUF, when=_has_window, fields=_window), MISTRAL_3), neighbours=True)
+FAMILY = Family((replace(llama.GGUF, when=_has_window, fields=_window), MISTRAL_3), neighbours=True,
+                seeing=(Seeing("mistral3"),))

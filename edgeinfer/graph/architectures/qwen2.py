@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
-from ..family import Family, Gguf, Ollama
+from ..family import Family, Gguf, Ollama, Seeing
 from ..reader import ConfigReader
 from .llama import forward
 
@@ -24,4 +24,5 @@ SECTIONS = {"rope.mrope_section": "rope.dimension_sections", "mrope_sections": "
 """ollama's keys of the shares of a rotation for time, height and width of a picture; of text all three are the same."""
 
 FAMILY = Family((
-    Gguf("qwen2"), Gguf("qwen2vl", ignored=("rope.dimension_sections",), ollama=Ollama("qwen25vl", SECTIONS))))
+    Gguf("qwen2"), Gguf("qwen2vl", ignored=("rope.dimension_sections",), ollama=Ollama("qwen25vl", SECTIONS))),
+    seeing=(Seeing("qwen2_vl", "qwen2_vl_text"), Seeing("qwen2_5_vl", "qwen2_5_vl_text")))

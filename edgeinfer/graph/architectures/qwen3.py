@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder, read_layer_windows
 from ..config import ModelConfig
-from ..family import Family, Gguf, Ollama
+from ..family import Family, Gguf, Ollama, Seeing
 from ..graph import Graph
 from ..reader import ConfigReader
 from .llama import layer
@@ -31,4 +31,5 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 
 SEEING = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys that say how pictures come in."""
-FAMILY = Family((Gguf("qwen3"), Gguf("qwen3vl", ignored=SEEING, ollama=Ollama(keys=SECTIONS))))
+FAMILY = Family((Gguf("qwen3"), Gguf("qwen3vl", ignored=SEEING, ollama=Ollama(keys=SECTIONS))),
+                seeing=(Seeing("qwen3_vl", "qwen3_vl_text", unsaid={"rope_theta": 500000.0}),))

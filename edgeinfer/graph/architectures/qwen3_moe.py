@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
-from ..family import Family, Gguf, GgufExperts, Ollama
+from ..family import Family, Gguf, GgufExperts, Ollama, Seeing
 from ..graph import Graph
 from ..mixture import mixture, read_experts
 from ..reader import ConfigReader
@@ -37,4 +37,6 @@ def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
 
 EXPERTS = GgufExperts(size="moe_intermediate_size", normalise=True)
 FAMILY = Family((Gguf("qwen3moe", experts=EXPERTS),
-                 Gguf("qwen3vlmoe", experts=EXPERTS, ignored=SEEING, ollama=Ollama(keys=SECTIONS))))
+                 Gguf("qwen3vlmoe", experts=EXPERTS, ignored=SEEING, ollama=Ollama(keys=SECTIONS))),
+                seeing=(Seeing("qwen3_vl_moe", "qwen3_vl_moe_text", meant={"norm_topk_prob": True},
+                               unsaid={"rope_theta": 500000.0}),))
