@@ -247,7 +247,8 @@ def _attend(op: Attention, at: Lowering, kernels: Sequence[str], labels: Sequenc
     """Records of attention of the tokens that a count says; of the walk's last ones where V is `chosen`."""
     parameters = fill(
         ATTENTION, q_stride=at.stride(op.qkv), out_stride=at.stride(op.out), window=op.window,
-        scale=op.scale, cap=op.cap, scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
+        scale=op.scale, cap=op.cap,
+        edits=int(bool(op.cap or op.alibi)), scratch=at.plan.thread_scratch_bytes, splits=at.plan.splits,
         tokens=max(1, 32 * op.kv_heads // op.heads), **{**_heads(op, at), "rows": count}, **chosen)
     flags = (0 if operands[6] is NOTHING else abi.FLAG_HOLES) | (abi.FLAG_LAST if chosen else 0)
     flags |= abi.FLAG_SINKS if op.sinks else 0

@@ -103,13 +103,6 @@ def _mask_row(bounds, at, first):
         store_f32x16(at, mask_outside(load_f32x16(at), lane_numbers(), low, high, first_lane(splat_f32(LOWEST))))
 
 
-@outlined
-def _cap_scores(at, r, cap):
-    """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118)."""
-    for i in range(r):
-        store_f32x16(at + SCORES * i, soft_cap(load_f32x16(at + SCORES * i), cap))
-
-
 @inline
 def _rounded_bias(slope, places):
     """Slope x place with each factor and the product in bfloat16."""
@@ -117,18 +110,24 @@ def _rounded_bias(slope, places):
 
 
 @outlined
-def _add_alibi(rec, queries, at, r, first):
-    """Scores of one block of r rows: each plus the head's slope times how far the key lies behind the query."""
-    keys = lane_numbers() + splat_i32(first)
-    for i in range(r):
-        row, slope = at + SCORES * i, splat_f32(load_f32(slopes_at(queries, r) + 4 * i))
-        place = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
-        if flags(rec) & FLAG_ALIBI_BF16:
-            bias = _rounded_bias(slope, keys) - _rounded_bias(slope, place)
-            score = fma(bias, splat_f32(float_parameter(rec, ATTENTION.scale)), load_f32x16(row))
-        else:
-            score = fma(slope, to_f32(keys - place), load_f32x16(row))
-        store_f32x16(row, score)
+def _edit_scores(rec, queries, at, r, first):
+    """Scores of one block of r rows: none beyond the cap (Gemma 2, arXiv 2408.00118); then ALiBi (arXiv 2108.12409),
+    the head's slope times how far the key lies behind the query."""
+    if parameter(rec, ATTENTION.cap):
+        for i in range(r):
+            row = at + SCORES * i
+            store_f32x16(row, soft_cap(load_f32x16(row), float_parameter(rec, ATTENTION.cap)))
+    if flags(rec) & FLAG_ALIBI:
+        keys = lane_numbers() + splat_i32(first)
+        for i in range(r):
+            row, slope = at + SCORES * i, splat_f32(load_f32(slopes_at(queries, r) + 4 * i))
+            place = splat_i32(load_i64(bounds_at(queries, r, i) + 8))
+            if flags(rec) & FLAG_ALIBI_BF16:
+                bias = _rounded_bias(slope, keys) - _rounded_bias(slope, place)
+                score = fma(bias, splat_f32(float_parameter(rec, ATTENTION.scale)), load_f32x16(row))
+            else:
+                score = fma(slope, to_f32(keys - place), load_f32x16(row))
+            store_f32x16(row, score)
 
 
 _ALL_GONE = 0x0101010101010101
@@ -237,7 +236,7 @@ def score_step(kind, r, chains, alone):
             set_split_block(tile, origin, b - base, sequence_block(rec, blocks, head, b))
         if has_path(ctx, t):
             gather(rec, ctx, tile, t, base, (1 << SPLIT_BLOCKS) - 1, blocks, head, padded)
-        holes, alibi = layer_holes(rec, ctx), flags(rec) & FLAG_ALIBI
+        holes = layer_holes(rec, ctx)
         for b in range(begin, end):
             at = tile + T_SCORES + 64 * (b - base)
             parts = (split_keys(tile, origin, b - base), split_values(tile, origin, b - base),
@@ -246,10 +245,8 @@ def score_step(kind, r, chains, alone):
             if holes == 0 or not _gone(gone):
                 store_tile(scores(queries, parts, ahead_of(rec, tile, span, ahead, b), key_width(rec)),
                            at, SCORES)
-                if parameter(rec, ATTENTION.cap):
-                    _cap_scores(at, r, float_parameter(rec, ATTENTION.cap))
-                if alibi:
-                    _add_alibi(rec, queries, at, r, b * BLOCK_TOKENS)
+                if parameter(rec, ATTENTION.edits):
+                    _edit_scores(rec, queries, at, r, b * BLOCK_TOKENS)
             if holes != 0:
                 mask_holes(at, r, gone)
             first = b * BLOCK_TOKENS

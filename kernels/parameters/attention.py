@@ -65,6 +65,8 @@ class _Attention(NamedTuple):
     """Latent KV: where in a thread's scratch the V of a split is made of its K."""
     recent: int
     """Which of a sequence's block tables the layer has, as in ROPE."""
+    edits: int
+    """Whether scores are changed before their softmax: by a cap, or with FLAG_ALIBI."""
 
 
 class _Latent(NamedTuple):
@@ -94,5 +96,5 @@ class _Latent(NamedTuple):
 
 
 ROPE = _Rope(*range(12))
-ATTENTION = _Attention(*range(20))
+ATTENTION = _Attention(*range(21))
 LATENT = _Latent(*range(14))
