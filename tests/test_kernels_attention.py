@@ -130,8 +130,8 @@ class Layer:
             ATTENTION, q_stride=self.q_stride, out_stride=self.out_stride, heads=self.heads, kv_heads=self.kv_heads,
             head_dim=self.head_dim, block_bytes=self.block_bytes, blocks=self.blocks, window=self.window,
             scale=1 / math.sqrt(self.head_dim), cap=self.cap,
-            edits=int(bool(self.cap or self.attention_flags & abi.FLAG_ALIBI)), scratch=self.scratch_bytes, splits=self.splits,
-            tokens=tile or self.tile, recent=self.recent,
+            edits=int(bool(self.cap or self.attention_flags & abi.FLAG_ALIBI)), scratch=self.scratch_bytes,
+            splits=self.splits, tokens=tile or self.tile, recent=self.recent,
         )
 
     def attend(self, isa: str, threads: int = 1, tile: int | None = None) -> np.ndarray:

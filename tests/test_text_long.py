@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,53 @@ def test_texts_without_spaces_are_cut(kind: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("edgeinfer.text.fast.PART", 20)
     parts = list(tokenizer.encode_pieces(text[i : i + 7] for i in range(0, len(text), 7)))
     assert len(parts) > 30 and [token for part in parts for token in part] == whole
+
+
+METASPACE = [  # the model, how Metaspace splits and prepends, added tokens, whether there are cuts
+    ("Unigram", {"split": True, "prepend_scheme": "always"}, {}, True),
+    ("Unigram", {"split": True, "prepend_scheme": "first"}, {"lstrip": True}, True),
+    ("Unigram", {"split": True, "prepend_scheme": "never"}, {"rstrip": True, "normalized": True}, True),
+    ("Unigram", {"split": False, "prepend_scheme": "always"}, {}, False),
+    ("BPE", {"split": True, "prepend_scheme": "always"}, {"single_word": True}, True),
+    ("BPE", {"split": False, "prepend_scheme": "first"}, {"lstrip": True}, True),
+    ("BPE", {"split": False, "prepend_scheme": "always"}, {"rstrip": True}, True),
+    ("BPE", {"split": False, "prepend_scheme": "never"}, {"normalized": True}, True),
+    ("BPE", {"split": False, "prepend_scheme": "always"}, {"single_word": True}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "splits", "token", "cut"), METASPACE, ids=str)
+def test_texts_of_metaspace_are_cut(kind: str, splits: dict[str, Any], token: dict[str, bool], cut: bool,
+                                    tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As T5, XGLM and newer files of Mistral have it; a stream of any pieces has the tokens of the whole text."""
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
+
+    library = Library(getattr(models, kind)())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(**splits), decoders.Metaspace()
+    if kind == "Unigram":
+        library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+        trainer: Any = trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", special_tokens=["<unk>"],
+                                               show_progress=False)
+    else:
+        trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    words = [text_of(9, 400).replace("</s>", "")]
+    library.train_from_iterator(words if splits["split"] else words[0].split(), trainer)
+    library.add_tokens([AddedToken("<x>", **token), AddedToken("</s>", special=True, normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path)
+    for seed in range(6):
+        rng = random.Random(seed)
+        text = "".join(rng.choice([text_of(rng.random(), 5), " <x> ", "<x>", "  ", " fox dog"]) for _ in range(60))
+        monkeypatch.setattr("edgeinfer.text.fast.PART", 1 << 30)
+        whole = tokenizer.encode(text, add_bos=False, leading_space=True)
+        for size in (10, 40):
+            monkeypatch.setattr("edgeinfer.text.cuts.PART", size)
+            ends = sorted(rng.sample(range(len(text)), 20))
+            pieces = (text[a:b] for a, b in pairwise([0, *ends, len(text)]))
+            runs = list(tokenizer.encode_pieces(pieces))
+            assert [one for run in runs for one in run] == whole
+            assert (len(runs) > 5) == cut
 
 
 @pytest.mark.slow(keep=4)

@@ -114,7 +114,8 @@ def test_behind_a_special_token_text_is_as_the_file_says() -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"special": False}, {"lstrip": True}, {"rstrip": True}, {"single_word": True},
-                                   {"special": False, "lstrip": True}], ids=str)
+                                   {"special": False, "lstrip": True}, {"normalized": True},
+                                   {"normalized": True, "special": False, "lstrip": True}], ids=str)
 @pytest.mark.parametrize("scheme", ["Prepend", "first", "always"])
 def test_added_tokens_in_text_that_goes_on(flags: dict[str, bool], scheme: str, tmp_path: Path) -> None:
     """The two halves of a text have the ids of the whole, whatever an added token takes of the spaces around it."""

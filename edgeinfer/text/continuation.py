@@ -8,26 +8,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Of an added token."""
 
 
-def without_leading_space(tokenizer: Any) -> Any:
-    """Return a ``tokenizers.Tokenizer`` that puts no space before a text; itself where it puts none anyway.
+class Continuing(NamedTuple):
+    """What tokenises text that goes on."""
 
-    The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory.
+    tokenizer: Any
+    ids: Mapping[int, int]
+    """Ids of added tokens by those that `tokenizer` has for them, where the two differ."""
+    borders: frozenset[int]
+    """Added tokens behind which a text begins anew, with a space before it."""
+
+
+def without_leading_space(tokenizer: Any) -> Continuing | None:
+    """Make of a ``tokenizers.Tokenizer`` one that puts no space before a text; None where it puts none anyway.
+
+    The new one shares the vocabulary and merges, which are nearly all of a tokenizer's memory. A normaliser puts its
+    space before the added tokens, too, that are looked for in normalised text, so the new one looks for what is made of
+    them. Behind these the normalised text goes on; behind others, and wherever a pre-tokenizer puts the space, a text
+    begins anew.
     """
     normalizer, splitter = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
     changed = _unprefixed(normalizer), _unprefixed(splitter)
     if changed == (normalizer, splitter):
-        return tokenizer
+        return None
     other = type(tokenizer).from_str(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": changed[0],
         "pre_tokenizer": changed[1], "post_processor": None, "decoder": _state(tokenizer.decoder),
         "model": {"type": "BPE", "vocab": {}, "merges": []}}))
     other.model = tokenizer.model
-    for _, token in sorted(tokenizer.get_added_tokens_decoder().items()):
+    ids: dict[int, int] = {}
+    borders = set()
+    for token_id, token in sorted(tokenizer.get_added_tokens_decoder().items()):
+        if changed[1] != splitter or not token.normalized:
+            borders.add(token_id)
+        if changed[0] != normalizer and token.normalized:
+            flags = {name: getattr(token, name) for name in FLAGS}
+            token = type(token)(tokenizer.normalizer.normalize_str(token.content), **flags)
         (other.add_special_tokens if token.special else other.add_tokens)([token])
-    return other
+        ids[other.token_to_id(token.content)] = token_id
+    return Continuing(other, {theirs: ours for theirs, ours in ids.items() if theirs != ours}, frozenset(borders))
 
 
 def _state(part: Any) -> dict[str, Any] | None:

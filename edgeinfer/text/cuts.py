@@ -6,11 +6,14 @@ it in parts:
 * The patterns that split text into words for byte-level BPE (GPT-2, Llama 3, Qwen2) take letters greedily and look no
   further, so that a word ends between a letter and what is no letter. Merges never cross the ends of words. What may
   compose with the letter before it (NFC) is no place for a cut.
+* Where a text is split at its spaces and each word goes through the model by itself (Metaspace, as T5 has it), a cut
+  lies between a letter and a space, which begins the next part as it begins a word. No normaliser may look across it.
 * Where spaces become a mark and nothing splits the text (Llama 2), a merge across a cut would make a token that has
   both characters beside it, one behind the other. If no token has, no merge crosses. Parts but the first are tokenised
   without the mark that the normaliser puts before a text.
 
-Other tokenizers get their texts whole.
+Other tokenizers get their texts whole: a unigram model that no spaces split adds scores along the whole text, and sums
+of a part may round to another choice.
 """
 
 from __future__ import annotations
@@ -41,6 +44,12 @@ _WIDE_CUT = re.compile(f"(?<=[{_LETTERS}])(?=[{_ENDS}])")
 _ACROSS = re.compile(f"[A-Za-z][ {SPACE_MARK}]|^ ")
 _MARKS = [{"type": "Prepend", "prepend": SPACE_MARK},
           {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
+_WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
+_ACROSS_WORDS = re.compile(f"[{_LETTERS}][ {SPACE_MARK}]|^[ {SPACE_MARK}]")
+_BY_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Nmt"}
+"""Normalisers that change a letter and a space behind it as each by itself."""
+_SPACES = ({"Regex": " {2,}"}, {"String": "  "}, {"String": " "})
+"""What of a text others may replace."""
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 """Tokens of characters that have none of their own."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -84,18 +93,25 @@ def cuts_of(tokenizer: Any, parse_special: bool) -> Cuts | None:
     parse_special : whether special tokens written in a text are such
     """
     model = tokenizer.model
-    if type(model).__name__ != "BPE" or model.dropout:
+    if getattr(model, "dropout", None):
         return None
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if parse_special or not token.special]
     normalizer, words = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer)
+    if _is_split_at_spaces(normalizer, words):
+        return None if any(map(_is_near_words, added)) else Cuts(_searching(_WORDS))
+    if type(model).__name__ != "BPE":
+        return None
     narrow = not any(_is_near_spaces(token) for token in added)
-    if normalizer == _MARKS and not words:
+    alone = not normalizer and [step["type"] for step in words] == ["Metaspace"]
+    if alone or (normalizer == _MARKS and not words):
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        if not (any(token.normalized for token in added) or model.ignore_merges):
+        if any(token.single_word for token in added):
+            return None
+        if not (model.ignore_merges or (normalizer and any(token.normalized for token in added))):
             merged = any(_BYTE.search(one) for one in vocabulary.keys() - BYTES)
             fallback = model.byte_fallback and vocabulary.keys() >= BYTES and not merged
             return between_pairs(vocabulary, fallback, [token.content for token in added])
-        return Cuts(_searching(_CUT), 1) if narrow and not _any_across(vocabulary) else None
+        return Cuts(_searching(_CUT), 1) if normalizer and narrow and not _any_across(vocabulary) else None
     byte_level = bool(words) and words[-1]["type"] == "ByteLevel"
     if not (byte_level and narrow) or [step["type"] for step in normalizer] not in ([], ["NFC"]):
         return None
@@ -143,6 +159,23 @@ def _searching(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
         found = pattern.search(text, start)
         return found.end() if found else None
     return find
+
+
+def _is_split_at_spaces(normalizer: list[dict[str, Any]], words: list[dict[str, Any]]) -> bool:
+    """Return whether every space begins a word, of which the model sees one at a time."""
+    marks = [step for step in words if step["type"] == "Metaspace"]
+    others = {step["type"] for step in words} - {"Metaspace"}
+    if len(marks) != 1 or not marks[0].get("split", True) or not others <= {"WhitespaceSplit", "Digits", "Punctuation"}:
+        return False
+    return all(step["type"] in _BY_CHARACTER or (step["type"] == "Replace" and step.get("pattern") in _SPACES
+                                                 and step.get("content") in (" ", SPACE_MARK))
+               or (step["type"] == "Strip" and not step.get("strip_left")) for step in normalizer)
+
+
+def _is_near_words(token: Any) -> bool:
+    """Return whether an added token may reach over a cut between a letter, a space and another letter."""
+    strips = (token.lstrip and token.content[:1].isalpha()) or (token.rstrip and token.content[-1:].isalpha())
+    return bool(strips or _ACROSS_WORDS.search(token.content))
 
 
 def _is_near_spaces(token: Any) -> bool:

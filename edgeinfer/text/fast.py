@@ -18,6 +18,8 @@ from .files import REMEDY, read_bytes, read_object, read_text
 from .libraries import library_errors
 from .pieces import rules_of_decoder
 
+WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+"""Characters that an added token with `lstrip` takes before it."""
 GAP = 4096
 """Ids in a row without a token, behind which no further ones are expected."""
 
@@ -25,21 +27,24 @@ GAP = 4096
 class FastTokenizer:
     """One backend of `Tokenizer`; wraps ``tokenizers.Tokenizer``."""
 
-    def __init__(self, tokenizer: Any, source: Path):
+    def __init__(self, tokenizer: Any, source: Path, renamed: Mapping[int, int] | None = None):
         # Files made for training may cut or pad every text; a prompt must arrive whole.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
+        self._renamed = renamed or {}
         self._begin_users()
         self._parse_special = True
         self._continuing: FastTokenizer | None = None
+        self._borders: frozenset[int] = frozenset()
         tokenizer.encode_special_tokens = False
         self._cuts: dict[bool, Cuts | None] = {}
         decoder = tokenizer.decoder
         self.rules = rules_of_decoder(json.loads(decoder.__getstate__()) if decoder else None, str(source))
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self._strips = frozenset(token_id for token_id, token in added.items() if token.lstrip)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = _highest_id(tokenizer, max([tokenizer.get_vocab_size(), *(i + 1 for i in added)]) - 1) + 1
         self.bos_id: int | None = None
@@ -77,36 +82,39 @@ class FastTokenizer:
 
     def _encode_continuation(self, text: str, parse_special: bool, most: int | None,
                              stopped: Callable[[], bool] | None) -> list[int]:
-        """Encode text that goes on in the middle; behind an added token the space is put as the file says."""
+        """Encode text that goes on in the middle; behind some added tokens the space is put as the file says."""
         other = self._without_space()
         if other is self:
             return self.encode(text, parse_special, most, stopped)
         if not any(content in text for content in self._added.values()):
             return other.encode(text, parse_special, most, stopped)
         found = interruptible(partial(other._encoding, text, parse_special, stopped), stopped)
-        ids: list[int] = found.ids
+        ids = other._ids(found)
         for n, (token_id, (start, _)) in enumerate(zip(ids, found.offsets, strict=True)):
-            if token_id in self._added and self._added[token_id] in text:
+            if token_id in self._borders and self._added[token_id] in text:
                 tail = self.encode(text[start:], parse_special, most, stopped)
                 if token_id in tail:
                     return ids[:n] + tail[tail.index(token_id) :]
         return ids
 
     def _encode_continued_part(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
-        """Encode a part that no added token is at the border of; none of them is looked for in normalised text."""
+        """Encode a part that no added token is at the border of, nor looked for in text that a normaliser changed."""
         end = self._first_added(text, parse_special)
         ids = self._without_space()._encode(text[:end], parse_special, stopped)
         return ids + self._encode(text[end:], parse_special, stopped) if end < len(text) else ids
 
     def _first_added(self, text: str, parse_special: bool) -> int:
-        """Return where the first added token is that splits the text, the end of the text where none is."""
-        found = (text.find(one) for i, one in self._added.items() if parse_special or i not in self.special_ids)
-        return min((at for at in found if at >= 0), default=len(text))
+        """Return where the first added token is that splits the text, with the spaces that it takes; else the end."""
+        found = ((text.find(one), i in self._strips) for i, one in self._added.items()
+                 if parse_special or i not in self.special_ids)
+        return min((len(text[:at].rstrip(WHITE)) if strips else at for at, strips in found if at >= 0),
+                   default=len(text))
 
     def _without_space(self) -> FastTokenizer:
         if self._continuing is None:
-            other = without_leading_space(self._tokenizer)
-            self._continuing = self if other is self._tokenizer else FastTokenizer(other, self._source)
+            found = without_leading_space(self._tokenizer)
+            self._borders = found.borders if found else frozenset()
+            self._continuing = FastTokenizer(found.tokenizer, self._source, found.ids) if found else self
         return self._continuing
 
     def encode_pieces(self, pieces: Iterable[str], parse_special: bool = False,
@@ -125,8 +133,11 @@ class FastTokenizer:
                 encode = self._encode_continued_part
 
     def _encode(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> list[int]:
-        ids: list[int] = self._encoding(text, parse_special, stopped).ids
-        return ids
+        return self._ids(self._encoding(text, parse_special, stopped))
+
+    def _ids(self, encoding: Any) -> list[int]:
+        ids: list[int] = encoding.ids
+        return [self._renamed.get(token_id, token_id) for token_id in ids] if self._renamed else ids
 
     def _encoding(self, text: str, parse_special: bool, stopped: Callable[[], bool] | None) -> Any:
         with self._set_to(parse_special, stopped), library_errors(self._source):
