@@ -10,7 +10,6 @@ from .check import check, check_runnable
 from .config import AlibiConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from .experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .families import family_of, gguf_architectures, gguf_of, pre_tokenizers, seeing_models, supported_architectures
-from .family import ExpertModules, Family, Gguf, GgufExperts, Ollama
 from .fields import QUANTISED, is_quantised
 from .graph import Graph
 from .head import OUTER_TYPE, Place, Screen, ScreenedHead, inner_type, place_of_head, with_screen
@@ -46,6 +45,7 @@ from .types import Tensor, Types
 from .weights import Affine, RopeHalves, Rows, Source, Transposed, Weight
 
 if TYPE_CHECKING:
+    from .family import ExpertModules, Family, Gguf, GgufExperts, Ollama
     from .gguf_metadata import GgufMetadata, plain_value, with_head
     from .pre_tokenizer import DIGITS, GPT2, PreTokenizer
     from .shapes import Shape, builtin_shapes
@@ -67,6 +67,7 @@ __all__ = ["DIGITS", "GPT2", "INSTEAD", "MOST_OF_A_LAYER", "ORDER", "OUTER_TYPE"
            "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",
            "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
            "without_approximations"]
-__getattr__ = lazily(__name__, {"gguf_metadata": "GgufMetadata plain_value with_head",
+__getattr__ = lazily(__name__, {"family": "ExpertModules Family Gguf GgufExperts Ollama",
+                                "gguf_metadata": "GgufMetadata plain_value with_head",
                                 "pre_tokenizer": "DIGITS GPT2 PreTokenizer", "shapes": "Shape builtin_shapes"})
 """What a run does not need is imported on first use."""

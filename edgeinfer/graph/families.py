@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import os
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import architectures
-from .family import Family, Gguf, Seeing
 
 if TYPE_CHECKING:
+    from .family import Family, Gguf, Seeing
     from .pre_tokenizer import PreTokenizer
 
-_PLAIN = Family()
 
 
 def supported_architectures() -> list[str]:
@@ -29,11 +28,11 @@ def architecture_module(model_type: str) -> ModuleType:
 
 def family_of(model_type: object) -> Family:
     """Return what files call the parts of a family; of one that is not known, or says nothing, the usual names."""
-    if not isinstance(model_type, str) or model_type not in _names(tuple(architectures.__path__)):
-        return _PLAIN
-    family = getattr(architecture_module(model_type), "FAMILY", _PLAIN)
-    assert isinstance(family, Family)
-    return family
+    from .family import Family
+
+    known = isinstance(model_type, str) and model_type in _names(tuple(architectures.__path__))
+    family = getattr(architecture_module(str(model_type)), "FAMILY", None) if known else None
+    return family if isinstance(family, Family) else Family()
 
 
 def gguf_architectures() -> dict[str, tuple[tuple[str, Gguf], ...]]:
@@ -72,7 +71,8 @@ def pre_tokenizers() -> dict[str, PreTokenizer]:
 
 @lru_cache(maxsize=8)
 def _names(path: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
+    files = (name for folder in path for name in os.listdir(folder))
+    return tuple(sorted(name[:-3] for name in files if name.endswith(".py") and name != "__init__.py"))
 
 
 @lru_cache(maxsize=8)
