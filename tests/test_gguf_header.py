@@ -383,5 +383,5 @@ def test_published_vocabulary_files(shared_data: Callable[[str], Path], file: st
 def test_other_families_are_named(tmp_path: Path) -> None:
     path = tmp_path / "v.gguf"
     path.write_bytes(header({**fields_of("llama-2-7b", "llama"), "general.architecture": "rwkv7"}, {}))
-    with pytest.raises(UnsupportedModelError, match="architecture 'rwkv7'; known: .*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'rwkv7'; known: .*llama"):
         describe(path)
