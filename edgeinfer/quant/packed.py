@@ -130,29 +130,36 @@ def _in_order(factors: Factors, groups: int) -> list[tuple[NDArray, int]]:
 
 def _lines(steps: Words, row: StorageType) -> Words:
     """Words of lines (tiles, 16, lines) from words of four codes (tiles, 16, steps)."""
-    runs, low = steps.reshape(*steps.shape[:2], -1, row.run_steps), 0
-    lines = []
+    runs, low, first = steps.reshape(*steps.shape[:2], -1, row.run_steps), 0, 0
+    lines = np.empty((*runs.shape[:3], row.run_lines), np.uint32)
     for bits in row.planes:
-        pieces = runs >> np.uint32(low) & _mask(bits)
-        line = pieces[..., 0 :: 8 // bits].copy()
+        plane = _right(runs[..., 0 :: 8 // bits], low) & _mask(bits)
         for s in range(1, 8 // bits):
-            line |= pieces[..., s :: 8 // bits] << np.uint32(bits * s)
-        lines.append(line)
-        low += bits
-    return np.ascontiguousarray(np.concatenate(lines, axis=3)).reshape(*steps.shape[:2], -1)
+            plane |= (_right(runs[..., s :: 8 // bits], low) & _mask(bits)) << np.uint32(bits * s)
+        lines[..., first : first + plane.shape[-1]] = plane
+        low, first = low + bits, first + plane.shape[-1]
+    return lines.reshape(*steps.shape[:2], -1)
 
 
 def _steps(lines: Words, row: StorageType) -> Words:
     """The inverse of `_lines`."""
     runs, low, first = lines.reshape(*lines.shape[:2], -1, row.run_lines), 0, 0
-    steps = np.zeros((*runs.shape[:3], row.run_steps), np.uint32)
+    steps = np.empty((*runs.shape[:3], row.run_steps), np.uint32)
     for bits in row.planes:
-        end = first + row.run_steps * bits // 8
+        plane = np.ascontiguousarray(runs[..., first : first + row.run_steps * bits // 8])
         for s in range(8 // bits):
-            pieces = runs[..., first:end] >> np.uint32(bits * s) & _mask(bits)
-            steps[..., s :: 8 // bits] |= pieces << np.uint32(low)
-        low, first = low + bits, end
+            pieces = _right(plane, bits * s) & _mask(bits)
+            if low:
+                steps[..., s :: 8 // bits] |= pieces << np.uint32(low)
+            else:
+                steps[..., s :: 8 // bits] = pieces
+        low, first = low + bits, first + plane.shape[-1]
     return steps
+
+
+def _right(words: Words, bits: int) -> Words:
+    """Words shifted to the right."""
+    return words >> np.uint32(bits) if bits else words
 
 
 def _mask(bits: int) -> np.uint32:
