@@ -6,6 +6,7 @@ tensors' bytes. A model may be split over several files, of which the first has 
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def is_gguf(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC or path.suffix == ".gguf"
-    except OSError:  # whoever reads it says so
-        return False
+    except OSError as error:  # a disk that fails says nothing of the file; whoever reads it tells
+        return error.errno == errno.EIO
 
 
 def gguf_origin(path: Path) -> Path:

@@ -9,8 +9,8 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def read_in(weights: NDArray[np.uint8], path: Path, progress: Counted | None = N
     tell = progress if progress and size >= PROGRESS_BYTES else lambda done, total, name: None
     tell(0, size, path.name)
     buffer, mapping = bytearray(0), True
-    with open_plain(path) as file:
+    with _weights_file(path) as file:
         for at, end in ((at, stop) for start, stop in spans for at in range(start, stop, READ_BYTES)):
             n = min(READ_BYTES, end - at)
             if hasattr(os, "posix_fadvise"):
@@ -189,11 +189,11 @@ def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress
     Raises
     ------
     BundleError
-        The file ends early.
+        The file cannot be read, or ends early.
     """
     total, done = sum(memory.nbytes for _, memory in parts), 0
     tell = progress if progress and total >= PROGRESS_BYTES else lambda done, total, name: None
-    with open_plain(path) as file:
+    with _weights_file(path) as file:
         for at, memory in parts:
             file.seek(at)
             for start in range(0, memory.nbytes, READ_BYTES):
@@ -204,6 +204,16 @@ def copy_in(parts: Sequence[tuple[int, NDArray[np.uint8]]], path: Path, progress
                     left = left[got:]
                 tell(done + min(start + READ_BYTES, memory.nbytes), total, path.name)
             done += memory.nbytes
+
+
+@contextmanager
+def _weights_file(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file that was compared with its checksum before; raises `BundleError` where it cannot be read now."""
+    try:
+        with open_plain(path) as file:
+            yield file
+    except OSError as error:
+        raise BundleError(f"{path} can no longer be read: {error.strerror or error}; check its disk.") from None
 
 
 def _populate(memory: NDArray[np.uint8], advice: int) -> bool:

@@ -33,8 +33,12 @@ class Reader:
 
     def __call__(self, name: str, offset: int, nbytes: int) -> Bytes:
         """Return bytes of a tensor, from `offset` in it on."""
-        self._file.seek(self._bundle.tensors[name].offset + offset)
-        data = self._file.read(nbytes)
+        try:
+            self._file.seek(self._bundle.tensors[name].offset + offset)
+            data = self._file.read(nbytes)
+        except OSError as error:
+            raise BundleError(f"{self._bundle.weights_path} can no longer be read: {error.strerror or error}; check "
+                              "its disk.") from None
         if len(data) < nbytes:
             raise BundleError(f"Cannot use the bundle {self._bundle.path}: weights.bin was cut while it was read.")
         return np.frombuffer(data, np.uint8)
