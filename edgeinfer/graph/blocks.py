@@ -1,15 +1,17 @@
-"""Layers of the families whose norms are layer norms: one after the other or side by side, FFNs with a gate or without.
+"""What families share: models with Llama's or GPT-2's names, layers whose norms are layer norms, fused tensors.
 
 An architecture says how its checkpoint calls the parts of a layer; what is done with them is here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 from .builder import GraphBuilder
 from .config import ModelConfig
+from .graph import Graph
 from .types import Tensor
 from .weights import Source
 
@@ -38,6 +40,31 @@ class Layer(NamedTuple):
     k_norm: tuple[Name, ...] = ()
     head_norm_bias: tuple[Name, ...] = ()
     """Of q and k."""
+
+
+GPT_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+             "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
+             "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+"""What configs of GPT-2's kind call the sizes (`ConfigReader.called`)."""
+
+
+def llama_like(g: GraphBuilder, c: ModelConfig, block: Callable[[GraphBuilder, ModelConfig, Tensor, int], Tensor]
+               ) -> Graph:
+    """Write tokens to logits where embedding, last norm and head have Llama's names; `block` writes a layer."""
+    x = g.embed("model.embed_tokens.weight")
+    for i in range(c.num_hidden_layers):
+        x = block(g, c, x, i)
+    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+
+
+def gpt_like(g: GraphBuilder, c: ModelConfig, parts: Callable[[ModelConfig, str], Layer]) -> Graph:
+    """Write tokens to logits where these have GPT-2's names and positions are learned; `parts` names a layer's tensors.
+    """
+    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
+    for i in range(c.num_hidden_layers):
+        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
+    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
+                            norm_bias="transformer.ln_f.bias"))
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int, parts: Layer) -> Tensor:
@@ -89,3 +116,17 @@ def rows_of(fused: Source, c: ModelConfig) -> tuple[Source, Source, Source]:
     ends = (0, c.query_width, c.query_width + c.kv_width, c.query_width + 2 * c.kv_width)
     q, k, v = (fused.rows(a, b) for a, b in pairwise(ends))
     return q, k, v
+
+
+def neighbours_of(attn: str, kind: str, c: ModelConfig, *columns: int) -> tuple[Source, Source, Source]:
+    """Queries, keys and values of a module whose neighbours turn in pairs; our rotation turns halves of a head."""
+    widths = (c.query_width, c.kv_width, c.kv_width)
+    q, k, v = (Source(f"{attn}{p}_proj.{kind}", (w, *columns)) for p, w in zip("qkv", widths, strict=True))
+    return q.rope_halves(c.head_dim, c.rope_dim), k.rope_halves(c.head_dim, c.rope_dim), v
+
+
+def gate_up_of(mlp: str, c: ModelConfig) -> tuple[Source, Source, Source]:
+    """Gate, up and down of an FFN whose gate and up are rows of one tensor."""
+    n, d = c.intermediate_size, c.hidden_size
+    both = Source(mlp + "gate_up_proj.weight", (2 * n, d))
+    return both.rows(0, n), both.rows(n, 2 * n), Source(mlp + "down_proj.weight", (d, n))

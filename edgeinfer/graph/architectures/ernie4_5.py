@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..blocks import llama_like, neighbours_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -9,7 +10,6 @@ from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
-from ..weights import Source
 
 DEFAULTS = {"vocab_size": 103424, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1,
@@ -25,10 +25,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
@@ -36,13 +33,9 @@ def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
     attn, mlp = hf + "self_attn.", hf + "mlp."
     widths = (c.query_width, c.kv_width, c.kv_width)
-
-    def of(kind: str, *columns: int) -> tuple[Source, ...]:
-        q, k, v = (Source(f"{attn}{p}_proj.{kind}", (w, *columns)) for p, w in zip("qkv", widths, strict=True))
-        return q.rope_halves(c.head_dim), k.rope_halves(c.head_dim), v
-
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
-    h = g.linear(h, name + "qkv", of("weight", d), widths, bias=of("bias") if c.attention_bias else ())
+    h = g.linear(h, name + "qkv", neighbours_of(attn, "weight", c, d), widths,
+                 bias=neighbours_of(attn, "bias", c) if c.attention_bias else ())
     h = g.attention(g.rope_store(h))
     x = g.linear(h, name + "o", (attn + "o_proj.weight",), (d,), residual=x,
                  bias=(attn + "o_proj.bias",) if c.attention_output_bias else ())

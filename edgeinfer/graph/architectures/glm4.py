@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..blocks import gate_up_of, llama_like, neighbours_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -9,7 +10,6 @@ from ..family import Family, Gguf
 from ..graph import Graph
 from ..reader import ConfigReader
 from ..types import Tensor
-from ..weights import Source
 
 VOCABULARY = 151552
 DEFAULTS = {"vocab_size": VOCABULARY, "num_attention_heads": 32, "max_position_embeddings": 131072,
@@ -28,28 +28,20 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """x + norm(attention(norm(x))), then the same with the FFN; gate and up are rows of one tensor."""
-    g.layer, hf, name, d, n = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size, c.intermediate_size
-    attn, both = hf + "self_attn.", Source(hf + "mlp.gate_up_proj.weight", (2 * n, d))
-    widths = (c.query_width, c.kv_width, c.kv_width)
-
-    def of(kind: str, *columns: int) -> tuple[Source, ...]:
-        q, k, v = (Source(f"{attn}{p}_proj.{kind}", (w, *columns)) for p, w in zip("qkv", widths, strict=True))
-        return q.rope_halves(c.head_dim, c.rope_dim), k.rope_halves(c.head_dim, c.rope_dim), v
-
+    g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
+    attn, widths = hf + "self_attn.", (c.query_width, c.kv_width, c.kv_width)
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
-    h = g.linear(h, name + "qkv", of("weight", d), widths, bias=of("bias") if c.attention_bias else ())
+    h = g.linear(h, name + "qkv", neighbours_of(attn, "weight", c, d), widths,
+                 bias=neighbours_of(attn, "bias", c) if c.attention_bias else ())
     h = g.linear(g.attention(g.rope_store(h)), name + "o", (attn + "o_proj.weight",), (d,))
     x = g.normed_sum(x, h, name + "attention_out_norm", hf + "post_self_attn_layernorm.weight")
     h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
-    h = g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), Source(hf + "mlp.down_proj.weight", (d, n))))
+    h = g.ffn(h, name, gate_up_of(hf + "mlp.", c))
     return g.normed_sum(x, h, name + "ffn_out_norm", hf + "post_mlp_layernorm.weight")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..blocks import Layer, layer, rows_of
+from ..blocks import GPT_NAMES, Layer, gpt_like, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -17,9 +17,7 @@ DEFAULTS = {"max_position_embeddings": 1024, "bos_token_id": 50256, "eos_token_i
 
 def read(c: ConfigReader) -> ModelConfig:
     """Sizes by GPT-2's own names; scores are always divided by the square root of a head's size."""
-    c.called(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
-             intermediate_size="n_inner", max_position_embeddings="n_positions", hidden_act="activation_function",
-             rms_norm_eps="layer_norm_epsilon")
+    c.called(**GPT_NAMES)
     c.get("n_ctx")  # an older name beside n_positions
     if not c.flag("scale_attn_weights", True):
         raise c.unsupported("scale_attn_weights", False, "only true is supported")
@@ -28,11 +26,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
+    return gpt_like(g, c, parts)
 
 
 def parts(c: ModelConfig, hf: str) -> Layer:

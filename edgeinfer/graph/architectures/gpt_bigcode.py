@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import Layer, heads_of, layer, rows_of
+from ..blocks import GPT_NAMES, Layer, gpt_like, heads_of, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -22,9 +22,7 @@ DEFAULTS = {"vocab_size": 50257, "max_position_embeddings": 1024, "bos_token_id"
 
 def read(c: ConfigReader) -> ModelConfig:
     """Sizes by GPT-2's names; without `scale_attn_weights` scores are not divided."""
-    c.called(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
-             intermediate_size="n_inner", max_position_embeddings="n_positions", hidden_act="activation_function",
-             rms_norm_eps="layer_norm_epsilon")
+    c.called(**GPT_NAMES)
     for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
                  "validate_runner_input", "pre_allocate_kv_cache", "pad_key_length", "max_sequence_length",
                  "max_batch_size"):
@@ -39,11 +37,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i, parts(c, f"transformer.h.{i}."))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
+    return gpt_like(g, c, parts)
 
 
 def parts(c: ModelConfig, hf: str) -> Layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ...errors import CheckpointError
-from ..blocks import Layer, layer
+from ..blocks import Layer, gpt_like
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -39,16 +39,16 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.add_positions(g.embed("transformer.wte.weight"), "transformer.wpe.weight")
-    for i in range(c.num_hidden_layers):
-        hf = f"transformer.h.{i}."
-        attn, mlp = hf + "attn.attention.", hf + "mlp."
-        x = layer(g, c, x, i, Layer(
-            norm=hf + "ln_1", ffn_norm=hf + "ln_2", o=attn + "out_proj.weight", o_bias=(attn + "out_proj.bias",),
-            qkv=tuple(attn + p + "_proj.weight" for p in "qkv"), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
-            ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias")))
-    return g.build(g.logits(x, "transformer.ln_f.weight", "lm_head.weight", layer_norm=True,
-                            norm_bias="transformer.ln_f.bias"))
+    return gpt_like(g, c, parts)
+
+
+def parts(c: ModelConfig, hf: str) -> Layer:
+    """Name a layer's tensors."""
+    attn, mlp = hf + "attn.attention.", hf + "mlp."
+    return Layer(
+        norm=hf + "ln_1", ffn_norm=hf + "ln_2", o=attn + "out_proj.weight", o_bias=(attn + "out_proj.bias",),
+        qkv=tuple(attn + p + "_proj.weight" for p in "qkv"), up=mlp + "c_fc.weight", down=mlp + "c_proj.weight",
+        ffn_bias=(mlp + "c_fc.bias", mlp + "c_proj.bias"))
 
 
 FAMILY = Family(prefix="transformer.")

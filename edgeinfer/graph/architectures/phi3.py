@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks import rows_of
+from ..blocks import gate_up_of, llama_like, rows_of
 from ..builder import GraphBuilder
 from ..common import read_decoder
 from ..config import ModelConfig
@@ -38,24 +38,19 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def forward(g: GraphBuilder, c: ModelConfig) -> Graph:
     """Tokens to logits."""
-    x = g.embed("model.embed_tokens.weight")
-    for i in range(c.num_hidden_layers):
-        x = layer(g, c, x, i)
-    return g.build(g.logits(x, "model.norm.weight", "lm_head.weight"))
+    return llama_like(g, c, layer)
 
 
 def layer(g: GraphBuilder, c: ModelConfig, x: Tensor, i: int) -> Tensor:
     """Llama's block; q, k and v are rows of one tensor, gate and up of another."""
-    g.layer, hf, name, d, n = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size, c.intermediate_size
+    g.layer, hf, name, d = i, f"model.layers.{i}.", f"layers.{i}.", c.hidden_size
     qkv = Source(hf + "self_attn.qkv_proj.weight", (c.query_width + 2 * c.kv_width, d))
-    both = Source(hf + "mlp.gate_up_proj.weight", (2 * n, d))
-    down = Source(hf + "mlp.down_proj.weight", (d, n))
     h = g.rms_norm(x, name + "attention_norm", hf + "input_layernorm.weight")
     h = g.linear(h, name + "qkv", rows_of(qkv, c), (c.query_width, c.kv_width, c.kv_width))
     h = g.attention(g.rope_store(h))
     x = g.linear(h, name + "o", (hf + "self_attn.o_proj.weight",), (d,), residual=x)
     h = g.rms_norm(x, name + "ffn_norm", hf + "post_attention_layernorm.weight")
-    return g.ffn(h, name, (both.rows(0, n), both.rows(n, 2 * n), down), residual=x)
+    return g.ffn(h, name, gate_up_of(hf + "mlp.", c), residual=x)
 
 
 def _fields(m: GgufMetadata) -> dict[str, Any]:
