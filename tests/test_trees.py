@@ -12,13 +12,16 @@ import pytest
 from edgeinfer.block_tables import BlockTables
 from edgeinfer.converters import write_random_bundle
 from edgeinfer.errors import RequestError
+from edgeinfer.graph import AlibiConfig
 from edgeinfer.kernels import abi
 from edgeinfer.quant import KV_TYPES
 from edgeinfer.runner import DECODE, GONE, PROMPT, Segment, Sequence
 from edgeinfer.runtime import Session
 from tests.sessions import TINY, WINDOWED, free_blocks, held_in, session, tokens
 
-MODELS = {"plain": TINY, "windowed": replace(WINDOWED, windows=(5, 0, 3)), "gqa": replace(TINY, num_key_value_heads=1)}
+MODELS = {"plain": TINY, "windowed": replace(WINDOWED, windows=(5, 0, 3)), "gqa": replace(TINY, num_key_value_heads=1),
+          "alibi": replace(TINY, model_type="falcon", num_key_value_heads=6, rotary_dim=0,
+                           alibi=AlibiConfig(bfloat16=True))}
 BASES = (0, 1, 15, 16, 17, 250, 256, 257)
 """Tokens before the tree: around a block and around a split."""
 
